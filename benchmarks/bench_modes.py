@@ -1,0 +1,86 @@
+"""Step time and peak memory of whole models in each memory mode.
+
+    python benchmarks/bench_modes.py --models revnet38 revnet110 --batch 128
+
+One step is forward, cross-entropy and backward on random images of CIFAR's size. Times are
+medians over interleaved rounds, with the quartiles of the ratio to ``store``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+
+import torch
+from measure import MIB, environment, growth, in_own_process, interleaved
+from torch import nn
+
+import revzoo
+from revzoo.core.memory import MODES
+
+
+def step(model: nn.Module, batch: int, dtype: torch.dtype) -> Callable[[], None]:
+    """One training step on random images, under autocast unless ``dtype`` is float32."""
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(batch, 3, 32, 32, generator=generator).to(device)
+    images = images.contiguous(memory_format=torch.channels_last)
+    labels = torch.randint(10, (batch,), generator=generator).to(device)
+
+    def run() -> None:
+        model.zero_grad(set_to_none=True)
+        with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
+            loss = nn.functional.cross_entropy(model(images), labels)
+        loss.backward()
+
+    return run
+
+
+def build(name: str, mode: str) -> nn.Module:
+    """The model in training mode, channels last, on the GPU if there is one."""
+    torch.manual_seed(0)
+    model = revzoo.create_model(name, memory=mode)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return model.to(device, memory_format=torch.channels_last)
+
+
+def table(name: str, args: argparse.Namespace) -> str:
+    """Rows of the report for one model, as Markdown."""
+    dtype = getattr(torch, args.dtype)
+    steps = {mode: step(build(name, mode), args.batch, dtype) for mode in MODES}
+    timings = interleaved(steps, args.rounds)
+    rows = []
+    for mode, t in timings.items():
+        child = ["--memory-of", name, mode, "--batch", str(args.batch), "--dtype", args.dtype]
+        mib = int(in_own_process(__file__, child)) / MIB
+        rows.append(
+            f"| {name} | {mode} | {t.seconds:.3f} | {t.ratio:.2f} ({t.low:.2f} to {t.high:.2f}) "
+            f"| {mib:.0f} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    """Print the report; with ``--memory-of``, one peak in bytes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", default=["revnet38", "revnet110"])
+    parser.add_argument("--batch", type=int, default=128)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16", "float16"])
+    parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "MODE"))
+    args = parser.parse_args()
+    if args.memory_of:
+        run = step(build(*args.memory_of), args.batch, getattr(torch, args.dtype))
+        run()  # the first step also allocates gradients and workspaces
+        print(growth(run))
+        return
+    print("# Memory modes of whole models\n")
+    print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds\n")
+    print("| model | mode | seconds a step | time over store (quartiles) | peak growth, MiB |")
+    print("|---|---|---|---|---|")
+    for name in args.models:
+        print(table(name, args), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""revzoo: reversible networks whose training memory does not grow with depth."""
+
+from revzoo.core.check import check_inverse
+from revzoo.core.function import invertible_checkpoint
+from revzoo.core.invertible import Invertible, NotInvertibleError, Step
+from revzoo.core.memory import set_memory
+from revzoo.core.recording import ReplayMismatchError
+from revzoo.core.replay import is_replaying
+from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.layers.squeeze import Squeeze
+from revzoo.models.registry import create_model, list_models
+
+__all__ = [
+    "AdditiveCoupling",
+    "AffineCoupling",
+    "Coupling",
+    "Invertible",
+    "NotInvertibleError",
+    "ReplayMismatchError",
+    "ReversibleBlock",
+    "ReversibleSequence",
+    "Squeeze",
+    "Step",
+    "check_inverse",
+    "create_model",
+    "invertible_checkpoint",
+    "is_replaying",
+    "list_models",
+    "set_memory",
+]

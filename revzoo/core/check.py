@@ -1,0 +1,101 @@
+"""How exactly a module inverts: measured per step and per dtype."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
+from revzoo.core.replay import Conditions
+
+
+class StepError(NamedTuple):
+    """Largest error of one step's round trip, absolute and relative to the largest input."""
+
+    dtype: torch.dtype
+    name: str
+    absolute: float
+    relative: float
+
+
+class InverseReport(tuple[StepError, ...]):
+    """Errors per dtype and step; the row named ``"whole"`` is the module's own round trip."""
+
+    def worst(self, dtype: torch.dtype) -> float:
+        """Largest relative error in ``dtype``."""
+        return max(row.relative for row in self if row.dtype == dtype)
+
+    def __str__(self) -> str:
+        lines = [f"{'dtype':10}{'step':40}{'absolute':>12}{'relative':>12}"]
+        for dtype, name, absolute, relative in self:
+            kind = str(dtype).removeprefix("torch.")
+            lines.append(f"{kind:10}{name:40}{absolute:12.2e}{relative:12.2e}")
+        return "\n".join(lines)
+
+
+def check_inverse(
+    module: Invertible,
+    *inputs: Tensor,
+    dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16),
+) -> InverseReport:
+    """Measure ``inverse(forward(x)) - x`` for ``module`` and each of its steps.
+
+    Works on copies: parameters, buffers and the random state stay as they are. Each step is given
+    the state that reaches it; flags (train or eval) are the module's.
+
+    Args:
+        module: an :class:`Invertible`, such as a ``ReversibleSequence``.
+        *inputs: what ``module`` takes, e.g. one tensor ``(B, C, H, W)``.
+        dtypes: to which module and inputs are cast.
+
+    Raises:
+        NotInvertibleError: the module, or a step of it, has no inverse.
+
+    Example::
+
+        print(check_inverse(seq, torch.randn(8, 32, 32, 32)))
+    """
+    if not getattr(module, "invertible", False):
+        raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
+    rows: list[StepError] = []
+    for dtype in dtypes:
+        net = copy.deepcopy(module).to(dtype)
+        state = tuple(x.detach().to(dtype) for x in inputs)
+        with torch.no_grad():
+            rows.append(_round_trip("whole", net, state)[0])
+            streams = net.streams
+            if len(state) == 1 and streams == 2:
+                state = tuple(state[0].chunk(2, dim=1))
+            for name, step in _atoms(net):
+                row, state = _round_trip(name, step, state)
+                rows.append(row)
+    return InverseReport(rows)
+
+
+def _round_trip(name: str, step: Invertible, state: State) -> tuple[StepError, State]:
+    with Conditions(step, state).restored():
+        outputs = as_state(step(*state))
+    with Conditions(step, state).restored():
+        back = as_state(step.inverse(*outputs))
+    error = max(_largest(b.double() - x.double()) for b, x in zip(back, state, strict=True))
+    scale = max(map(_largest, state))
+    row = StepError(state[0].dtype, name, error, error / scale if scale else error)
+    return row, outputs
+
+
+def _largest(x: Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _atoms(module: nn.Module, name: str = "") -> Iterator[tuple[str, Invertible]]:
+    """The steps that are no containers of steps, in order, with their place."""
+    if isinstance(module, Iterable):
+        for i, step in enumerate(module):
+            yield from _atoms(step, f"{name}{i}.")
+    else:
+        assert isinstance(module, Invertible)
+        yield f"{name.rstrip('.')} {type(module).__name__}".strip(), module

@@ -1,0 +1,212 @@
+"""The invertible checkpoint: activations leave memory in the forward pass and return, step by
+step, in the backward pass.
+
+``torch.utils.checkpoint`` keeps the input of every segment; a chain of invertible steps need keep
+only its last output. This module runs each step as ordinary autograd code under saved-tensor
+hooks and holds the package's only backward rule, :meth:`Tape.replay`. There is no custom
+``autograd.Function``: gradients reach parameters through their own accumulate nodes, so hooks,
+DDP, ``autograd.grad`` and frozen parameters behave as without it.
+
+Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585, algorithm 1. The
+hook mechanism is that of ``torch.utils.checkpoint(use_reentrant=False)``.
+
+NOTE [ Slots and the tape ]
+    forward     step 0     step 1     step 2            the graph saves *slots*, not activations;
+              x ------> s ------> s ------> y           nothing else holds them: they are freed
+                 slots      slots      slots
+    backward                          <---- y           first slot of step 2 asked for: replay it;
+                            <---- s                     its input inverts step 1, and so on
+
+    1. A slot stands in the graph for one saved activation. Slots hold the tape; the tape refers
+       to slots weakly, and its entries hold only what a replay needs. So there is no cycle:
+       graph and tape die by reference counting.
+    2. The tape holds one *known state*, normally the last output (a detached alias: it shares the
+       version counter, so that a later in-place change is seen). ``_position`` says before which
+       entry that state stands.
+    3. An empty slot asked for makes the tape walk from the nearest known state down to the slot's
+       step: entries passed on the way are inverted, the step itself is replayed with recording
+       on, and its slots are filled.
+    4. Where the graph will not be used again and all later slots are gone, the tape is cut: the
+       step's input becomes the known state, everything after it is released. Filled slots keep
+       their value until the graph drops them.
+    5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, the walk
+       continues from a *cursor*, and slots are emptied when the cursor moves on. A step that the
+       cursor has passed is reached by starting again from the known state: slower, never wrong.
+       Any order of unpacking is correct.
+    6. Filling is atomic: an exception inside a replay leaves tape, slots and modules as they were.
+    7. A step in ``recompute`` mode is a tape of one entry whose known state stands before it
+       instead of after it.
+
+NOTE [ Chains joined by hand ]
+    Invertible modules called one after the other form one chain, whether or not a container holds
+    them: a tape whose known state is exactly the new step's input is continued. It is found by
+    the address of its last tensor, which cannot be reused while the tape holds it, and compared
+    tensor by tensor.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+
+from revzoo.core.invertible import State, Step, as_state
+from revzoo.core.recording import (
+    DIFFERENTIATES_INSIDE,
+    Entry,
+    Replayed,
+    Slot,
+    address,
+    unpack,
+)
+from revzoo.core.replay import tensors_of
+
+try:  # private: tells whether the running backward pass keeps the graph for another one
+    from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
+except ImportError:  # to assume so costs one retained state, see rule 5
+
+    def _graph_is_kept() -> bool:
+        return True
+
+
+def run_step(step: Step, state: State, **context: Any) -> State:
+    """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
+
+    This is the plain call where there is nothing to differentiate, and inside ``torch.func``
+    transforms, which refuse saved-tensor hooks.
+
+    Raises:
+        RuntimeError: the step changed its input in place, which no reconstruction could undo.
+    """
+    if step.memory == "store" or not _differentiates(step, state, context):
+        return as_state(step(*state, **context))
+    if step.memory == "offload":
+        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return as_state(step(*state, **context))
+    invert = step.memory == "invert" and step.invertible
+    tape = Tape.ending_with(state) if invert else Tape(state)
+    entry = Entry(step, state, context)
+    versions = [t._version for t in state]
+    with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
+        outputs = as_state(step(*state, **context))
+    entry.conditions.finish()
+    _refuse_changed_inputs(entry, state, versions)
+    tape.append(entry, outputs if invert else None)
+    return outputs
+
+
+def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
+    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    given = itertools.chain(state, tensors_of(context), step.parameters())
+    return any(t.requires_grad for t in given)
+
+
+def _refuse_changed_inputs(entry: Entry, state: State, versions: list[int]) -> None:
+    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
+        if t._version != version:
+            raise RuntimeError(
+                f"{entry.name} changed its input stream {i} in place (version {version} became "
+                f"{t._version}), so it cannot be reconstructed: make the first operation of the "
+                "branch out of place (inplace=False)"
+            )
+
+
+class Tape:
+    """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
+
+    def __init__(self, state: State) -> None:
+        self.entries: list[Entry] = []
+        self._position = 0
+        self._set_known(state)
+        self._cursor: tuple[int, State] | None = None
+        self._filled: list[weakref.ref[Slot]] = []
+
+    @staticmethod
+    def ending_with(state: State) -> Tape:
+        """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
+        tape = _open_tapes.get(address(state[-1]))
+        return tape if tape is not None and tape._knows(state) else Tape(state)
+
+    def append(self, entry: Entry, outputs: State | None) -> None:
+        """Add an executed step; ``outputs`` become the known state, unless None (rule 7)."""
+        self.entries.append(entry)
+        if outputs is None:
+            return
+        self._close()
+        self._set_known(outputs)
+        self._position = len(self.entries)
+        _open_tapes[address(outputs[-1])] = self
+
+    def _close(self) -> None:
+        if _open_tapes.get(key := address(self._known[-1])) is self:
+            del _open_tapes[key]
+
+    def _set_known(self, state: State) -> None:
+        self._known = tuple(t.detach() for t in state)
+        self._versions = [t._version for t in state]
+
+    def _knows(self, state: State) -> bool:
+        return len(state) == len(self._known) and all(
+            _same_view(a, b) and a._version == version
+            for a, b, version in zip(state, self._known, self._versions, strict=True)
+        )
+
+    def replay(self, index: int) -> None:
+        """Fill the slots of entry ``index``: the package's backward rule."""
+        if index >= len(self.entries):
+            raise RuntimeError(DIFFERENTIATES_INSIDE)
+        position, state = self._nearest(index)
+        for i in range(position - 1, index, -1):
+            state = self.entries[i].invert(state)
+        entry = self.entries[index]
+        if position == index:
+            state, replayed = entry.record_from_inputs(state)
+        else:
+            state, replayed = entry.record_from_outputs(state)
+        self._advance(index, state, replayed)
+
+    def _nearest(self, index: int) -> tuple[int, State]:
+        """The known state closest above ``index``, or at it."""
+        if self._cursor is not None and self._cursor[0] >= index:
+            return self._cursor
+        for i, (t, version) in enumerate(zip(self._known, self._versions, strict=True)):
+            if t._version != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
+                    f"activations of {self.entries[-1].name} are to be recomputed, is at version "
+                    f"{t._version}; expected version {version} instead. Make the operation that "
+                    "follows out of place"
+                )
+        return self._position, self._known
+
+    def _advance(self, index: int, state: State, replayed: Replayed) -> None:
+        for ref in self._filled:
+            if (slot := ref()) is not None:
+                slot.value = None
+        self._filled = []
+        filled = replayed.fill()
+        later = reversed(self.entries[index + 1 :])
+        if _graph_is_kept() or any(entry.alive for entry in later):
+            self._cursor, self._filled = (index, state), filled
+            return
+        del self.entries[index:]
+        self._close()
+        self._set_known(state)
+        self._position, self._cursor = index, None
+
+
+def _same_view(a: Tensor, b: Tensor) -> bool:
+    return (
+        address(a) == address(b)
+        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
+        and (a.stride(), a.storage_offset()) == (b.stride(), b.storage_offset())
+    )
+
+
+_open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()

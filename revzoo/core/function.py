@@ -1,0 +1,84 @@
+"""Any function with an inverse as a checkpointed step."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from revzoo.core.checkpoint import run_step
+from revzoo.core.invertible import Invertible, State
+
+
+def invertible_checkpoint(
+    fn: Callable[..., Any], inverse: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
+
+    Args:
+        fn: returns a tensor or a tuple of tensors. Modules that it is, is bound to or closes over
+            are replayed faithfully (statistics, flags).
+        inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are those of
+            ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
+        *args: the tensors among them (not inside containers) are what ``inverse`` reconstructs.
+        **kwargs: passed on; tensors among them are kept and may require gradient.
+
+    Returns:
+        What ``fn`` returns. Consecutive calls form one chain, which keeps only its last output.
+
+    Raises:
+        ValueError: no positional argument is a tensor.
+
+    Example::
+
+        y = invertible_checkpoint(lambda x, k: x * k, lambda y, k: y / k, x, 3.0)
+    """
+    state = tuple(a for a in args if isinstance(a, Tensor))
+    if not state:
+        raise ValueError(
+            "invertible_checkpoint got no tensor among its positional arguments: pass what the "
+            "inverse reconstructs by position, the rest by keyword"
+        )
+    step = _Function(fn, inverse, args)
+    outputs = run_step(step, state, **kwargs)
+    return outputs[0] if step.bare else outputs
+
+
+class _Function(Invertible):
+    """``fn`` and ``inverse`` as a step of the tensors among ``args``; holds the other arguments."""
+
+    def __init__(
+        self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]
+    ) -> None:
+        super().__init__()
+        self.bare = False  # whether fn returns its tensor without a tuple
+        self._fn, self._inverse = fn, inverse
+        self._places = tuple(isinstance(a, Tensor) for a in args)
+        self._others = tuple(a for a in args if not isinstance(a, Tensor))
+        # As submodules, so that a replay finds their flags, buffers and parameters.
+        self._modules_of_fn = nn.ModuleList(_modules_of(fn))
+
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        tensors, others = iter(state), iter(self._others)
+        outputs = self._fn(*(next(tensors if p else others) for p in self._places), **context)
+        self.bare = isinstance(outputs, Tensor)
+        return outputs
+
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return self._inverse(*state, *self._others, **context)
+
+
+def _modules_of(fn: Any) -> Iterator[nn.Module]:
+    """Modules that a callable is, is bound to, is a partial of or closes over."""
+    if isinstance(fn, nn.Module):
+        yield fn
+    elif isinstance(fn, functools.partial):
+        for part in (fn.func, *fn.args, *fn.keywords.values()):
+            yield from _modules_of(part)
+    elif hasattr(fn, "__self__"):
+        yield from _modules_of(fn.__self__)
+    else:
+        for cell in getattr(fn, "__closure__", None) or ():
+            yield from _modules_of(cell.cell_contents)

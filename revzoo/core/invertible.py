@@ -1,0 +1,105 @@
+"""The contract of a step: what the tape, the containers and the zoo agree on.
+
+A network is a sequence of *steps*. A step maps a *state*, a tuple of streams, to the next state.
+An :class:`Invertible` step can also be walked backwards, which is what lets
+:mod:`revzoo.core.checkpoint` drop every activation and recompute it from the outputs during the
+backward pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+State = tuple[Tensor, ...]
+
+
+class NotInvertibleError(RuntimeError):
+    """Raised when an inverse is asked of a layer that loses information; names the layer."""
+
+
+class Recording(Protocol):
+    """Runs parts of a step with recording on; handed to :meth:`Invertible.replay`."""
+
+    needs: tuple[bool, ...]
+    """Which streams of the step's input required gradient in the forward pass."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether every tensor that the forward pass saved has been recorded again."""
+
+    def __call__(
+        self, fn: Callable[..., Any], *inputs: Tensor, needs: tuple[bool, ...], **context: Any
+    ) -> State:
+        """Run ``fn(*inputs, **context)``, the inputs requiring gradient as ``needs`` says.
+
+        Returns:
+            The outputs as leaves, each with the ``requires_grad`` that it came with.
+        """
+
+
+class Step(nn.Module):
+    """One stage of computation: ``forward(*state)`` maps a state (a tuple of streams) to the next.
+
+    Keyword arguments given to a sequence reach ``forward``, and ``inverse``, of each of its steps.
+    A step that is not :class:`Invertible` is recomputed where the memory mode is ``invert``.
+    """
+
+    streams: int = 2
+    """How many tensors the step takes."""
+
+    memory: str = "invert"
+    """The mode in which a :class:`~revzoo.ReversibleSequence` runs the step; change it with
+    :func:`revzoo.set_memory`."""
+
+    @property
+    def invertible(self) -> bool:
+        """Whether the step can be walked backwards."""
+        return False
+
+
+def _no_inverse(self: Invertible, *state: Tensor) -> State:
+    raise NotImplementedError(f"{type(self).__name__} must define inverse(*state) -> state")
+
+
+class Invertible(Step):
+    """A step with an inverse: ``inverse(*forward(*state)) == state`` up to rounding.
+
+    ``forward`` must be a function of its inputs, the module's parameters and buffers and torch's
+    random state alone, so that a replay gives the same value.
+
+    Example::
+
+        class Swap(Invertible):
+            def forward(self, x1, x2):
+                return x2, x1
+
+            def inverse(self, y1, y2):
+                return y2, y1
+    """
+
+    inverse: Callable[..., Any] = _no_inverse
+
+    @property
+    def invertible(self) -> bool:
+        """True; a container answers for its members."""
+        return True
+
+    def replay(self, outputs: State, record: Recording, **context: Any) -> State:
+        """Recover the inputs from ``outputs`` and record the step once more.
+
+        Tensors must be recorded in the order of ``forward``. Override this only where inverting
+        and recording can share work, as in a coupling.
+        """
+        with torch.no_grad():
+            inputs = as_state(self.inverse(*outputs, **context))
+        record(self.forward, *inputs, needs=record.needs, **context)
+        return inputs
+
+
+def as_state(outputs: Tensor | State) -> State:
+    """A step of one stream may return its tensor bare."""
+    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)

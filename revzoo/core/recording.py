@@ -1,0 +1,206 @@
+"""What the graph holds instead of activations, and how a replay fills it in.
+
+See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
+
+from revzoo.core.invertible import Invertible, State, Step, as_state
+from revzoo.core.replay import Conditions
+
+
+class ReplayMismatchError(RuntimeError):
+    """A step's replay saved other tensors than its forward: it is no function of its inputs."""
+
+
+class _Tape(Protocol):
+    def replay(self, index: int) -> None: ...
+
+
+class Slot:
+    """Stands in the graph for one saved activation of the tape's entry ``index``."""
+
+    __slots__ = ("__weakref__", "index", "tape", "value")
+
+    def __init__(self, tape: _Tape, index: int) -> None:
+        self.tape = tape
+        self.index = index
+        self.value: Tensor | None = None
+
+
+class Resident(NamedTuple):
+    """A tensor that stays in memory anyway: a parameter or a buffer."""
+
+    tensor: Tensor
+    version: int
+
+
+class _Saved(NamedTuple):
+    """One tensor that the forward pass saved."""
+
+    slot: weakref.ref[Slot] | None  # None if it is resident
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def unpack(packed: Slot | Resident) -> Tensor:
+    """Give the graph what it saved, replaying the step if need be."""
+    if isinstance(packed, Slot):
+        if packed.value is None:
+            packed.tape.replay(packed.index)
+        assert packed.value is not None
+        return packed.value
+    tensor, version = packed
+    if tensor._version != version:  # saved-tensor hooks switch autograd's own check off
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
+            f"expected version {version} instead"
+        )
+    return tensor
+
+
+def address(t: Tensor) -> int:
+    """Where the tensor's storage begins; 0 if it is empty."""
+    return t.untyped_storage().data_ptr()
+
+
+class Entry:
+    """One executed step: what replaying it needs, but no activation and no part of the graph."""
+
+    __slots__ = ("conditions", "context", "name", "needs", "saved", "step")
+
+    def __init__(self, step: Step, inputs: State, context: Mapping[str, Any]) -> None:
+        self.step = step
+        self.name = type(step).__name__
+        self.needs = tuple(t.requires_grad for t in inputs)
+        # Detached: a context computed from this very chain would hold the graph that holds it.
+        self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
+        self.conditions = Conditions(step, inputs, self.context)
+        self.saved: list[_Saved] = []
+
+    def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
+        """The pack hook for the step's forward pass."""
+        resident = self.conditions.storages()
+        saved = self.saved
+
+        def pack(t: Tensor) -> Slot | Resident:
+            if address(t) in resident:
+                saved.append(_Saved(None, t.shape, t.dtype))
+                # An output that its own node saves arrives with its grad_fn: held, it is a cycle.
+                return Resident(t.detach(), t._version)
+            slot = Slot(tape, index)
+            saved.append(_Saved(weakref.ref(slot), t.shape, t.dtype))
+            return slot
+
+        return pack
+
+    @property
+    def alive(self) -> bool:
+        """Whether the graph may still ask for one of the step's slots."""
+        return any(slot is not None and slot() is not None for slot, _, _ in self.saved)
+
+    def invert(self, outputs: State) -> State:
+        """The step's inputs, without recording."""
+        assert isinstance(self.step, Invertible)
+        with torch.no_grad(), self.conditions.restored():
+            return as_state(self.step.inverse(*outputs, **self.context))
+
+    def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
+        """Replay the step forwards."""
+        replayed = Replayed(self)
+        with self.conditions.restored():
+            replayed(self.step.forward, *inputs, needs=self.needs, **self.context)
+        replayed.check()
+        return inputs, replayed
+
+    def record_from_outputs(self, outputs: State) -> tuple[State, Replayed]:
+        """Replay the step while inverting it."""
+        assert isinstance(self.step, Invertible)
+        replayed = Replayed(self)
+        with self.conditions.restored():
+            inputs = self.step.replay(outputs, replayed, **self.context)
+        replayed.check()
+        return inputs, replayed
+
+
+class Replayed:
+    """The tensors that a replay saves, matched one by one with those of the forward pass."""
+
+    def __init__(self, entry: Entry) -> None:
+        self.needs = entry.needs
+        self._entry = entry
+        self._count = 0
+        self._values: list[tuple[Slot, Tensor]] = []
+
+    @property
+    def complete(self) -> bool:
+        """Whether as many tensors were recorded as the forward pass saved."""
+        return self._count == len(self._entry.saved)
+
+    def __call__(
+        self, fn: Callable[..., Any], *inputs: Tensor, needs: tuple[bool, ...], **context: Any
+    ) -> State:
+        """See :class:`revzoo.core.invertible.Recording`."""
+        leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
+        with torch.enable_grad(), saved_tensors_hooks(self._pack, _refuse):
+            outputs = as_state(fn(*leaves, **context))
+        return tuple(map(_leaf, outputs))
+
+    def _pack(self, t: Tensor) -> None:
+        k = self._count
+        self._count += 1
+        if k >= len(self._entry.saved):
+            return  # check() tells how many there were
+        ref, shape, dtype = self._entry.saved[k]
+        if t.shape != shape or t.dtype != dtype:
+            raise self._mismatch(
+                f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
+                f"{dtype} of shape {tuple(shape)} in the forward pass"
+            )
+        if ref is not None and (slot := ref()) is not None:
+            self._values.append((slot, t.detach()))  # detached for the reason given in packer()
+
+    def check(self) -> None:
+        """Raise unless the replay saved as many tensors as the forward pass."""
+        if not self.complete:
+            forward = len(self._entry.saved)
+            raise self._mismatch(
+                f"its replay saved {self._count} tensors, its forward pass {forward}"
+            )
+
+    def fill(self) -> list[weakref.ref[Slot]]:
+        """Put the recorded tensors into their slots."""
+        for slot, value in self._values:
+            slot.value = value
+        return [weakref.ref(slot) for slot, _ in self._values]
+
+    def _mismatch(self, what: str) -> ReplayMismatchError:
+        return ReplayMismatchError(
+            f"{self._entry.name} did not repeat its forward pass: {what}. A step must be a "
+            "function of its inputs, parameters, buffers and torch's random state; use "
+            "memory='store' for one that is not"
+        )
+
+
+def _leaf(t: Tensor) -> Tensor:
+    return t.detach().requires_grad_(t.requires_grad)
+
+
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError(DIFFERENTIATES_INSIDE)
+
+
+DIFFERENTIATES_INSIDE = (
+    "a backward pass ran inside the forward code of a step before that step was complete: "
+    "use memory='store' for a step that differentiates inside its forward"
+)

@@ -1,0 +1,139 @@
+"""Residual functions: the branches F and G of a residual or reversible block.
+
+Pre-activation order (He et al. 2016, "Identity Mappings in Deep Residual Networks", arXiv
+1603.05027), as in the RevNet paper (arXiv 1707.04585):
+
+    basic       [BN-ReLU] conv3x3(stride) - BN-ReLU - [dropout] - conv3x3
+    bottleneck  [BN-ReLU] conv1x1(stride) - BN-ReLU - conv3x3 - BN-ReLU - [dropout] - conv1x1
+
+A branch holds no skip connection: the coupling or unit around it adds. ``activate_first=False``
+leaves out the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU itself.
+Dropout sits after the activation and before the last convolution (between the convolutions, as in
+Wide ResNets, arXiv 1605.07146); it holds no state, so the keys of a branch are the same with it.
+
+No operation works in place: a branch must leave its input as it was, since that is a stream.
+"""
+
+from collections import OrderedDict
+from typing import Literal, Protocol
+
+from torch import Tensor, nn
+
+from revzoo.layers.conv import conv2d
+from revzoo.layers.norm import batch_norm
+from revzoo.layers.precision import narrowed
+
+BranchKind = Literal["basic", "bottleneck"]
+
+# Width of a bottleneck's output over that of its inner convolutions (He et al. 2015, 1512.03385).
+BOTTLENECK_EXPANSION = 4
+
+
+class _Branch(nn.Sequential):
+    """Layers of a branch, computed in autocast's type where autocast is on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(narrowed(x))
+
+
+class BasicBranch(_Branch):
+    """Two 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    Args:
+        in_channels: channels of the stream read.
+        out_channels: channels of the stream added to.
+        stride: stride of the first convolution.
+        activate_first: whether BN-ReLU comes before the first convolution.
+        dropout: probability of zeroing an activation before the last convolution.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        *,
+        out_channels: int,
+        stride: int = 1,
+        activate_first: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if activate_first:
+            _append_activation(layers, 1, in_channels)
+        layers["conv1"] = conv2d(
+            in_channels, out_channels=out_channels, kernel_size=3, stride=stride
+        )
+        _append_activation(layers, 2, out_channels, dropout)
+        layers["conv2"] = conv2d(out_channels, out_channels=out_channels, kernel_size=3)
+        super().__init__(layers)
+
+
+class BottleneckBranch(_Branch):
+    """1x1, 3x3 and 1x1 convolution, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    The inner width is ``out_channels / 4`` and the first convolution carries the stride.
+
+    Args:
+        in_channels: channels of the stream read.
+        out_channels: channels of the stream added to, a multiple of 4.
+        stride: stride of the first convolution.
+        activate_first: whether BN-ReLU comes before the first convolution.
+        dropout: probability of zeroing an activation before the last convolution.
+
+    Raises:
+        ValueError: ``out_channels`` is no multiple of 4.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        *,
+        out_channels: int,
+        stride: int = 1,
+        activate_first: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
+        if remainder or inner < 1:
+            raise ValueError(
+                f"A bottleneck branch got out_channels={out_channels}; its inner width is a "
+                f"quarter of that, so give a positive multiple of {BOTTLENECK_EXPANSION}."
+            )
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if activate_first:
+            _append_activation(layers, 1, in_channels)
+        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=1, stride=stride)
+        _append_activation(layers, 2, inner)
+        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
+        _append_activation(layers, 3, inner, dropout)
+        layers["conv3"] = conv2d(inner, out_channels=out_channels, kernel_size=1)
+        super().__init__(layers)
+
+
+class BranchFactory(Protocol):
+    """What both branch classes are called with."""
+
+    def __call__(
+        self,
+        in_channels: int,
+        *,
+        out_channels: int,
+        stride: int = 1,
+        activate_first: bool = True,
+        dropout: float = 0.0,
+    ) -> nn.Module: ...
+
+
+BRANCHES: dict[BranchKind, BranchFactory] = {
+    "basic": BasicBranch,
+    "bottleneck": BottleneckBranch,
+}
+
+
+def _append_activation(
+    layers: OrderedDict[str, nn.Module], index: int, channels: int, dropout: float = 0.0
+) -> None:
+    """Append BN, ReLU and, where asked for, dropout, named after the convolution they precede."""
+    layers[f"norm{index}"] = batch_norm(channels)
+    layers[f"relu{index}"] = nn.ReLU()
+    if dropout != 0.0:
+        layers[f"dropout{index}"] = nn.Dropout(dropout)

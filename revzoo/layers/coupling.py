@@ -1,0 +1,124 @@
+"""Couplings: a residual function of one stream, combined with the other.
+
+A coupling is invertible whatever its residual function is, because that function's argument
+passes through unchanged: with ``(y1, y2) = (x2, x1 + F(x2))``, ``x2 = y1`` and
+``x1 = y2 - F(y1)``. Two of them make the block of Gomez et al. 2017 (arXiv 1707.04585, equation
+6); one is the block of Jacobsen et al. 2018 (arXiv 1802.07088).
+
+Legend: B batch, C channels of one stream.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import Invertible, Recording, State
+
+
+class Coupling(Invertible):
+    """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
+
+    A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
+    recorded.
+    Subclasses define :meth:`combine` and :meth:`uncombine`.
+    """
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def combine(self, x1: Tensor, value: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define combine(x1, value) -> y2")
+
+    def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
+        raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
+
+    def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
+        return x2, self.combine(x1, self.branch(x2, **context))
+
+    def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
+        return self.uncombine(y2, self.branch(y1, **context)), y1
+
+    def replay(self, outputs: State, record: Recording, **context: Any) -> State:
+        x2, y2 = outputs
+        need1, need2 = record.needs
+        (value,) = record(self.branch, x2, needs=(need2,), **context)
+        with torch.no_grad():
+            x1 = self.uncombine(y2, value)
+        if not record.complete:  # an addition saves nothing
+            record(self.combine, x1, value, needs=(need1, value.requires_grad))
+        return x1, x2
+
+
+class AdditiveCoupling(Coupling):
+    """``(x1, x2) -> (x2, x1 + F(x2))`` (NICE, Dinh et al. 2014, arXiv 1410.8516).
+
+    Args:
+        branch: the residual function F, from ``(B, C, ...)`` to the same shape.
+
+    Raises:
+        ValueError: the branch's value has another shape than ``x1``.
+    """
+
+    def combine(self, x1: Tensor, value: Tensor) -> Tensor:
+        return x1 + self._fitting(value, x1)
+
+    def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
+        return y2 - self._fitting(value, y2)
+
+    def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
+        if value.shape != stream.shape:
+            raise ValueError(
+                f"{type(self.branch).__name__} returned shape {tuple(value.shape)} for a stream of "
+                f"shape {tuple(stream.shape)}: the residual function of an additive coupling must "
+                "keep the shape"
+            )
+        # A wider value would widen the stream; its inverse would not have the input's dtype.
+        wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
+        return value.to(stream.dtype) if wider else value
+
+
+class AffineCoupling(Coupling):
+    """``(x1, x2) -> (x2, x1 * s(x2) + t(x2))`` (RealNVP, Dinh et al. 2017, arXiv 1605.08803).
+
+    The branch gives raw log-scales and shifts side by side. The scale is
+    ``s = exp(clamp * 2/pi * atan(raw / clamp))``, smooth and between ``exp(-clamp)`` and
+    ``exp(clamp)``: away from zero, so that the inverse is well conditioned (Ardizzone et al. 2019,
+    arXiv 1907.02392, equation 7).
+
+    Args:
+        branch: from ``(B, C, ...)`` to ``(B, 2C, ...)``: raw log-scales, then shifts.
+        clamp: largest absolute log-scale; the cited paper uses 1.9.
+
+    Raises:
+        ValueError: ``clamp`` is not positive, or the branch's value has another shape.
+    """
+
+    def __init__(self, branch: nn.Module, *, clamp: float = 1.9) -> None:
+        super().__init__(branch)
+        if not clamp > 0:
+            raise ValueError(f"clamp={clamp}: expected a positive log-scale")
+        self.clamp = clamp
+
+    def combine(self, x1: Tensor, value: Tensor) -> Tensor:
+        log_scale, shift = self._split(value, x1)
+        return x1 * log_scale.exp() + shift
+
+    def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
+        log_scale, shift = self._split(value, y2)
+        return (y2 - shift) * (-log_scale).exp()
+
+    def _split(self, value: Tensor, stream: Tensor) -> tuple[Tensor, Tensor]:
+        expected = (stream.shape[0], 2 * stream.shape[1], *stream.shape[2:])
+        if value.shape != expected:
+            raise ValueError(
+                f"{type(self.branch).__name__} returned shape {tuple(value.shape)} for a stream of "
+                f"shape {tuple(stream.shape)}: an affine coupling expects {expected}, raw "
+                "log-scales and shifts side by side"
+            )
+        raw, shift = value.to(stream.dtype).chunk(2, dim=1)
+        return self.clamp * (2 / math.pi) * torch.atan(raw / self.clamp), shift

@@ -1,0 +1,135 @@
+"""Containers: sequences of steps whose activations are recomputed from the sequence's output.
+
+The streams stay separate tensors through the whole sequence: no block concatenates or chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from revzoo.core.checkpoint import run_step
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, as_state
+from revzoo.core.memory import check_mode
+from revzoo.core.replay import Conditions
+from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.precision import widened
+from revzoo.layers.split import Merge, Split
+
+
+class ReversibleSequence(Invertible):
+    """Runs steps one after the other, each in its own memory mode.
+
+    Called with one tensor ``(B, 2C, ...)`` it splits it in two along dim 1 and merges the result:
+    ``y = seq(x)``, ``x = seq.inverse(y)``. Called with two, ``y1, y2 = seq(x1, x2)``. If the first
+    step takes one stream (``streams = 1``) it gets the tensor as it is. Keyword arguments (a
+    conditioning tensor, say) are given to every step.
+
+    Args:
+        steps: :class:`~revzoo.Invertible` modules. A :class:`Step` without an inverse is allowed:
+            it is recomputed from its input where the mode is ``invert``, and :meth:`inverse`
+            refuses.
+        memory: mode of all steps, see :mod:`revzoo.core.memory`; :func:`revzoo.set_memory`
+            changes it later.
+
+    Raises:
+        TypeError: a member is no Step.
+        ValueError: unknown mode; at the call, odd channels or a wrong number of streams.
+
+    Example::
+
+        blocks = [ReversibleBlock(f, g) for f, g in branches]
+        seq = ReversibleSequence(blocks, memory="invert")
+        seq(x).sum().backward()
+    """
+
+    def __init__(self, steps: Iterable[Step], *, memory: str = "invert") -> None:
+        super().__init__()
+        self.steps = nn.ModuleList()
+        for i, step in enumerate(steps):
+            if not isinstance(step, Step):
+                raise TypeError(
+                    f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a "
+                    "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
+                )
+            self.steps.append(step)
+        check_mode(memory)
+        for m in self.modules():
+            if isinstance(m, Step):
+                m.memory = memory
+
+    @property
+    def streams(self) -> int:  # type: ignore[override]
+        return next(iter(self)).streams if len(self) else 2
+
+    @property
+    def invertible(self) -> bool:
+        return all(step.invertible for step in self)
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def __iter__(self) -> Iterator[Step]:
+        return iter(self.steps)  # type: ignore[arg-type]
+
+    def __getitem__(self, index: int) -> Step:
+        return self.steps[index]  # type: ignore[return-value]
+
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        merge = len(state) == 1 and self.streams == 2
+        state = run_step(Split(), state) if merge else self._checked(state, self.streams)
+        for step in self:
+            # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
+            if isinstance(step, ReversibleSequence):
+                state = step(*state, **context)
+            else:
+                state = widened(state) if step.invertible else state
+                state = run_step(step, state, **context)
+        return run_step(Merge(), state)[0] if merge else state
+
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        """The input that :meth:`forward` maps to ``state``; leaves normalisation statistics alone.
+
+        Raises:
+            NotInvertibleError: a step loses information; the message names it.
+        """
+        self._check_invertible()
+        merge = len(state) == 1 and self.streams == 2
+        state = Split()(*state) if merge else state
+        for step in reversed(list(self)):
+            if isinstance(step, ReversibleSequence):
+                state = step.inverse(*state, **context)  # type: ignore[assignment]
+            else:
+                with Conditions(step, state).restored():
+                    state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+        return Merge()(*state)[0] if merge else state
+
+    def _check_invertible(self) -> None:
+        for i, step in enumerate(self):
+            if not step.invertible:
+                raise NotInvertibleError(
+                    f"step {i} of {len(self)}, {type(step).__name__}, has no inverse: it loses "
+                    "information"
+                )
+
+    def _checked(self, state: State, expected: int) -> State:
+        if len(state) != expected:
+            raise ValueError(
+                f"{type(self).__name__} got {len(state)} streams, its first step takes {expected}"
+            )
+        return state
+
+
+class ReversibleBlock(ReversibleSequence):
+    """The RevNet block: ``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (Gomez et al. 2017, eq. 6).
+
+    Args:
+        f: residual function F, ``(B, C, ...)`` to the same shape.
+        g: residual function G, likewise.
+        memory: see :class:`ReversibleSequence`.
+    """
+
+    def __init__(self, f: nn.Module, g: nn.Module, *, memory: str = "invert") -> None:
+        super().__init__([AdditiveCoupling(f), AdditiveCoupling(g)], memory=memory)

@@ -1,0 +1,64 @@
+"""Peak bytes of tensors alive: the memory of a training step, counted instead of sampled.
+
+The resident size of a process depends on the allocator and on what ran before; CUDA's counters
+exist on CUDA alone. Counting the storages that operators create and that are still referenced
+gives the same number on every run and machine. It leaves out what kernels allocate for themselves
+(workspaces) and the allocator's rounding.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class LiveMemory(TorchDispatchMode):
+    """Counts the bytes of the tensors created inside the context that are alive at the same time.
+
+    ``peak`` is the largest such number so far, ``now`` the present one, both in bytes. Slow: every
+    operator passes through Python.
+
+    Example::
+
+        with LiveMemory() as memory:
+            model(x).sum().backward()
+        print(memory.peak / 2**20, "MiB")
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.peak = 0
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator, then count the storages that are new among its outputs."""
+        known = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
+        outputs = func(*args, **(kwargs or {}))
+        for t in tree_iter(outputs):
+            if isinstance(t, Tensor) and _key(t) not in known:
+                self._count(t)
+        return outputs
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        if storage in self._seen:
+            return
+        self._seen.add(storage)
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._forget, size)
+
+    def _forget(self, size: int) -> None:
+        self.now -= size
+
+
+def _key(t: Tensor) -> int:
+    return t.untyped_storage()._cdata

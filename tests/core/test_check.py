@@ -1,0 +1,60 @@
+"""check_inverse measures what it says."""
+
+import pytest
+import torch
+from compare import conv_net, images
+from torch import nn
+
+from revzoo import (
+    AdditiveCoupling,
+    Invertible,
+    NotInvertibleError,
+    ReversibleSequence,
+    Squeeze,
+    check_inverse,
+)
+
+
+class OffBy(Invertible):
+    """An inverse that is wrong by a known amount."""
+
+    def forward(self, x1, x2):
+        return x1, x2
+
+    def inverse(self, y1, y2):
+        return y1 + 0.25, y2
+
+
+def test_rows_per_step_and_dtype():
+    net = ReversibleSequence([Squeeze(2), AdditiveCoupling(nn.Conv2d(8, 8, 1))])
+    before = [p.clone() for p in net.parameters()]
+    report = check_inverse(net, torch.randn(2, 4, 4, 4))
+    assert [row.name for row in report[:3]] == ["whole", "0 Squeeze", "1 AdditiveCoupling"]
+    assert len(report) == 9
+    assert report.worst(torch.float64) < 1e-14
+    assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
+    assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
+    assert "bfloat16  0 Squeeze" in str(report)
+
+
+def test_a_wrong_inverse_is_found_at_its_step():
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), OffBy()])
+    report = check_inverse(net, 4 * torch.ones(1, 2), dtypes=[torch.float64])
+    errors = {row.name: row.absolute for row in report}
+    assert errors["1 OffBy"] == 0.25
+    assert errors["0 AdditiveCoupling"] == 0
+    assert errors["whole"] == 0.25
+
+
+def test_statistics_and_random_state_stay():
+    net = conv_net(dropout=0.5)
+    before = [b.clone() for b in net.buffers()]
+    state = torch.get_rng_state()
+    check_inverse(net, images(), dtypes=[torch.float64])
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(a, b) for a, b in zip(before, net.buffers(), strict=True))
+
+
+def test_what_has_no_inverse():
+    with pytest.raises(NotInvertibleError, match="Linear has no inverse"):
+        check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))

@@ -1,0 +1,209 @@
+"""Replays see the conditions of their forward pass and leave the caller's alone."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_same_training, conv_net, error, images, linear_net, twin
+from torch import nn
+
+from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, is_replaying, set_memory
+
+MODES = ["recompute", "invert"]
+
+
+class Probe(nn.Module):
+    """Notes what it sees at each evaluation."""
+
+    def __init__(self, look):
+        super().__init__()
+        self.look = look
+        self.seen = []
+
+    def forward(self, x):
+        self.seen.append((is_replaying(), self.look(self)))
+        return x.tanh()
+
+
+def probed(look, mode):
+    probe = Probe(look)
+    return ReversibleSequence([AdditiveCoupling(probe)], memory=mode), probe
+
+
+def inputs():
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+
+
+def test_is_replaying():
+    net, probe = probed(lambda _: None, "invert")
+    net(inputs()).sum().backward()
+    assert [replaying for replaying, _ in probe.seen] == [False, True]
+    assert not is_replaying()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_train_and_eval_are_those_of_the_forward(mode):
+    net, probe = probed(lambda m: m.training, mode)
+    y = net(inputs())
+    net.eval()
+    y.sum().backward()
+    assert [training for _, training in probe.seen] == [True, True]
+    assert not probe.training
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("around_backward", [True, False])
+def test_autocast_is_that_of_the_forward(mode, around_backward):
+    def look(_):
+        return torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+
+    net, probe = probed(look, mode)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not around_backward):
+        y = net(inputs())
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=around_backward):
+        y.sum().backward()
+        assert torch.is_autocast_enabled("cpu") == around_backward
+    (_, forward), (_, replay) = probe.seen
+    assert forward == replay
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_training_repeats_store(mode):
+    # Streams stay in float32, so their reconstruction is off by float32 noise, which bf16 branches
+    # amplify; a recomputation starts from the very inputs.
+    torch.manual_seed(0)
+    net = conv_net().float()
+    grads = []
+    for m in (mode, "store"):
+        other = twin(net, m)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = other(images().float()).square().mean()
+        loss.backward()
+        grads.append([p.grad for p in other.parameters()])
+    assert error(*grads) <= (0 if mode == "recompute" else 0.05)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_callers_random_numbers_are_those_of_store(mode):
+    draws = []
+    for m in (mode, "store"):
+        net = twin(conv_net(dropout=0.5), m)
+        torch.manual_seed(4)
+        y = net(images())
+        between = torch.rand(3)
+        y.sum().backward()
+        draws.append((between, torch.rand(3)))
+    assert torch.equal(draws[0][0], draws[1][0])
+    assert torch.equal(draws[0][1], draws[1][1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("norm", [nn.BatchNorm2d, nn.InstanceNorm2d])
+def test_statistics_count_each_batch_once(mode, momentum, norm):
+    def build():
+        torch.manual_seed(0)
+        branch = nn.Sequential(
+            norm(4, momentum=momentum, track_running_stats=True), nn.Conv2d(4, 4, 1)
+        )
+        return ReversibleSequence([AdditiveCoupling(branch)]).double()
+
+    nets = [build(), build()]
+    set_memory(nets[0], mode)
+    set_memory(nets[1], "store")
+    for net in nets:
+        for seed in range(4):
+            net(images(seed=seed)).square().sum().backward()
+    for a, e in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert torch.equal(a, e)
+    if norm is nn.BatchNorm2d:  # InstanceNorm never counts
+        assert nets[0][0].branch[0].num_batches_tracked == 4
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_survive_two_forwards_before_one_backward(mode):
+    net = conv_net()
+    grads, buffers = [], []
+    for m in (mode, "store"):
+        other = twin(net, m)
+        (other(images()).square().sum() + other(images(seed=9)).square().sum()).backward()
+        grads.append([p.grad for p in other.parameters()])
+        buffers.append([b.double() for b in other.buffers()])
+    assert error(*grads) < 1e-12
+    assert error(*buffers) < 1e-14
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_spectral_norm_is_replayed_with_its_vectors(mode):
+    def build():
+        torch.manual_seed(0)
+        branches = [
+            nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)), nn.Tanh())
+            for _ in range(4)
+        ]
+        return ReversibleSequence([ReversibleBlock(*branches[:2]), ReversibleBlock(*branches[2:])])
+
+    net, reference = build().double(), build().double()
+    set_memory(net, mode)
+    set_memory(reference, "store")
+    x = torch.randn(5, 8, dtype=torch.float64)
+    assert_same_training(net, reference, x)
+    assert all(
+        torch.equal(a, b) for a, b in zip(net.buffers(), reference.buffers(), strict=True)
+    ) or (error(list(net.buffers()), list(reference.buffers())) < 1e-12)
+
+
+class Warmup(nn.Module):
+    """A user's counter that the value depends on, kept by assignment."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return (x * self.calls).tanh()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_users_counter_is_replayed_with_its_value(mode):
+    net = ReversibleSequence([AdditiveCoupling(Warmup()) for _ in range(3)], memory=mode)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    assert_same_training(net, twin(net, "store"), x)
+    assert [step.branch.calls.item() for step in net] == [3.0] * 3
+
+
+def test_a_buffer_changed_after_the_forward_is_an_error():
+    net = conv_net().eval()
+    y = net(images().requires_grad_())
+    net[0][0].branch[0].running_mean.add_(1)
+    with pytest.raises(RuntimeError, match=r"'running_mean'.*modified by an in-place operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_unfrozen_before_the_backward(mode):
+    net = linear_net()
+    frozen = net[1][0].branch[0].weight
+    results = []
+    for m in (mode, "store"):
+        set_memory(net, m)
+        frozen.requires_grad_(False)
+        x = torch.ones(2, 8, dtype=torch.float64, requires_grad=True)
+        y = net(x)
+        frozen.requires_grad_(True)
+        results.append(torch.autograd.grad(y.square().sum(), x))
+        assert frozen.requires_grad
+    assert error(*results) < 1e-12
+
+
+def test_inverse_leaves_statistics_alone():
+    net = conv_net()
+    before = copy.deepcopy(net.state_dict())
+    x = images()
+    y = net(x)
+    net.load_state_dict(before)
+    back = net.inverse(y)
+    assert (back - x).abs().max() < 1e-12
+    for k, v in net.state_dict().items():
+        assert torch.equal(v, before[k])

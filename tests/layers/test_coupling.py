@@ -1,0 +1,123 @@
+"""Couplings: equations, round trips, gradients in every mode, conditioning, a user's own."""
+
+import math
+
+import pytest
+import torch
+from compare import assert_same_training, error, twin
+from torch import nn
+
+from revzoo import AdditiveCoupling, AffineCoupling, Coupling, ReversibleSequence, set_memory
+
+MODES = ["offload", "recompute", "invert"]
+
+
+def vectors(width=8, *, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(5, width, dtype=torch.float64, generator=generator)
+
+
+def affine_net(depth=4, width=4):
+    torch.manual_seed(0)
+
+    def branch():
+        return nn.Sequential(nn.Linear(width, 8), nn.Tanh(), nn.Linear(8, 2 * width))
+
+    return ReversibleSequence([AffineCoupling(branch()) for _ in range(depth)]).double()
+
+
+class Rotation(Coupling):
+    """A user's coupling: both streams' sum of squares matters to its gradient."""
+
+    def combine(self, x1, value):
+        return x1 * value.cosh()
+
+    def uncombine(self, y2, value):
+        return y2 / value.cosh()
+
+
+def test_affine_is_the_papers_equation():
+    coupling = affine_net(depth=1)[0]
+    x1, x2 = vectors().chunk(2, dim=1)
+    raw, shift = coupling.branch(x2).chunk(2, dim=1)
+    scale = torch.exp(1.9 * 2 / math.pi * torch.atan(raw / 1.9))
+    y1, y2 = coupling(x1, x2)
+    assert torch.equal(y1, x2)
+    torch.testing.assert_close(y2, x1 * scale + shift)
+
+
+def test_affine_scale_is_bounded_for_any_branch():
+    class Huge(nn.Module):
+        def forward(self, x):
+            return torch.cat((torch.full_like(x, -1e6), torch.zeros_like(x)), dim=1)
+
+    net = ReversibleSequence([AffineCoupling(Huge(), clamp=2.0)])
+    x = vectors()
+    y = net(x)
+    assert torch.allclose(y[:, 4:], x[:, :4] * math.exp(-2.0))
+    assert (net.inverse(y) - x).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_affine_training_equals_store(mode):
+    net = affine_net()
+    assert_same_training(twin(net, mode), twin(net, "store"), vectors())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_users_coupling_equals_store(mode):
+    torch.manual_seed(0)
+    net = ReversibleSequence([Rotation(nn.Linear(4, 4)) for _ in range(3)]).double()
+    assert_same_training(twin(net, mode), twin(net, "store"), vectors())
+    assert (net.inverse(net(vectors())) - vectors()).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradgradcheck_of_affine(mode):
+    net = twin(affine_net(depth=2, width=2), mode)
+    x = vectors(4)[:2].requires_grad_()
+    assert torch.autograd.gradcheck(net, x)
+    assert torch.autograd.gradgradcheck(net, x)
+
+
+class Conditioned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+
+    def forward(self, x, *, condition):
+        return self.linear(torch.cat((x, condition.expand(len(x), 2)), dim=1)).tanh()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_condition_shared_by_all_steps(mode):
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(Conditioned()) for _ in range(3)]).double()
+    results = []
+    for m in (mode, "store"):
+        set_memory(net, m)
+        given, x = vectors(2)[:1].requires_grad_(), vectors().requires_grad_()
+        y = net(x, condition=given.sin())
+        back = net.inverse(y, condition=given.sin())
+        assert (back - x).abs().max() < 1e-12
+        results.append(torch.autograd.grad(y.square().sum(), [x, given, *net.parameters()]))
+    assert error(*results) < 1e-12
+
+
+def test_a_condition_changed_in_place_is_an_error():
+    net = ReversibleSequence([AdditiveCoupling(Conditioned())]).double()
+    condition = vectors(2)[:1].clone()
+    y = net(vectors().requires_grad_(), condition=condition)
+    condition.add_(1)
+    with pytest.raises(RuntimeError, match=r"'condition'.*modified by an in-place operation"):
+        y.sum().backward()
+
+
+def test_refusals():
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"returned shape \(3, 2\).*expects \(3, 4\)"):
+        ReversibleSequence([AffineCoupling(nn.Linear(2, 2))])(x)
+    with pytest.raises(ValueError, match="clamp=0: expected a positive"):
+        AffineCoupling(nn.Identity(), clamp=0)
+    with pytest.raises(NotImplementedError, match="Coupling must define combine"):
+        ReversibleSequence([Coupling(nn.Identity())])(x)

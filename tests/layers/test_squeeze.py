@@ -1,0 +1,56 @@
+"""Squeezes: both channel orders, round trips, use inside a sequence, refusals."""
+
+import pytest
+import torch
+from compare import assert_same_training, conv_branch, images, twin
+from torch import nn
+
+from revzoo import ReversibleBlock, ReversibleSequence, Squeeze
+
+
+def test_channel_orders():
+    channels, b = 3, 2
+    x = torch.arange(channels * 4 * 4.0).reshape(1, channels, 4, 4)
+    (torch_order,) = Squeeze(b, streams=1)(x)
+    (irevnet_order,) = Squeeze(b, order="irevnet", streams=1)(x)
+    for c in range(channels):
+        for dy in range(b):
+            for dx in range(b):
+                pixels = x[0, c, dy::b, dx::b]
+                assert torch.equal(torch_order[0, (c * b + dy) * b + dx], pixels)
+                assert torch.equal(irevnet_order[0, (dy * b + dx) * channels + c], pixels)
+    assert not torch.equal(torch_order, irevnet_order)
+
+
+@pytest.mark.parametrize("factor", [2, 3])
+@pytest.mark.parametrize("order", ["torch", "irevnet"])
+def test_round_trip_is_exact(order, factor):
+    squeeze = Squeeze(factor, order=order)
+    x1, x2 = torch.randn(2, 2, 3, 6, 12)
+    y1, y2 = squeeze(x1, x2)
+    assert y1.shape == (2, 3 * factor**2, 6 // factor, 12 // factor)
+    z1, z2 = squeeze.inverse(y1, y2)
+    assert torch.equal(z1, x1)
+    assert torch.equal(z2, x2)
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert"])
+def test_inside_a_sequence(mode):
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(conv_branch(c), conv_branch(c)) for c in (2, 8, 8)]
+    steps = [blocks[0], Squeeze(2), blocks[1], Squeeze(2, order="irevnet")]
+    net = ReversibleSequence(steps).double()
+    assert_same_training(twin(net, mode), twin(net, "store"), images(channels=4, size=8))
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match=r"Squeeze\(2\) got a stream of shape \(1, 2, 5, 4\)"):
+        ReversibleSequence([Squeeze(2)])(torch.zeros(1, 4, 5, 4))
+    with pytest.raises(ValueError, match="channels divisible by 4"):
+        Squeeze(2).inverse(torch.zeros(1, 6, 2, 2))
+    with pytest.raises(ValueError, match="factor=1"):
+        Squeeze(1)
+    with pytest.raises(ValueError, match="order='tf': expected 'torch' or 'irevnet'"):
+        Squeeze(2, order="tf")
+    with pytest.raises(ValueError, match="expected \\(B, C, H, W\\)"):
+        Squeeze(2, streams=1)(nn.Parameter(torch.zeros(4, 4)))

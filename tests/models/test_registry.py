@@ -1,0 +1,95 @@
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from revzoo.models import ResNet, RevNet, create_model, list_models
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
+CIFAR = ["resnet110", "resnet164", "resnet32", "revnet110", "revnet164", "revnet38"]
+
+
+def test_names_are_sorted_and_hold_the_papers_cifar_networks():
+    names = list_models()
+    assert names == sorted(names)
+    assert set(CIFAR) <= set(names)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("revnet1?0", ["revnet110"]),
+        ("res*164", ["resnet164"]),
+        ("re[sv]net164", ["resnet164", "revnet164"]),
+        ("REVNET*", []),
+        ("vgg*", []),
+    ],
+)
+def test_patterns(pattern, names):
+    assert list_models(pattern) == names
+
+
+@pytest.mark.parametrize("name", CIFAR)
+def test_names_give_their_class(name):
+    model = create_model(name)
+    assert type(model) is (RevNet if name.startswith("revnet") else ResNet)
+    assert model.training
+    assert (model.num_classes, model.in_chans) == (10, 3)
+
+
+def test_creating_a_model_follows_the_callers_random_state():
+    first, second, third = (
+        (torch.manual_seed(seed), create_model("revnet38"))[1].state_dict() for seed in (1, 1, 2)
+    )
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    assert not torch.equal(first["fc.weight"], third["fc.weight"])
+
+
+def test_overrides_reach_the_variant_and_the_network():
+    model = create_model("revnet38", units=[1, 2, 1], dropout=0.3, drop_rate=0.1)
+    assert [len(stage) for stage in model.stages] == [1, 2, 1]
+    drops = [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)]
+    assert drops == [0.3] * 8 + [0.1]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [("revnet83", "'revnet38'"), ("RevNet-110", "'revnet110'"), ("resnet123", "'resnet32'")],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(name, nearest):
+    with pytest.raises(ValueError, match=f"no model '{name}'; did you mean .*{nearest}"):
+        create_model(name)
+
+
+def test_a_name_near_nothing_is_refused_with_a_way_to_list_them():
+    with pytest.raises(ValueError, match=r"no model 'xyz'; list_models\(\)"):
+        create_model("xyz")
+
+
+@pytest.mark.parametrize(
+    ("keyword", "nearest"), [("droput", "dropout"), ("unit", "units"), ("stem_widht", "stem_width")]
+)
+def test_an_unknown_keyword_is_refused_with_the_nearest(keyword, nearest):
+    with pytest.raises(ValueError, match=f"no keyword '{keyword}'; did you mean '{nearest}'"):
+        create_model("revnet38", **{keyword: 1})
+
+
+@pytest.mark.parametrize("keyword", ["pretrained", "checkpoint", "checkpoint_path"])
+def test_weights_that_cannot_be_loaded_are_not_accepted_silently(keyword):
+    with pytest.raises(ValueError, match=f"no keyword '{keyword}'"):
+        create_model("revnet38", **{keyword: True})
+
+
+def test_there_is_a_config_for_every_cifar_network():
+    assert [path.stem for path in CONFIGS] == CIFAR
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_configs_are_keywords_of_create_model_with_its_defaults(path):
+    config = OmegaConf.to_container(OmegaConf.load(path))
+    assert config.pop("name") == path.stem
+    defaults = inspect.signature(create_model).parameters | inspect.signature(RevNet).parameters
+    assert config == {key: defaults[key].default for key in config}
+    create_model(path.stem, **config)

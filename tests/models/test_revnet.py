@@ -1,0 +1,86 @@
+import pytest
+import torch
+
+from revzoo import ReversibleBlock
+from revzoo.models import REVNETS, RevNet, create_model
+from revzoo.models.unit import Transition
+
+# Counts of the reference implementation of arXiv 1707.04585; one class more costs features + 1.
+CIFAR10 = {
+    "revnet38": (464_890, 112),
+    "revnet110": (1_729_194, 128),
+    "revnet164": (1_748_778, 512),
+}
+IMAGENET = {"revnet56": 27_553_128, "revnet104": 45_428_072}
+
+
+def count(name, num_classes):
+    with torch.device("meta"):
+        model = create_model(name, num_classes=num_classes)
+    return sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("name", CIFAR10)
+def test_parameters_of_the_cifar_variants(name):
+    expected, features = CIFAR10[name]
+    assert count(name, 10) == expected
+    assert count(name, 100) == expected + 90 * (features + 1)
+
+
+@pytest.mark.parametrize("name", IMAGENET)
+def test_parameters_of_the_imagenet_variants(name):
+    assert count(name, 1000) == IMAGENET[name]
+
+
+def test_every_variant_is_counted():
+    assert set(REVNETS) == {*CIFAR10, *IMAGENET}
+
+
+@pytest.mark.parametrize(
+    ("name", "transitions"),
+    [("revnet38", {(1, 0), (2, 0)}), ("revnet164", {(0, 0), (1, 0), (2, 0)})],
+)
+def test_only_units_that_change_shape_lack_an_inverse(name, transitions):
+    found = set()
+    for i, stage in enumerate(create_model(name).stages):
+        for j, unit in enumerate(stage):
+            assert isinstance(unit, Transition if (i, j) in transitions else ReversibleBlock)
+            if not unit.invertible:
+                found.add((i, j))
+    assert found == transitions
+
+
+@pytest.mark.parametrize("name", ["revnet38", "revnet164"])
+def test_only_the_very_first_branch_skips_its_activation(name):
+    keys = [k for k in create_model(name).state_dict() if k.endswith("conv1.weight")]
+    norms = [k for k in create_model(name).state_dict() if k.endswith("norm1.weight")]
+    assert len(keys) == 2 * sum(REVNETS[name].units)
+    skipped = {k.removesuffix("conv1.weight") for k in keys} - {
+        k.removesuffix("norm1.weight") for k in norms
+    }
+    assert skipped == {keys[0].removesuffix("conv1.weight")}
+
+
+def test_stages_of_revnet38_are_inverted_from_their_outputs():
+    torch.manual_seed(0)
+    stage = create_model("revnet38").double().eval().stages[0]
+    x = torch.randn(2, 16, 8, 8, dtype=torch.float64), torch.randn(2, 16, 8, 8, dtype=torch.float64)
+    y = stage(*x)
+    for inverted, original in zip(stage.inverse(*y), x, strict=True):
+        assert torch.allclose(inverted, original, rtol=0, atol=1e-12)
+    assert not torch.allclose(y[0], x[0])
+
+
+def test_imagenet_variants_reduce_the_image_32_fold():
+    model = create_model("revnet56", units=(1, 1, 1, 1)).eval()
+    assert model.forward_features(torch.randn(1, 3, 65, 64)).shape == (1, 3328, 3, 2)
+
+
+def test_odd_widths_are_refused():
+    with pytest.raises(ValueError, match=r"65 channels cannot be split into 2"):
+        create_model("revnet38", widths=(32, 65, 112))
+
+
+def test_a_variant_can_be_built_without_the_registry():
+    model = RevNet(REVNETS["revnet38"], num_classes=3, memory="store")
+    assert model(torch.randn(1, 3, 8, 8).expand(2, -1, -1, -1)).shape == (2, 3)
