@@ -2,6 +2,7 @@
 
 from revzoo.core.check import check_inverse
 from revzoo.core.function import invertible_checkpoint
+from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.memory import set_memory
 from revzoo.core.recording import ReplayMismatchError
@@ -15,8 +16,10 @@ __all__ = [
     "AdditiveCoupling",
     "AffineCoupling",
     "Coupling",
+    "DriftError",
     "Invertible",
     "NotInvertibleError",
+    "RangeError",
     "ReplayMismatchError",
     "ReversibleBlock",
     "ReversibleSequence",
@@ -24,8 +27,10 @@ __all__ = [
     "Step",
     "check_inverse",
     "create_model",
+    "drift",
     "invertible_checkpoint",
     "is_replaying",
     "list_models",
+    "set_drift_limit",
     "set_memory",
 ]

@@ -84,6 +84,7 @@ def train(net, x, *, steps=3, seed=2):
 def error(actual, expected):
     """Largest difference relative to the largest expected value, over lists of tensors."""
     assert len(actual) == len(expected) > 0
+    assert all(e.isfinite().all() for e in expected)
     scale = max(e.abs().max().item() for e in expected)
     return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True)) / scale
 

@@ -54,6 +54,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
+from revzoo.core.guard import Guard
 from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.recording import (
     DIFFERENTIATES_INSIDE,
@@ -81,13 +83,22 @@ def run_step(step: Step, state: State, **context: Any) -> State:
 
     Raises:
         RuntimeError: the step changed its input in place, which no reconstruction could undo.
+        ValueError: a grid is set and a stream is neither float32 nor float64.
     """
-    if step.memory == "store" or not _differentiates(step, state, context):
-        return as_state(step(*state, **context))
-    if step.memory == "offload":
+    if step.grid is not None:
+        state = put_on_grid(state, step.grid)
+    if not _differentiates(step, state, context) or step.memory == "store":
+        outputs = as_state(step(*state, **context))
+    elif step.memory == "offload":
         with save_on_cpu(pin_memory=torch.cuda.is_available()):
-            return as_state(step(*state, **context))
-    invert = step.memory == "invert" and step.invertible
+            outputs = as_state(step(*state, **context))
+    else:
+        outputs = _record(step, state, context)
+    return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
+
+
+def _record(step: Step, state: State, context: dict[str, Any]) -> State:
+    invert = step.memory in ("invert", "exact") and step.invertible
     tape = Tape.ending_with(state) if invert else Tape(state)
     entry = Entry(step, state, context)
     versions = [t._version for t in state]
@@ -95,6 +106,8 @@ def run_step(step: Step, state: State, **context: Any) -> State:
         outputs = as_state(step(*state, **context))
     entry.conditions.finish()
     _refuse_changed_inputs(entry, state, versions)
+    if invert:
+        entry.observe(state, outputs)
     tape.append(entry, outputs if invert else None)
     return outputs
 
@@ -125,6 +138,7 @@ class Tape:
         self._set_known(state)
         self._cursor: tuple[int, State] | None = None
         self._filled: list[weakref.ref[Slot]] = []
+        self._guard = Guard()
 
     @staticmethod
     def ending_with(state: State) -> Tape:
@@ -168,6 +182,7 @@ class Tape:
             state, replayed = entry.record_from_inputs(state)
         else:
             state, replayed = entry.record_from_outputs(state)
+            entry.report(self._guard, state)
         self._advance(index, state, replayed)
 
     def _nearest(self, index: int) -> tuple[int, State]:

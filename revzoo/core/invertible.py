@@ -55,6 +55,21 @@ class Step(nn.Module):
     """The mode in which a :class:`~revzoo.ReversibleSequence` runs the step; change it with
     :func:`revzoo.set_memory`."""
 
+    exact: bool = False
+    """Whether the step maps grid values to grid values and back without error."""
+
+    grid: int | None = None
+    """Fractional bits of the grid that the streams are rounded to; None for no rounding."""
+
+    drift_limit: float = 1e-3
+    """Largest relative error of a reconstruction; see :mod:`revzoo.core.guard`."""
+
+    drift: float | None = None
+    """Relative error of the last reconstruction."""
+
+    label: str = ""
+    """The step's place in its model, for error messages."""
+
     @property
     def invertible(self) -> bool:
         """Whether the step can be walked backwards."""
@@ -98,6 +113,13 @@ class Invertible(Step):
             inputs = as_state(self.inverse(*outputs, **context))
         record(self.forward, *inputs, needs=record.needs, **context)
         return inputs
+
+
+def label_steps(module: nn.Module) -> None:
+    """Tell each step of ``module`` its path, so that errors can name it."""
+    for path, step in module.named_modules():
+        if isinstance(step, Step):
+            step.label = path
 
 
 def as_state(outputs: Tensor | State) -> State:

@@ -5,6 +5,7 @@
 ``offload``    keep them in host memory (pinned where there is a GPU), fetched back when needed
 ``recompute``  keep the step's inputs, evaluate the step once more in the backward pass
 ``invert``     keep nothing: recover the inputs from the outputs, evaluating each branch once more
+``exact``      as ``invert``, on fixed-point streams: what is recovered is the same bit for bit
 =============  ================================================================================
 
 The mode is no part of the ``state_dict`` and may change at any time; it governs the forward
@@ -15,9 +16,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits
 from revzoo.core.invertible import Step
 
-MODES = ("store", "offload", "recompute", "invert")
+MODES = ("store", "offload", "recompute", "invert", "exact")
 
 
 def check_mode(mode: str) -> str:
@@ -28,26 +30,46 @@ def check_mode(mode: str) -> str:
     return mode
 
 
-def set_memory(module: nn.Module, mode: str) -> None:
+def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None:
     """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
 
     A step that has no inverse (a stem, a change of resolution) is recomputed where ``mode`` is
-    ``invert``.
+    ``invert`` or ``exact``.
+
+    Args:
+        module: whatever holds steps.
+        mode: one of :data:`MODES`.
+        grid: fractional bits of the fixed-point streams. Mode ``exact`` takes
+            :data:`~revzoo.core.fixedpoint.DEFAULT_BITS` for None; the other modes round only if
+            it is given, to what ``exact`` computes.
 
     Raises:
-        ValueError: unknown mode; no step in ``module``; ``invert`` where nothing has an inverse.
+        ValueError: unknown mode or grid; no step in ``module``; ``invert`` where nothing has an
+            inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
     """
     check_mode(mode)
+    if mode == "exact":
+        grid = DEFAULT_BITS if grid is None else grid
+    if grid is not None:
+        check_bits(grid)
     steps = [m for m in module.modules() if isinstance(m, Step)]
     if not steps:
         raise ValueError(
             f"{type(module).__name__} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step"
         )
-    if mode == "invert" and not any(s.invertible for s in steps):
+    if mode in ("invert", "exact") and not any(s.invertible for s in steps):
         raise ValueError(
-            f"{type(module).__name__} has no invertible step, so memory mode 'invert' cannot "
+            f"{type(module).__name__} has no invertible step, so memory mode {mode!r} cannot "
             "apply: use 'recompute' or 'store', or a reversible model"
         )
+    for step in reversed(steps):  # what a container holds comes before the container
+        if grid is not None and step.invertible and not step.exact:
+            raise ValueError(
+                f"{type(step).__name__} {step.label} multiplies, or does not say that it is exact "
+                "(Step.exact), so its inverse cannot be exact on fixed-point streams: use 'invert' "
+                "for it, or additive couplings"
+            )
     for step in steps:
         step.memory = mode
+        step.grid = grid if step.invertible else None

@@ -5,6 +5,7 @@ See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -14,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
+from revzoo.core.fixedpoint import peaks
+from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import Invertible, State, Step, as_state
 from revzoo.core.replay import Conditions
 
@@ -77,16 +80,44 @@ def address(t: Tensor) -> int:
 class Entry:
     """One executed step: what replaying it needs, but no activation and no part of the graph."""
 
-    __slots__ = ("conditions", "context", "name", "needs", "saved", "step")
+    __slots__ = (
+        "conditions",
+        "context",
+        "name",
+        "needs",
+        "peaks",
+        "samples",
+        "saved",
+        "step",
+        "strides",
+    )
 
     def __init__(self, step: Step, inputs: State, context: Mapping[str, Any]) -> None:
         self.step = step
-        self.name = type(step).__name__
+        self.name = f"{step.label} {type(step).__name__}".strip()
         self.needs = tuple(t.requires_grad for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
         self.saved: list[_Saved] = []
+        self.samples: list[Samples] = []
+        self.peaks: list[tuple[Tensor, float]] = []  # magnitude of a stream and its limit
+        self.strides: list[tuple[int, ...]] | None = None  # of the outputs, on a grid
+
+    def observe(self, inputs: State, outputs: State) -> None:
+        """Note what the guard will compare a reconstruction with."""
+        if self.step.drift_limit < math.inf or self.step.memory == "exact":
+            self.samples = sample(inputs, outputs)
+        if self.step.grid is not None:
+            self.peaks = peaks(inputs, outputs, self.step.grid)
+            self.strides = [t.stride() for t in outputs]
+
+    def report(self, guard: Guard, inputs: State) -> None:
+        """Hand the guard what a reconstruction is judged by."""
+        if self.samples:
+            guard.compare(self.step, self.name, self.samples, inputs)
+        for value, limit in self.peaks:
+            guard.bound(self.step, self.name, value, limit)
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
@@ -113,7 +144,19 @@ class Entry:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
         with torch.no_grad(), self.conditions.restored():
-            return as_state(self.step.inverse(*outputs, **self.context))
+            return as_state(self.step.inverse(*self._laid_out(outputs), **self.context))
+
+    def _laid_out(self, outputs: State) -> State:
+        """The outputs with the strides of the forward pass, on which kernels' choices depend.
+
+        Other strides may sum in another order, and gradients would not be the same bit for bit.
+        """
+        if self.strides is None:
+            return outputs
+        return tuple(
+            t if t.stride() == stride else _empty(t, stride).copy_(t)
+            for t, stride in zip(outputs, self.strides, strict=True)
+        )
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
         """Replay the step forwards."""
@@ -128,7 +171,7 @@ class Entry:
         assert isinstance(self.step, Invertible)
         replayed = Replayed(self)
         with self.conditions.restored():
-            inputs = self.step.replay(outputs, replayed, **self.context)
+            inputs = self.step.replay(self._laid_out(outputs), replayed, **self.context)
         replayed.check()
         return inputs, replayed
 
@@ -190,6 +233,10 @@ class Replayed:
             "function of its inputs, parameters, buffers and torch's random state; use "
             "memory='store' for one that is not"
         )
+
+
+def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class _Branch(nn.Sequential):
     """Layers of a branch, computed in autocast's type where autocast is on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(narrowed(x))
+        return super().forward(narrowed(x))  # type: ignore[no-untyped-call]
 
 
 class BasicBranch(_Branch):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.fixedpoint import round_to_grid
 from revzoo.core.invertible import Invertible, Recording, State
 
 
@@ -64,6 +65,8 @@ class AdditiveCoupling(Coupling):
         ValueError: the branch's value has another shape than ``x1``.
     """
 
+    exact = True
+
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         return x1 + self._fitting(value, x1)
 
@@ -79,7 +82,8 @@ class AdditiveCoupling(Coupling):
             )
         # A wider value would widen the stream; its inverse would not have the input's dtype.
         wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
-        return value.to(stream.dtype) if wider else value
+        value = value.to(stream.dtype) if wider or self.grid is not None else value
+        return value if self.grid is None else round_to_grid(value, self.grid)
 
 
 class AffineCoupling(Coupling):

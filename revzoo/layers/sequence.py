@@ -11,8 +11,16 @@ from typing import Any
 from torch import Tensor, nn
 
 from revzoo.core.checkpoint import run_step
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, as_state
-from revzoo.core.memory import check_mode
+from revzoo.core.guard import check_range
+from revzoo.core.invertible import (
+    Invertible,
+    NotInvertibleError,
+    State,
+    Step,
+    as_state,
+    label_steps,
+)
+from revzoo.core.memory import check_mode, set_memory
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.precision import widened
@@ -56,6 +64,9 @@ class ReversibleSequence(Invertible):
                 )
             self.steps.append(step)
         check_mode(memory)
+        label_steps(self)
+        if memory == "exact":
+            set_memory(self, memory)
         for m in self.modules():
             if isinstance(m, Step):
                 m.memory = memory
@@ -67,6 +78,10 @@ class ReversibleSequence(Invertible):
     @property
     def invertible(self) -> bool:
         return all(step.invertible for step in self)
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return all(step.exact for step in self)
 
     def __len__(self) -> int:
         return len(self.steps)
@@ -94,6 +109,7 @@ class ReversibleSequence(Invertible):
 
         Raises:
             NotInvertibleError: a step loses information; the message names it.
+            RangeError: on a grid, a stream is too large for its sums to have been exact.
         """
         self._check_invertible()
         merge = len(state) == 1 and self.streams == 2
@@ -102,6 +118,7 @@ class ReversibleSequence(Invertible):
             if isinstance(step, ReversibleSequence):
                 state = step.inverse(*state, **context)  # type: ignore[assignment]
             else:
+                check_range(step, state)
                 with Conditions(step, state).restored():
                     state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
         return Merge()(*state)[0] if merge else state

@@ -20,6 +20,7 @@ class Split(Invertible):
     """
 
     streams = 1
+    exact = True
 
     def forward(self, x: Tensor) -> State:
         if x.dim() < 2 or x.shape[1] % 2:
@@ -36,6 +37,8 @@ class Split(Invertible):
 
 class Merge(Invertible):
     """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`."""
+
+    exact = True
 
     def forward(self, x1: Tensor, x2: Tensor) -> State:
         return (torch.cat((x1, x2), dim=1),)

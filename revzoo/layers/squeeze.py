@@ -41,6 +41,8 @@ class Squeeze(Invertible):
         Squeeze(2)(torch.zeros(1, 3, 32, 32), torch.zeros(1, 3, 32, 32))  # two of (1, 12, 16, 16)
     """
 
+    exact = True
+
     def __init__(
         self, factor: int = 2, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2
     ) -> None:

@@ -67,7 +67,8 @@ def test_affine_training_equals_store(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_users_coupling_equals_store(mode):
     torch.manual_seed(0)
-    net = ReversibleSequence([Rotation(nn.Linear(4, 4)) for _ in range(3)]).double()
+    branches = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+    net = ReversibleSequence([Rotation(branch) for branch in branches]).double()
     assert_same_training(twin(net, mode), twin(net, "store"), vectors())
     assert (net.inverse(net(vectors())) - vectors()).abs().max() < 1e-12
 

@@ -1,0 +1,200 @@
+"""Guards: what must hold for gradients to be right, checked without stalling the device.
+
+Reconstruction is exact only up to rounding. A network that amplifies rounding, streams in a narrow
+type, or a branch that does not repeat itself make it wrong, and the gradients with it. So a few
+values of every reconstructed stream are kept from the forward pass and compared: the *drift*. In
+mode ``exact`` the drift must be zero and the streams must stay in the range of their grid.
+
+All figures stay on the device; they are read once, when the backward pass is over.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from revzoo.core.fixedpoint import peaks
+from revzoo.core.invertible import State, Step
+
+SAMPLES = 32  # values compared per stream
+
+
+class DriftError(RuntimeError):
+    """Recomputed activations differ from those of the forward pass, so gradients are wrong."""
+
+
+class RangeError(RuntimeError):
+    """A stream left the range in which its fixed-point sums are exact."""
+
+
+class Samples(NamedTuple):
+    """Values of one stream at fixed places, and which stream it is."""
+
+    stream: int
+    values: Tensor
+
+
+class _Drift(NamedTuple):
+    step: Step
+    name: str
+    expected: Tensor
+    actual: Tensor
+
+
+class _Peak(NamedTuple):
+    step: Step
+    name: str
+    value: Tensor
+    limit: float
+
+
+def sample(inputs: State, outputs: State) -> list[Samples]:
+    """A few values of each stream that the step does not pass on as it is."""
+    passed = {id(t) for t in outputs}
+    return [
+        Samples(i, _sampled(t))
+        for i, t in enumerate(inputs)
+        if id(t) not in passed and t.numel() and t.is_floating_point()
+    ]
+
+
+def _sampled(t: Tensor) -> Tensor:
+    return t.detach()[_places(t.shape, t.device)]
+
+
+@functools.lru_cache(maxsize=256)
+def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
+    """Indices of SAMPLES elements spread over a tensor, the same ones in every layout."""
+    golden = torch.arange(1, SAMPLES + 1, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2)
+    flat = (golden.frac() * shape.numel()).long()
+    return tuple(index.to(device) for index in torch.unravel_index(flat, shape))
+
+
+class Guard:
+    """Collects the figures of one backward pass and judges them at its end."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._drifts: list[_Drift] = []
+        self._peaks: list[_Peak] = []
+
+    def compare(self, step: Step, name: str, samples: list[Samples], inputs: State) -> None:
+        """Note the samples of a reconstruction beside those of the forward pass."""
+        self._begin()
+        self._drifts += [_Drift(step, name, s.values, _sampled(inputs[s.stream])) for s in samples]
+
+    def bound(self, step: Step, name: str, peak: Tensor, limit: float) -> None:
+        """Note the largest magnitude of a stream, which must stay below ``limit``."""
+        self._begin()
+        self._peaks.append(_Peak(step, name, peak, limit))
+
+    def _begin(self) -> None:
+        # Figures of a backward pass that an exception ended are dropped.
+        task: int = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._drifts, self._peaks = task, [], []
+            if task != -1:
+                Variable._execution_engine.queue_callback(self.check)
+
+    def check(self) -> None:
+        """Read the figures and note each step's drift.
+
+        Raises:
+            RangeError: a stream reached its limit; names the step and a grid that fits.
+            DriftError: a drift beyond the step's limit; names the step.
+        """
+        drifts, peaks = self._drifts, self._peaks
+        self._task, self._drifts, self._peaks = -1, [], []
+        _check_peaks(peaks)
+        _check_drifts(drifts)
+
+
+def check_range(step: Step, state: State) -> None:
+    """Raise a RangeError if sums on the step's grid would not have been exact (host sync)."""
+    if step.grid is not None:
+        name = f"{step.label} {type(step).__name__}".strip()
+        _check_peaks([_Peak(step, name, *peak) for peak in peaks((), state, step.grid)])
+
+
+def _check_peaks(peaks: list[_Peak]) -> None:
+    if not peaks:
+        return
+    values = torch.stack([p.value.float() for p in peaks]).tolist()
+    for peak, value in zip(peaks, values, strict=True):
+        if not value < peak.limit:
+            excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else None
+            bits = (peak.step.grid or 0) - (excess or 0)
+            remedy = (
+                f"choose grid={bits} or fewer bits"
+                if excess and bits >= 0
+                else "normalise the branches"
+            )
+            raise RangeError(
+                f"{peak.name}: a stream reached {value:.3g}, but with grid={peak.step.grid} sums "
+                f"are exact only below {peak.limit:g}; {remedy}"
+            )
+
+
+def _check_drifts(drifts: list[_Drift]) -> None:
+    if not drifts:
+        return
+    expected = torch.stack([d.expected.double() for d in drifts])
+    actual = torch.stack([d.actual.double() for d in drifts])
+    # A forward pass that overflowed is no fault of the reconstruction; fp16 training skips it.
+    diverged = ~expected.isfinite()
+    difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
+    scale = expected.masked_fill(diverged, 0).abs().amax(1)
+    errors = (difference.amax(1) / scale.clamp_min(torch.finfo(scale.dtype).tiny)).tolist()
+    for drift, error in zip(drifts, errors, strict=True):
+        drift.step.drift = error
+    for drift, error in zip(drifts, errors, strict=True):
+        limit = 0.0 if drift.step.memory == "exact" else drift.step.drift_limit
+        if not error <= limit:
+            raise DriftError(_explain(drift, error, limit, max(errors)))
+
+
+def _explain(drift: _Drift, error: float, limit: float, worst: float) -> str:
+    found = (
+        f"{drift.name}: the reconstructed input is off by {error:.2g} of its size (limit "
+        f"{limit:g}; {worst:.2g} at worst in this chain), so the gradients are wrong. "
+    )
+    if drift.step.memory == "exact":
+        return found + (
+            "On a grid it must be the very same: the branch does not repeat its value. Use "
+            "memory='store' for this step"
+        )
+    return found + (
+        "Causes: a branch that amplifies (normalise it), streams in a narrow type (use autocast "
+        "on a float32 model), a branch that does not repeat its value. Use memory='exact', or "
+        "'recompute' or 'store' for some steps; set_drift_limit() changes the limit"
+    )
+
+
+def set_drift_limit(module: nn.Module, limit: float) -> None:
+    """Set the largest relative drift allowed to the steps of ``module``; infinity allows any.
+
+    Raises:
+        ValueError: ``limit`` is negative or no number.
+    """
+    if not limit >= 0:
+        raise ValueError(f"limit={limit}: expected a relative error, 0 or more")
+    for step in module.modules():
+        if isinstance(step, Step):
+            step.drift_limit = limit
+
+
+def drift(module: nn.Module) -> dict[str, float]:
+    """Relative drift of each step of ``module`` in its last replay, by its path, in order.
+
+    Steps that were not inverted since they were created are left out.
+    """
+    return {
+        name: step.drift
+        for name, step in module.named_modules()
+        if isinstance(step, Step) and step.drift is not None
+    }

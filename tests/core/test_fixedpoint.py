@@ -1,0 +1,159 @@
+"""Mode exact: bit-identical reconstructions and gradients, within a range that is watched."""
+
+import contextlib
+
+import pytest
+import torch
+from compare import conv_branch, conv_net, images, linear_net, train, twin
+from torch import nn
+
+from revzoo import (
+    AdditiveCoupling,
+    AffineCoupling,
+    Invertible,
+    RangeError,
+    ReversibleBlock,
+    ReversibleSequence,
+    Squeeze,
+    drift,
+    set_memory,
+)
+from revzoo.core.fixedpoint import round_to_grid
+
+BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def deep_net(half_steps=200, width=8):
+    torch.manual_seed(0)
+
+    def branch():
+        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+
+    return ReversibleSequence([AdditiveCoupling(branch()) for _ in range(half_steps)])
+
+
+def test_rounding():
+    x = torch.tensor([0.0, 0.5, 1.5, 0.74, -0.26, 3.0])
+    x.requires_grad_()
+    y = round_to_grid(x, 0)
+    assert y.tolist() == [0, 0, 2, 1, 0, 3]  # half to even
+    assert round_to_grid(x, 1).tolist() == [0, 0.5, 1.5, 0.5, -0.5, 3]
+    y.sum().backward()
+    assert x.grad.tolist() == [1] * 6
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_reconstruction_is_bit_identical_at_200_half_steps(autocast):
+    context = BF16 if autocast else contextlib.nullcontext()
+    net, x = deep_net(), torch.randn(16, 16)
+    errors = {}
+    for mode in ("invert", "exact"):
+        set_memory(net, mode)
+        with torch.no_grad(), context:
+            on_grid = round_to_grid(x, 14)
+            errors[mode] = (net.inverse(net(on_grid)) - on_grid).abs().max().item()
+    assert errors["exact"] == 0
+    assert errors["invert"] > 0
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["fp32", "bf16"])
+def test_gradients_are_bit_equal_to_store_with_the_same_rounding(autocast):
+    context = BF16 if autocast else contextlib.nullcontext()
+    net = conv_net(depth=4, dropout=0.2).float()
+    results = {}
+    for mode in ("exact", "store", "recompute", "invert"):
+        other = twin(net, mode)
+        set_memory(other, mode, grid=14)
+        with context:
+            results[mode] = train(other, images().float())
+    for mode in ("exact", "recompute", "invert"):
+        pairs = zip(results[mode].gradients, results["store"].gradients, strict=True)
+        assert all(torch.equal(a, e) for a, e in pairs), mode
+        pairs = zip(results[mode].buffers, results["store"].buffers, strict=True)
+        assert all(torch.equal(a, e) for a, e in pairs), mode
+
+
+def test_drift_is_zero():
+    net = deep_net(20)
+    set_memory(net, "exact")
+    net(torch.randn(4, 16)).sum().backward()
+    assert set(drift(net).values()) == {0.0}
+
+
+def test_without_rounding_gradients_are_not_bit_equal():
+    # What the rounding is for: the comparison above can fail.
+    net = deep_net(20)
+    x = torch.randn(4, 16)
+    grads = []
+    for mode in ("invert", "store"):
+        set_memory(net, mode)
+        grads.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
+    assert not all(torch.equal(a, e) for a, e in zip(*grads, strict=True))
+
+
+def test_squeezes_and_single_tensors_are_exact():
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(conv_branch(c), conv_branch(c)) for c in (2, 8)]
+    net = ReversibleSequence([blocks[0], Squeeze(2), blocks[1]], memory="exact").eval()
+    x = round_to_grid(images(channels=4, size=8).float(), 14)
+    with torch.no_grad():
+        assert torch.equal(net.inverse(net(x)), x)
+
+
+def test_the_grid_is_a_parameter():
+    net, x = linear_net().float(), torch.randn(3, 8)
+    outputs = []
+    for bits in (4, 10):
+        set_memory(net, "exact", grid=bits)
+        y = net(x)
+        assert torch.equal(y, round_to_grid(y, bits))
+        outputs.append(y)
+    set_memory(net, "store")
+    coarse, fine = ((y - net(x)).abs().max() for y in outputs)
+    assert 0 < fine < coarse / 16
+    assert {m.grid for m in net.modules() if hasattr(m, "grid")} == {None}
+
+
+def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
+    net = ReversibleSequence([AdditiveCoupling(nn.Softplus()) for _ in range(6)])
+    x = torch.full((2, 4), 100.0, requires_grad=True)
+    set_memory(net, "exact", grid=15)  # exact below 512
+    y = net(x)
+    with pytest.raises(RangeError, match="a stream reached"):
+        net.inverse(y)
+    with pytest.raises(
+        RangeError, match=r"steps\.\d Add\w+: a stream reached .*choose grid=1\d or"
+    ):
+        y.sum().backward()
+    set_memory(net, "exact", grid=12)
+    net(x).sum().backward()
+
+
+def test_refused_where_arithmetic_is_not_exact():
+    net = ReversibleSequence([AffineCoupling(nn.Linear(2, 4))])
+    with pytest.raises(ValueError, match=r"AffineCoupling steps\.0 multiplies"):
+        set_memory(net, "exact")
+    with pytest.raises(ValueError, match="multiplies"):
+        ReversibleSequence([AffineCoupling(nn.Linear(2, 4))], memory="exact")
+
+    class Swap(Invertible):
+        def forward(self, x1, x2):
+            return x2, x1
+
+        inverse = forward
+
+    with pytest.raises(ValueError, match=r"does not say that it is exact \(Step.exact\)"):
+        set_memory(ReversibleSequence([Swap()]), "exact")
+
+
+def test_refused_on_narrow_streams():
+    net = linear_net().bfloat16()
+    set_memory(net, "exact")
+    with pytest.raises(ValueError, match=r"stream of torch.bfloat16: expected float32 or float64"):
+        net(torch.randn(2, 8, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("bits", [-1, 24, 3.0, True])
+def test_impossible_grids(bits):
+    with pytest.raises(ValueError, match="expected the number of fractional bits"):
+        set_memory(linear_net(), "exact", grid=bits)

@@ -1,0 +1,148 @@
+"""The drift guard fires where reconstructions are wrong, and only there."""
+
+import copy
+
+import pytest
+import torch
+from compare import conv_net, images, linear_net
+from torch import nn
+
+import revzoo
+from revzoo import (
+    AdditiveCoupling,
+    DriftError,
+    ReversibleBlock,
+    ReversibleSequence,
+    drift,
+    set_drift_limit,
+    set_memory,
+)
+
+
+def run(net, x):
+    net(x.requires_grad_()).square().mean().backward()
+
+
+def test_drift_is_available_per_step():
+    net = conv_net(depth=2).float()
+    assert drift(net) == {}
+    run(net, images().float())
+    figures = drift(net)
+    assert list(figures) == [
+        "steps.0.steps.0",
+        "steps.0.steps.1",
+        "steps.1.steps.0",
+        "steps.1.steps.1",
+    ]
+    assert all(0 <= value < 1e-5 for value in figures.values())
+    assert any(value > 0 for value in figures.values())
+
+
+def exploding_net():
+    """Each block multiplies by a hundred: what was small is lost in what is large."""
+    torch.manual_seed(0)
+
+    def branch():
+        layer = nn.Linear(8, 8)
+        with torch.no_grad():
+            layer.weight.mul_(100)
+        return layer
+
+    return ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(6)])
+
+
+def test_fires_on_an_exploding_net():
+    net, x = exploding_net(), torch.randn(4, 16)
+    with pytest.raises(
+        DriftError, match=r"steps\.\d AdditiveCoupling.*off by .* so the gradients are wrong"
+    ):
+        run(net, x)
+    set_memory(net, "recompute")
+    run(net, x)  # keeps its inputs, so there is nothing to drift
+
+
+def test_fires_on_narrow_streams():
+    net = conv_net().bfloat16()
+    with pytest.raises(DriftError, match=r"limit 0\.001"):
+        run(net, images().bfloat16())
+
+
+def test_the_limit_is_a_setting():
+    net = conv_net().bfloat16()
+    set_drift_limit(net, float("inf"))
+    run(net, images().bfloat16())
+    assert drift(net) == {}  # not even sampled
+    set_drift_limit(net, 0.5)
+    run(net, images().bfloat16())
+    assert max(drift(net).values()) > 1e-3
+    set_drift_limit(net, 0)
+    with pytest.raises(DriftError, match="limit 0;"):
+        run(net, images().bfloat16())
+    with pytest.raises(ValueError, match="limit=-1: expected a relative error"):
+        set_drift_limit(net, -1)
+
+
+class Restless(nn.Module):
+    """Never the same twice, but always of the same shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return (x * self.calls).tanh()
+
+
+def test_fires_on_a_branch_that_does_not_repeat_itself():
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), AdditiveCoupling(Restless())])
+    with pytest.raises(DriftError, match=r"steps\.1 AdditiveCoupling"):
+        run(net, torch.randn(4, 16))
+
+
+def test_fires_on_a_parameter_changed_behind_autograds_back():
+    net = linear_net()
+    y = net(torch.randn(4, 8, dtype=torch.float64, requires_grad=True))
+    net[1][0].branch[2].bias.data.add_(1)  # .data leaves the version as it is
+    with pytest.raises(DriftError, match=r"steps\.1\.steps\.0 AdditiveCoupling"):
+        y.sum().backward()
+
+
+def test_after_it_fired_the_next_step_is_judged_afresh():
+    net = linear_net()
+    restless = copy.deepcopy(net)
+    restless[2][1].branch = Restless()
+    for _ in range(2):
+        with pytest.raises(DriftError):
+            run(restless, torch.randn(4, 8, dtype=torch.float64))
+    restless[2][1].branch = copy.deepcopy(net[2][1].branch)
+    run(restless, torch.randn(4, 8, dtype=torch.float64))
+
+
+def test_an_exception_in_the_backward_pass_leaves_no_figures_behind():
+    net = linear_net()
+    x = torch.randn(4, 8, dtype=torch.float64, requires_grad=True)
+    y = net(x)
+    net[0][0].branch[0].bias.data.add_(1)  # drifts at the very first step
+
+    def fail(_):
+        raise KeyError("after the replay")
+
+    handle = net[0][0].branch[0].weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        y.sum().backward()
+    handle.remove()
+    run(net, x)
+
+
+def test_a_diverged_forward_pass_is_not_called_drift():
+    net = linear_net()
+    run(net, torch.full((4, 8), float("inf"), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("name", ["revnet38", "revnet110"])
+def test_never_fires_on_the_zoo_in_float32(name):
+    torch.manual_seed(0)
+    net = revzoo.create_model(name, memory="invert")
+    run(net, torch.randn(8, 3, 32, 32))
+    assert 0 < max(drift(net).values()) < 1e-4
