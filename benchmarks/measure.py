@@ -49,9 +49,7 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
     for name, seconds in samples.items():
         ratios = [s / b for s, b in zip(seconds, base, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
-        timings[name] = Timing(
-            statistics.median(seconds), statistics.median(ratios), low, high
-        )
+        timings[name] = Timing(statistics.median(seconds), statistics.median(ratios), low, high)
     return timings
 
 

@@ -48,10 +48,6 @@ def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None
             inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
     """
     check_mode(mode)
-    if mode == "exact":
-        grid = DEFAULT_BITS if grid is None else grid
-    if grid is not None:
-        check_bits(grid)
     steps = [m for m in module.modules() if isinstance(m, Step)]
     if not steps:
         raise ValueError(
@@ -63,13 +59,31 @@ def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None
             f"{type(module).__name__} has no invertible step, so memory mode {mode!r} cannot "
             "apply: use 'recompute' or 'store', or a reversible model"
         )
+    assign_memory(steps, mode, grid=grid)
+
+
+def assign_memory(steps: list[Step], mode: str, *, grid: int | None = None) -> None:
+    """What :func:`set_memory` does to the steps, where some of them may have no inverse.
+
+    Raises:
+        ValueError: as :func:`set_memory`.
+    """
+    check_mode(mode)
+    if mode == "exact" and grid is None:
+        grid = DEFAULT_BITS
+    if grid is not None:
+        check_bits(grid)
+        _check_exact(steps)
+    for step in steps:
+        step.memory = mode
+        step.grid = grid if step.invertible else None
+
+
+def _check_exact(steps: list[Step]) -> None:
     for step in reversed(steps):  # what a container holds comes before the container
-        if grid is not None and step.invertible and not step.exact:
+        if step.invertible and not step.exact:
             raise ValueError(
                 f"{type(step).__name__} {step.label} multiplies, or does not say that it is exact "
                 "(Step.exact), so its inverse cannot be exact on fixed-point streams: use 'invert' "
                 "for it, or additive couplings"
             )
-    for step in steps:
-        step.memory = mode
-        step.grid = grid if step.invertible else None

@@ -20,7 +20,7 @@ from revzoo.core.invertible import (
     as_state,
     label_steps,
 )
-from revzoo.core.memory import check_mode, set_memory
+from revzoo.core.memory import assign_memory
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.precision import widened
@@ -63,13 +63,8 @@ class ReversibleSequence(Invertible):
                     "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
                 )
             self.steps.append(step)
-        check_mode(memory)
         label_steps(self)
-        if memory == "exact":
-            set_memory(self, memory)
-        for m in self.modules():
-            if isinstance(m, Step):
-                m.memory = memory
+        assign_memory([m for m in self.modules() if isinstance(m, Step)], memory)
 
     @property
     def streams(self) -> int:  # type: ignore[override]

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.invertible import State, Step
+from revzoo.core.invertible import State, Step, label_steps
 from revzoo.core.memory import set_memory
 from revzoo.layers.norm import batch_norm
 from revzoo.layers.sequence import ReversibleSequence
@@ -69,7 +69,9 @@ class StagedNetwork(nn.Module, ABC):
         )
         self.stem = ReversibleSequence([stem], memory=self.default_memory)
         self.stages = nn.ModuleList(
-            ReversibleSequence([self.build_unit(plan) for plan in stage], memory=self.default_memory)
+            ReversibleSequence(
+                [self.build_unit(plan) for plan in stage], memory=self.default_memory
+            )
             for stage in variant.stages(dropout=dropout)
         )
         self.norm = batch_norm(self.num_features)
@@ -77,6 +79,7 @@ class StagedNetwork(nn.Module, ABC):
         self.pool = nn.AdaptiveAvgPool2d(1)
         self.drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
+        label_steps(self)
         if memory is not None:  # refuses what does not apply; the default needs no refusal
             set_memory(self, memory)
 

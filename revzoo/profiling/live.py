@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 
-class LiveMemory(TorchDispatchMode):
+class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the bytes of the tensors created inside the context that are alive at the same time.
 
     ``peak`` is the largest such number so far, ``now`` the present one, both in bytes. Slow: every
@@ -30,7 +30,7 @@ class LiveMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.now = 0
         self.peak = 0
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -50,5 +50,4 @@ def test_models_save_memory(name):
     for mode in ("store", "recompute", "invert"):
         torch.manual_seed(0)
         peaks[mode] = peak(revzoo.create_model(name, memory=mode), x)
-    print(name, {mode: round(p / 2**20, 2) for mode, p in peaks.items()})
     assert peaks["invert"] < peaks["recompute"] < peaks["store"]

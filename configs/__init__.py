@@ -1,0 +1,1 @@
+"""The Hydra configurations; installed as ``revzoo.configs``."""

@@ -1,0 +1,155 @@
+"""Refuses what cannot be run, before any data is touched.
+
+Each section of the configuration is checked by building the value object it describes, or by the
+rules below, so that a message comes from the one place that knows. Nothing is written, no model
+is initialised: the model is built on torch's ``meta`` device, where weights have shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import signature
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
+
+from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
+from revzoo.cli.overrides import ConfigError
+from revzoo.data import ImageData
+from revzoo.training.callbacks import check_callbacks
+from revzoo.training.classifier import model_from
+from revzoo.training.optim import OptimSpec
+from revzoo.training.spec import check_names, nearest
+
+SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
+VALUES = ("seed", "test")
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
+
+
+def check_config(config: Mapping[str, Any]) -> None:
+    """Check a composed configuration, given as plain containers.
+
+    Raises:
+        ValueError: with what was got, what is expected and what to do.
+    """
+    known = (*SECTIONS, *VALUES)
+    check_names(config, known, where="config")
+    for key in known:
+        if key not in config:
+            raise ConfigError(f"{key} is missing from the configuration")
+    if not isinstance(config["seed"], int) or not 0 <= config["seed"] < 2**32:
+        raise ConfigError(f"seed={config['seed']}: expected a whole number from 0 to 2**32 - 1")
+    check_trainer(config["trainer"])
+    check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
+    OptimSpec.of(config["optim"])
+    check_callbacks(config["callbacks"])
+    check_logger(config["logger"])
+    check_data(config["data"])
+    check_model(config)
+
+
+def check_model(config: Mapping[str, Any]) -> None:
+    """Let the zoo check the model's name and keywords, and the memory mode with them."""
+    check_names(config["memory"], ("mode",), where="memory")
+    with torch.device("meta"):
+        model_from(model_spec(config, num_classes=10, in_chans=3))
+
+
+def check_data(data: Mapping[str, Any]) -> None:
+    """Check the set, the names of its options and, by its constructor, their values."""
+    target = data.get("_target_")
+    if target not in DATA:
+        raise ConfigError(
+            f"data._target_={target}: expected one of {', '.join(DATA)}"
+            + nearest(str(target), DATA)
+        )
+    own, shared = signature(DATA[target]).parameters, signature(ImageData).parameters
+    names = [p.name for p in {**own, **shared}.values() if p.kind is not p.VAR_KEYWORD]
+    check_names([key for key in data if key != "_target_"], names, where="data")
+    for key, value in data.items():
+        if value == "???":
+            raise ConfigError(f"data.{key} is needed: give data.{key}=...")
+    build_data(data)
+
+
+def check_trainer(trainer: Mapping[str, Any]) -> None:
+    """Check names against Lightning's Trainer, and that the run has a beginning and an end."""
+    names = [n for n in signature(pl.Trainer).parameters if n not in MANAGED_BY_TRAIN]
+    check_names(trainer, names, where="trainer")
+    for key in ("max_epochs", "max_steps"):
+        value = trainer.get(key)
+        if value is not None and (not isinstance(value, int) or value < -1 or value == 0):
+            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1, or -1")
+    if trainer.get("max_epochs") == -1 and trainer.get("max_steps", -1) == -1:
+        raise ConfigError(
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; give one"
+        )
+    accumulate = trainer.get("accumulate_grad_batches", 1)
+    if not isinstance(accumulate, int) or accumulate < 1:
+        raise ConfigError(
+            f"trainer.accumulate_grad_batches={accumulate}: expected a whole number >= 1"
+        )
+    device_kind(trainer.get("accelerator"))
+
+
+def device_kind(accelerator: Any) -> str:
+    """The kind of device a run will be on: ``cpu``, ``cuda`` or ``mps``.
+
+    Raises:
+        ConfigError: if the accelerator is unknown or not there.
+    """
+    available = {
+        "cuda": CUDAAccelerator.is_available(),
+        "mps": MPSAccelerator.is_available(),
+        "cpu": True,
+    }
+    if accelerator not in ("auto", "gpu", *available):
+        raise ConfigError(
+            f"trainer.accelerator={accelerator}: expected auto, cpu, gpu, cuda or mps"
+            + nearest(str(accelerator), ("auto", "gpu", *available))
+        )
+    fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
+    for kind in fitting.get(accelerator, (accelerator,)):
+        if available[kind]:
+            return kind
+    raise ConfigError(
+        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device here; "
+        "use trainer=cpu or trainer=auto"
+    )
+
+
+def check_precision(precision: Mapping[str, Any], device: str) -> None:
+    """Refuse number formats that the device lacks or that exclude each other."""
+    check_names(precision, ("trainer", "tf32", "channels_last"), where="precision")
+    name = precision["trainer"]
+    if name not in PRECISIONS:
+        raise ConfigError(
+            f"precision.trainer={name}: expected one of {', '.join(PRECISIONS)}"
+            + nearest(str(name), PRECISIONS)
+        )
+    if name == "16-mixed" and device == "cpu":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")
+    if name == "64-true" and device == "mps":
+        raise ConfigError("precision=fp64 is not there on mps: use trainer=cpu")
+    if precision["tf32"] and device != "cuda":
+        raise ConfigError(
+            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: "
+            "use precision=fp32"
+        )
+    if precision["tf32"] and name != "32-true":
+        raise ConfigError(
+            f"precision.tf32=true changes float32 only, but precision.trainer={name}: "
+            "use precision=tf32 alone"
+        )
+
+
+def check_logger(logger: Mapping[str, Any]) -> None:
+    """Refuse a kind of logger that does not exist."""
+    check_names(logger, ("kind",), where="logger")
+    if logger["kind"] is not None and logger["kind"] not in LOGGERS:
+        raise ConfigError(
+            f"logger.kind={logger['kind']}: expected one of {', '.join(LOGGERS)} or null"
+            + nearest(str(logger["kind"]), LOGGERS)
+        )

@@ -1,0 +1,13 @@
+"""Data modules: real images, split, loaded, augmented and normalised.
+
+Start reading at ``module.py``, which says what every set has in common.
+"""
+
+from revzoo.data.augment import Augment
+from revzoo.data.cifar import CIFAR10, CIFAR100
+from revzoo.data.digits import Digits
+from revzoo.data.errors import DataError
+from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.module import ImageData
+
+__all__ = ["CIFAR10", "CIFAR100", "Augment", "DataError", "Digits", "ImageData", "ImageFolder"]

@@ -1,0 +1,128 @@
+"""CIFAR-10 and CIFAR-100 (A. Krizhevsky, 2009): 50,000 training and 10,000 test images of 3x32x32.
+
+torchvision downloads, unpacks and checks the MD5 of every file; this module holds the result in
+memory as bytes (150 MB) and turns each way it can fail into one ``DataError`` that says where it
+looked and what to do.
+
+What a failed or interrupted download leaves is never taken for good: archive and unpacked files
+are used only if their MD5 is right, and a bad archive is removed.
+"""
+
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
+from pathlib import Path
+from typing import ClassVar, Unpack
+
+import torch
+from torchvision import datasets
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+
+from revzoo.data.errors import DataError
+from revzoo.data.images import TensorImages
+from revzoo.data.module import ImageData, LoadingOptions, Split
+
+_TIMEOUT = 30.0  # seconds without an answer; torchvision sets none, so a silent network would hang
+
+
+class CIFAR10(ImageData):
+    """CIFAR-10, downloaded on first use.
+
+    Args:
+        root: folder that holds, or will hold, the unpacked folder ``cifar-10-batches-py``.
+        download: fetch the archive if that folder is missing or damaged.
+        **loading: see ``ImageData``.
+    """
+
+    source: ClassVar[type[datasets.CIFAR10]] = datasets.CIFAR10
+
+    def __init__(
+        self,
+        root: str | Path = "./data",
+        *,
+        download: bool = True,
+        **loading: Unpack[LoadingOptions],
+    ) -> None:
+        super().__init__(**loading)
+        self.root = Path(root).expanduser()
+        self.download = download
+
+    def prepare_data(self) -> None:
+        """Download if need be; called by Lightning in one process per machine, before ``setup``.
+
+        Raises:
+            DataError: the data is not there and the download failed or is not wanted.
+        """
+        bad_file = self._bad_file()
+        if bad_file is None:
+            return
+        if not self.download:
+            raise DataError(self._advice(bad_file, "data.download is false"))
+        failure = self._fetch()
+        if failure is not None:
+            # Not chained: the traceback of a socket says nothing that the message does not.
+            raise DataError(self._advice(bad_file, f"downloading failed ({failure})"))
+
+    def read(self, split: Split) -> TensorImages | None:
+        if split == "val":
+            return None
+        bad_file = self._bad_file()
+        if bad_file is not None:
+            raise DataError(self._advice(bad_file, "prepare_data() downloads it"))
+        cifar = self.source(self.root, train=split == "train", download=False)
+        images = torch.from_numpy(cifar.data).permute(0, 3, 1, 2).contiguous()
+        return TensorImages(images, torch.tensor(cifar.targets), classes=list(cifar.classes))
+
+    def _fetch(self) -> str | None:
+        """Download and unpack; the reason if that failed."""
+        source = self.source
+        archive = self.root / source.filename
+        try:
+            with _socket_timeout(_TIMEOUT):
+                # Not source(download=True), which does not look at the file of class names.
+                download_and_extract_archive(
+                    source.url, self.root, filename=source.filename, md5=source.tgz_md5
+                )
+        except (OSError, HTTPException, RuntimeError, EOFError) as error:
+            if not check_integrity(archive, source.tgz_md5):
+                archive.unlink(missing_ok=True)
+            return f"{type(error).__name__}: {error}"
+        return None
+
+    def _bad_file(self) -> Path | None:
+        """The first file of the unpacked set that is missing or damaged."""
+        source = self.source
+        meta = (source.meta["filename"], source.meta["md5"])
+        for name, md5 in [*source.train_list, *source.test_list, meta]:
+            path = self.root / source.base_folder / name
+            if not check_integrity(path, md5):
+                return path
+        return None
+
+    def _advice(self, bad_file: Path, reason: str) -> str:
+        source = self.source
+        state = "is damaged" if bad_file.exists() else "does not exist"
+        root = self.root.absolute()
+        return (
+            f"{source.__name__} cannot be read: {bad_file.absolute()} {state}, and {reason}. "
+            f"Set data.root to the folder that holds {source.base_folder}/, or with a network use "
+            f"data.download=true, or fetch it by hand: "
+            f"mkdir -p {root} && curl -L {source.url} | tar -xz -C {root}"
+        )
+
+
+class CIFAR100(CIFAR10):
+    """CIFAR-100 with its 100 fine labels; else as ``CIFAR10`` (folder ``cifar-100-python``)."""
+
+    source = datasets.CIFAR100
+
+
+@contextmanager
+def _socket_timeout(seconds: float) -> Iterator[None]:
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)

@@ -1,0 +1,117 @@
+"""Labelled images as map-style datasets that are read a batch at a time.
+
+torch's ``TensorDataset`` is read image by image and collated: 128 Python calls and a ``stack`` for
+what is one indexing operation. ``__getitems__``, which the loader's fetcher prefers, gives the
+batch at once; with ``as_is`` for a collate function an ordinary ``DataLoader`` stays in charge of
+order, so samplers (also those that Lightning puts in for several processes) work as ever.
+
+Shapes: N images in all, B in a batch, C channels, S pixels a side.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+Batch = tuple[Tensor, Tensor]
+"""Images uint8 (B, C, S, S) and labels int64 (B,)."""
+
+_T = TypeVar("_T")
+
+
+def as_is(batch: _T) -> _T:
+    """Collate function for datasets whose ``__getitems__`` returns a finished batch."""
+    return batch
+
+
+class ImageSet(Protocol):
+    """What a data module needs to know of a set of images, wherever its pixels are.
+
+    Attributes:
+        labels: int64 (N,).
+        classes: names, by label.
+        in_chans: C.
+        image_size: S, in pixels.
+        augments_itself: True where the training part is augmented image by image when read.
+        in_memory: True where reading costs no more than indexing.
+    """
+
+    labels: Tensor
+    classes: list[str]
+    augments_itself: bool
+    in_memory: bool
+
+    @property
+    def in_chans(self) -> int: ...
+
+    @property
+    def image_size(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch: ...
+
+    def sample(self) -> Tensor:
+        """Images uint8 (n, C, S, S), not augmented, that stand for the set's pixel statistics."""
+        ...
+
+    def subset(self, indices: Tensor, *, training: bool) -> "ImageSet":
+        """The images at ``indices``, as read for training or for evaluation."""
+        ...
+
+
+class TensorImages(Dataset[Batch]):
+    """Images held in memory as bytes.
+
+    Args:
+        images: uint8 (N, C, S, S).
+        labels: int64 (N,).
+        classes: names, by label.
+        indices: which of the images belong to this set; all by default. The pixels are shared, not
+            copied, between the subsets.
+    """
+
+    augments_itself = False
+    in_memory = True
+
+    def __init__(
+        self, images: Tensor, labels: Tensor, *, classes: list[str], indices: Tensor | None = None
+    ) -> None:
+        assert images.dtype == torch.uint8
+        assert images.dim() == 4
+        assert len(images) == len(labels)
+        self._images = images
+        self._all_labels = labels
+        self._indices = torch.arange(len(images)) if indices is None else indices
+        self.labels = labels[self._indices]
+        self.classes = classes
+
+    @property
+    def in_chans(self) -> int:
+        return self._images.shape[1]
+
+    @property
+    def image_size(self) -> int:
+        return self._images.shape[-1]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, index: int) -> Batch:
+        """One image (C, S, S) and its label ()."""
+        return self._images[self._indices[index]], self.labels[index]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A whole batch at once."""
+        wanted = torch.as_tensor(indices)
+        return self._images[self._indices[wanted]], self.labels[wanted]
+
+    def sample(self) -> Tensor:
+        return self._images[self._indices] if len(self) < len(self._images) else self._images
+
+    def subset(self, indices: Tensor, *, training: bool) -> "TensorImages":
+        return TensorImages(
+            self._images, self._all_labels, classes=self.classes, indices=self._indices[indices]
+        )

@@ -1,0 +1,115 @@
+"""Images read from their files batch by batch, for sets that do not fit in memory.
+
+The counterpart of ``TensorImages``: transforms run per image in the loader's workers, as images of
+different sizes cannot be a batch before they are cropped. The recipe is that of ImageNet training
+(K. He et al. 2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip; for
+evaluation a resize of the shorter side to 256/224 of the crop, and its centre.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+from torchvision.transforms import v2
+
+from revzoo.data.augment import Augment
+from revzoo.data.decode import open_image
+from revzoo.data.folders import Files
+from revzoo.data.images import Batch
+
+_SAMPLE = 1000  # images, evenly spaced, that the pixel statistics are measured on
+
+
+class FileImages(Dataset[Batch]):
+    """Images in files.
+
+    Args:
+        files: paths and labels.
+        classes: names, by label.
+        channels: 3 (RGB) or 1 (grey).
+        size: side in pixels of what is returned.
+        augment: what training images are subject to; a ``crop_padding`` of 0 switches random crops
+            off.
+        training: whether this set is read for training.
+    """
+
+    augments_itself = True
+    in_memory = False
+
+    def __init__(
+        self,
+        files: Files,
+        *,
+        classes: list[str],
+        channels: int,
+        size: int,
+        augment: Augment,
+        training: bool = False,
+    ) -> None:
+        self._files, self._channels, self._size, self._augment = files, channels, size, augment
+        self._transform = _training(size, augment) if training else _evaluation(size)
+        self.labels = torch.tensor(files.labels)
+        self.classes = classes
+
+    @property
+    def in_chans(self) -> int:
+        return self._channels
+
+    @property
+    def image_size(self) -> int:
+        return self._size
+
+    def __len__(self) -> int:
+        return len(self._files.paths)
+
+    def __getitem__(self, index: int) -> Batch:
+        """One image (C, S, S), transformed, and its label ()."""
+        return self._transform(open_image(self._files.paths[index], self._channels)), self.labels[
+            index
+        ]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """A whole batch."""
+        return torch.stack([self[index][0] for index in indices]), self.labels[list(indices)]
+
+    def sample(self) -> Tensor:
+        """Up to 1,000 evenly spaced images, as read for evaluation."""
+        evaluated = self.subset(
+            torch.arange(0, len(self), -(-len(self) // _SAMPLE)), training=False
+        )
+        return evaluated.__getitems__(range(len(evaluated)))[0]
+
+    def subset(self, indices: Tensor, *, training: bool) -> "FileImages":
+        chosen = indices.tolist()
+        files = Files(
+            [self._files.paths[index] for index in chosen],
+            [self._files.labels[index] for index in chosen],
+        )
+        return FileImages(
+            files,
+            classes=self.classes,
+            channels=self._channels,
+            size=self._size,
+            augment=self._augment,
+            training=training,
+        )
+
+
+def _training(size: int, augment: Augment) -> Callable[[Image.Image], Tensor]:
+    steps: list[Any] = [v2.PILToTensor()]
+    if augment.padding(size):
+        steps.insert(0, v2.RandomResizedCrop(size, antialias=True))
+    else:
+        steps = [_evaluation(size)]
+    if augment.flip:
+        steps.append(v2.RandomHorizontalFlip())
+    return v2.Compose(steps)
+
+
+def _evaluation(size: int) -> Callable[[Image.Image], Tensor]:
+    return v2.Compose(
+        [v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
+    )

@@ -1,0 +1,242 @@
+"""The data module all sets share: splits, loaders, augmentation, normalisation.
+
+Why not a plain ``DataLoader`` with per-image transforms: that is hundreds of Python calls for a
+batch. Here the images of a small set stay bytes in memory, a batch is one indexing operation, and
+it is augmented and normalised as a batch on the device, after the transfer of bytes.
+
+The rules, for every set:
+
+1. The validation split is taken from the training images (or is a folder of its own) by
+   ``split_seed`` alone.
+2. The test split is read by ``setup("test")`` or ``setup("predict")`` and used by nothing else.
+3. Only batches of the training loop are augmented.
+4. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
+   names, so that it is evaluated with the numbers it was trained with, and refused on other
+   classes.
+
+Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
+runs on the test split.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, TypedDict
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from revzoo.data.augment import Augment
+from revzoo.data.errors import DataError
+from revzoo.data.images import Batch, ImageSet, as_is
+from revzoo.data.normalise import Normalisation
+from revzoo.data.split import stratified_split
+from revzoo.data.workers import available_cpus
+
+Split = Literal["train", "val", "test"]
+
+
+class LoadingOptions(TypedDict, total=False):
+    """The options of ``ImageData``, which its subclasses pass on."""
+
+    batch_size: int
+    eval_batch_size: int
+    num_workers: int | None
+    val_fraction: float
+    split_seed: int
+    augment: Augment | Mapping[str, Any] | None
+
+
+class ImageData(pl.LightningDataModule, ABC):
+    """Classification images for Lightning, or for a plain loop.
+
+    The loaders give bytes; ``on_after_batch_transfer`` (called by Lightning) or ``transform`` (in a
+    loop of one's own) makes normalised float32 of them.
+
+    Example::
+
+        data = Digits(batch_size=32)
+        data.prepare_data()
+        data.setup("fit")
+        for images, labels in data.train_dataloader():
+            logits = model(data.transform(images, training=True))
+
+    Args:
+        batch_size: training images per step and process; an incomplete last batch is dropped.
+        eval_batch_size: images per validation, test and prediction step.
+        num_workers: processes that load; None for 0 where the set is in memory, else one per CPU,
+            at most 8.
+        val_fraction: share of the training images held back for validation, where the set has no
+            validation split of its own.
+        split_seed: the only source of chance for that split.
+        augment: an ``Augment`` or its options.
+
+    Attributes:
+        classes: class names by label, after ``setup("fit")``.
+        num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
+            pixels.
+
+    Raises:
+        ValueError: an argument is out of range. No data is touched before that is known.
+    """
+
+    classes: list[str]
+    in_chans: int
+    image_size: int
+    normalisation: Normalisation
+
+    def __init__(
+        self,
+        *,
+        batch_size: int = 128,
+        eval_batch_size: int = 512,
+        num_workers: int | None = None,
+        val_fraction: float = 0.1,
+        split_seed: int = 0,
+        augment: Augment | Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__()
+        _check_at_least("batch_size", batch_size, 1)
+        _check_at_least("eval_batch_size", eval_batch_size, 1)
+        _check_at_least("num_workers", num_workers or 0, 0)
+        if not 0 < val_fraction < 1:
+            raise ValueError(
+                f"val_fraction is {val_fraction}: expected a share, 0 < val_fraction < 1"
+            )
+        self.batch_size = batch_size
+        self.eval_batch_size = eval_batch_size
+        self.num_workers = num_workers
+        self.val_fraction = val_fraction
+        self.split_seed = split_seed
+        self.augment = Augment.of(augment)
+        self._train: ImageSet | None = None
+        self._val: ImageSet | None = None
+        self._test: ImageSet | None = None
+
+    @abstractmethod
+    def read(self, split: Split) -> ImageSet | None:
+        """Read one split; None where the set has no such split of its own.
+
+        Raises:
+            DataError: it is missing or damaged.
+        """
+
+    @property
+    def num_classes(self) -> int:
+        """Number of classes, after ``setup("fit")``."""
+        return len(self.classes)
+
+    @property
+    def has_test(self) -> bool:
+        """Whether there is a test split; known without reading it."""
+        return True
+
+    def setup(self, stage: str | None = None) -> None:
+        """Read what ``stage`` ("fit", "validate", "test", "predict") needs, once.
+
+        The training images are read for every stage: they define classes and normalisation.
+
+        Raises:
+            DataError: data is missing, damaged or too small to be split.
+        """
+        if self._train is None:
+            self._setup_training()
+        if stage in ("test", "predict") and self._test is None:
+            self._test = self.read("test")
+
+    def _setup_training(self) -> None:
+        source = self.read("train")
+        assert source is not None, "every set has training images"
+        self.classes, self.in_chans = source.classes, source.in_chans
+        self.image_size = source.image_size
+        self.normalisation = Normalisation.measure(source.sample())
+        val = self.read("val")
+        if val is None:
+            rest, held_back = stratified_split(source.labels, self.val_fraction, self.split_seed)
+            if len(held_back) == 0:
+                raise DataError(
+                    f"val_fraction={self.val_fraction} of {len(source)} training images in "
+                    f"{self.num_classes} classes leaves no validation image: "
+                    "raise data.val_fraction"
+                )
+            val = source.subset(held_back, training=False)
+            source = source.subset(rest, training=True)
+        self._train, self._val = source, val
+
+    def train_dataloader(self) -> DataLoader[Batch]:
+        assert self._train is not None, "setup() comes first"
+        processes = self.trainer.world_size if self.trainer is not None else 1
+        share = len(self._train) // processes
+        if share < self.batch_size:
+            raise DataError(
+                f"batch_size={self.batch_size} is more than the {share} training images of each "
+                f"process: set data.batch_size to at most {share}"
+            )
+        return self._loader(self._train, self.batch_size, shuffle=True, drop_last=True)
+
+    def val_dataloader(self) -> DataLoader[Batch]:
+        assert self._val is not None, "setup() comes first"
+        return self._loader(self._val, self.eval_batch_size)
+
+    def test_dataloader(self) -> DataLoader[Batch]:
+        if self._test is None:
+            raise DataError(self._no_test())
+        return self._loader(self._test, self.eval_batch_size)
+
+    def predict_dataloader(self) -> DataLoader[Batch]:
+        return self.test_dataloader()
+
+    def _no_test(self) -> str:
+        return "there is no test split: call setup('test') first"
+
+    def _loader(
+        self, images: ImageSet, batch_size: int, *, shuffle: bool = False, drop_last: bool = False
+    ) -> DataLoader[Batch]:
+        workers = self.num_workers
+        if workers is None:
+            workers = 0 if images.in_memory else min(8, available_cpus())
+        return DataLoader(
+            images,  # type: ignore[arg-type]  # a Dataset by protocol: __len__ and __getitems__
+            batch_size=batch_size,
+            shuffle=shuffle,
+            drop_last=drop_last,
+            num_workers=workers,
+            persistent_workers=workers > 0,
+            pin_memory=torch.cuda.is_available(),
+            collate_fn=as_is,
+        )
+
+    def transform(self, images: Tensor, *, training: bool) -> Tensor:
+        """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
+        if training and not (self._train is not None and self._train.augments_itself):
+            images = self.augment(images)
+        return self.normalisation(images)
+
+    def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
+        assert self.trainer is not None, "Lightning calls this hook"
+        images = self.transform(batch[0], training=bool(self.trainer.training))
+        # Lightning converts floats to the run's precision before the transfer; these were bytes.
+        images = self.trainer.precision_plugin.convert_input(images)
+        return images, batch[1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"classes": list(self.classes), "normalisation": self.normalisation.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if state_dict["classes"] != self.classes:
+            raise DataError(
+                f"the checkpoint was trained on {len(state_dict['classes'])} classes "
+                f"{_brief(state_dict['classes'])}, this data has {self.num_classes}: "
+                f"{_brief(self.classes)}; give the data it was trained on"
+            )
+        self.normalisation = Normalisation(**state_dict["normalisation"])
+
+
+def _check_at_least(name: str, value: int, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise ValueError(f"{name} is {value}: expected a whole number >= {least}")
+
+
+def _brief(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

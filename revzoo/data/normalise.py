@@ -1,0 +1,58 @@
+"""Bytes to normalised floats, with the statistics of the training images themselves.
+
+No table of means and standard deviations is kept: they are measured over the training images (the
+validation split included, the test split never), exactly, from a histogram of the 256 byte values.
+They are in units of the stored bytes, so the scale of a set (0 to 255, or 0 to 16 for the digits)
+drops out.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_CHUNK = 4096  # images per histogram update; bounds the copy that selecting one channel makes
+
+
+class Normalisation:
+    """``(x - mean) / std`` per channel.
+
+    Args:
+        mean: one value per channel, in units of the stored bytes.
+        std: as ``mean``; all positive.
+    """
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean = torch.tensor(mean, dtype=torch.float32).view(-1, 1, 1)
+        self.std = torch.tensor(std, dtype=torch.float32).view(-1, 1, 1)
+
+    @classmethod
+    def measure(cls, images: Tensor) -> "Normalisation":
+        """Population mean and standard deviation of each channel of uint8 images (N, C, H, W)."""
+        values = torch.arange(256, dtype=torch.float64)
+        share = _histogram(images)
+        share /= share.sum(dim=1, keepdim=True)
+        mean = share @ values
+        std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
+        # A constant channel carries nothing: it becomes zero instead of a division by zero.
+        std = torch.where(std > 1e-6, std, 1.0)
+        return cls(mean.tolist(), std.tolist())
+
+    def __call__(self, images: Tensor) -> Tensor:
+        """Map images (B, C, H, W) of any dtype to normalised float32 on the same device."""
+        if self.mean.device != images.device:  # once per run: no copy to the device in each step
+            self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """Plain lists, so that a checkpoint loads with ``weights_only=True``."""
+        return {"mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}
+
+
+def _histogram(images: Tensor) -> Tensor:
+    """Counts of the byte values per channel, float64 (C, 256)."""
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.float64)
+    for chunk in torch.split(images, _CHUNK):
+        for channel in range(images.shape[1]):
+            counts[channel] += torch.bincount(chunk[:, channel].flatten(), minlength=256)
+    return counts

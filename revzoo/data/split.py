@@ -1,0 +1,43 @@
+"""Stratified split of a labelled set in two.
+
+The split depends on the labels and a seed of its own, never on the run's seed or the global
+generator: runs with different seeds, and runs that are resumed, hold back the same images.
+"""
+
+import torch
+from torch import Tensor
+
+
+def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Split the indices of a set so that both parts have the class frequencies of the whole.
+
+    A class with a single image stays whole in the first part, so that it can be learnt.
+
+    Args:
+        labels: class indices, int64 (N,).
+        fraction: share of the images that goes to the second part, strictly between 0 and 1.
+        seed: the only source of chance.
+
+    Returns:
+        Two ascending int64 tensors of indices, disjoint and together complete: the rest and the
+        held-back part. The latter has round(fraction * N) elements unless tiny classes forbid it.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    held_back = torch.zeros(len(labels), dtype=torch.bool)
+    for label, quota in enumerate(_quotas(torch.bincount(labels), fraction)):
+        members = torch.nonzero(labels == label).flatten()
+        chosen = torch.randperm(len(members), generator=generator)[:quota]
+        held_back[members[chosen]] = True
+    return torch.nonzero(~held_back).flatten(), torch.nonzero(held_back).flatten()
+
+
+def _quotas(counts: Tensor, fraction: float) -> list[int]:
+    """Images held back per class, by the method of largest remainders."""
+    exact = counts.double() * fraction
+    quotas = exact.floor().long()
+    missing = round(float(exact.sum())) - int(quotas.sum())
+    can_spare = quotas + 1 < counts
+    remainders = torch.where(can_spare, exact - quotas, -1.0)
+    winners = torch.argsort(remainders, descending=True, stable=True)[:missing]
+    quotas[winners] += can_spare[winners].long()
+    return [int(quota) for quota in quotas]

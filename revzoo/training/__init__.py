@@ -1,0 +1,22 @@
+"""Training on Lightning: the classifier module, its optimiser and schedules, its callbacks."""
+
+from revzoo.training.callbacks import build_callbacks
+from revzoo.training.classifier import Classifier
+from revzoo.training.epoch_log import EpochLog
+from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, parameter_groups
+from revzoo.training.schedules import make_schedule
+
+__all__ = [
+    "Classifier",
+    "EpochLog",
+    "Footprint",
+    "OptimSpec",
+    "build_callbacks",
+    "build_optimizer",
+    "build_schedule",
+    "make_schedule",
+    "parameter_groups",
+    "peak_bytes",
+    "peak_host_bytes",
+]

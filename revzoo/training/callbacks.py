@@ -1,0 +1,124 @@
+"""The callbacks a run may ask for, by name: a table instead of import paths in configurations.
+
+Each entry takes the run's folder and the options of its configuration. Everything but
+:class:`Footprint` and :class:`EpochLog` is Lightning's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import (
+    EarlyStopping,
+    LearningRateMonitor,
+    ModelCheckpoint,
+    TQDMProgressBar,
+)
+
+from revzoo.training.epoch_log import EpochLog
+from revzoo.training.footprint import Footprint
+from revzoo.training.spec import check_names, keyword_names
+
+
+def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
+    """``checkpoints/best.ckpt``: the weights with the best ``monitor`` of all validations."""
+    return _checkpoint(run_dir, filename="best", monitor=monitor, mode=mode)
+
+
+def last_checkpoint(run_dir: Path) -> pl.Callback:
+    """``checkpoints/last.ckpt``: the state after the last finished epoch.
+
+    Not ``save_last`` of the best checkpoint's callback: that copies what was saved last, which is
+    the best epoch, not the last one.
+    """
+    return _checkpoint(run_dir, filename="last", monitor=None, save_on_train_epoch_end=True)
+
+
+def _checkpoint(run_dir: Path, **options: Any) -> ModelCheckpoint:
+    return ModelCheckpoint(
+        dirpath=run_dir / "checkpoints",
+        auto_insert_metric_name=False,
+        enable_version_counter=False,  # a run has a folder of its own
+        **options,
+    )
+
+
+def learning_rate(run_dir: Path) -> pl.Callback:
+    """The learning rate of every logged step."""
+    return LearningRateMonitor(logging_interval="step")
+
+
+def progress_bar(run_dir: Path, *, refresh_rate: int = 10) -> pl.Callback:
+    """A bar of tqdm: left to itself, Lightning changes its bar when rich happens to be there."""
+    return TQDMProgressBar(refresh_rate=refresh_rate)
+
+
+def footprint(run_dir: Path) -> pl.Callback:
+    """Peak memory and throughput."""
+    return Footprint()
+
+
+def epoch_log(run_dir: Path) -> pl.Callback:
+    """One log line per epoch."""
+    return EpochLog()
+
+
+def early_stopping(
+    run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
+) -> pl.Callback:
+    """Stop after ``patience`` validations without a better ``monitor``."""
+    return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
+
+
+CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
+    builder.__name__: builder
+    for builder in (
+        best_checkpoint,
+        last_checkpoint,
+        learning_rate,
+        progress_bar,
+        footprint,
+        epoch_log,
+        early_stopping,
+    )
+}
+
+
+def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Refuse a callback or an option that does not exist.
+
+    Raises:
+        ValueError: naming the nearest one that does.
+    """
+    check_names(specs, list(CALLBACKS), where="callbacks")
+    for name, options in specs.items():
+        check_names(options or {}, keyword_names(CALLBACKS[name]), where=f"callbacks.{name}")
+
+
+def build_callbacks(
+    specs: Mapping[str, Mapping[str, Any] | None], *, run_dir: Path
+) -> list[pl.Callback]:
+    """The callbacks that ``specs`` names with their options; None switches one off.
+
+    Raises:
+        ValueError: for a name or option that does not exist, naming the nearest.
+    """
+    check_callbacks(specs)
+    # in the table's order: epoch_log tells what footprint has logged before it
+    given = {name: specs[name] for name in CALLBACKS if name in specs}
+    return [
+        CALLBACKS[name](run_dir, **options)
+        for name, options in given.items()
+        if options is not None
+    ]
+
+
+def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
+    """The best checkpoint of a trainer's run; None if none was kept."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
+            return Path(callback.best_model_path)
+    return None

@@ -1,0 +1,184 @@
+"""Image classification as a Lightning module: loss, metrics, optimiser.
+
+The model is given as a plain specification (what :func:`revzoo.models.create_model` takes) or as a
+finished module. Specifications are kept in the checkpoint as plain containers, so a checkpoint is
+loaded with ``weights_only=True`` and no configuration library is needed to read it.
+
+The training loss may be smoothed (``label_smoothing``); validation and test losses never are, so
+that they compare across recipes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+from revzoo.models import create_model
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
+
+Batch = tuple[Tensor, Tensor]
+
+
+class Classifier(pl.LightningModule):
+    """Train, validate, test and predict with a classification model.
+
+    Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
+    labels (B,). Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
+    ``test/acc``, in parts of one, per epoch; ``train/loss_step`` per step; ``val/acc5`` and
+    ``test/acc5`` where there are more than five classes.
+
+    Args:
+        model: a module ``(B, C, H, W) -> (B, num_classes)`` with an attribute ``num_classes``, or
+            the keyword arguments of :func:`revzoo.models.create_model` with ``name``.
+        optim: see :class:`OptimSpec`.
+        channels_last: keep weights and images in torch's channels-last memory format; the values
+            are the same up to rounding, the speed of convolutions is not.
+
+    Raises:
+        ValueError: for a specification that names no known model, option or value.
+
+    Example:
+        >>> module = Classifier({"name": "revnet38", "num_classes": 10}, optim={"lr": 0.1})
+    """
+
+    def __init__(
+        self,
+        model: nn.Module | Mapping[str, Any],
+        *,
+        optim: OptimSpec | Mapping[str, Any] | None = None,
+        channels_last: bool = False,
+    ) -> None:
+        super().__init__()
+        self.optim = OptimSpec.of(optim)
+        plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
+        if not isinstance(model, nn.Module):
+            plain["model"] = dict(model)
+        self.save_hyperparameters(plain)
+        self.model = model if isinstance(model, nn.Module) else model_from(model)
+        self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
+        self.model.to(memory_format=self.memory_format)
+        self.metrics = make_metrics(class_count(self.model))
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits (B, num_classes) of images (B, C, H, W)."""
+        return self.model(images.contiguous(memory_format=self.memory_format))
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        images, labels = batch
+        logits = at_least_float32(self(images))
+        smoothing = self.optim.label_smoothing
+        loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
+        self._log_epoch("train", loss, logits, labels)
+        return loss
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("val", batch)
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._evaluate("test", batch)
+
+    def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
+        """Class probabilities (B, num_classes); labels, if the batch has any, are not used."""
+        images = batch if isinstance(batch, Tensor) else batch[0]
+        return at_least_float32(self(images)).softmax(dim=1)
+
+    def on_train_epoch_end(self) -> None:
+        """Stop a run that has diverged, once an epoch: a check each step would stall a GPU.
+
+        Raises:
+            FloatingPointError: if the mean loss of the epoch is not finite.
+        """
+        loss = self.trainer.callback_metrics.get("train/loss")
+        if loss is not None and not torch.isfinite(loss):
+            raise FloatingPointError(
+                f"the training loss of epoch {self.current_epoch} is {float(loss)}: training has "
+                f"diverged; lower optim.lr (now {self.optim.lr:g}) or raise the precision"
+            )
+
+    def configure_optimizers(self) -> Any:
+        """SGD and its schedule, stepped every optimiser step, over the trainer's whole run.
+
+        Raises:
+            ValueError: if the run has no end, so that no schedule can be laid out.
+        """
+        total = self.trainer.estimated_stepping_batches
+        if total == float("inf"):
+            raise ValueError("the run has no end: give trainer.max_epochs or trainer.max_steps")
+        optimizer = build_optimizer(self.model, self.optim)
+        schedule = build_schedule(optimizer, self.optim, total_steps=max(1, int(total)))
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
+        }
+
+    def _evaluate(self, split: str, batch: Batch) -> None:
+        images, labels = batch
+        logits = at_least_float32(self(images))
+        self._log_epoch(split, functional.cross_entropy(logits, labels), logits, labels)
+
+    def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        when: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": len(labels)}
+        self.log(f"{split}/loss", loss.detach(), sync_dist=True, **when)
+        for name, metric in cast(nn.ModuleDict, self.metrics[f"{split}_metrics"]).items():
+            cast(Metric, metric).update(logits.detach(), labels)
+            self.log(f"{split}/{name}", cast(Metric, metric), prog_bar=True, **when)
+
+
+def model_from(spec: Mapping[str, Any]) -> nn.Module:
+    """The model of a plain specification; its name and keywords are checked by the zoo.
+
+    Raises:
+        ValueError: if the name is missing, or the zoo refuses it or a keyword.
+    """
+    options = dict(spec)
+    name = options.pop("name", None)
+    if name is None:
+        raise ValueError("model.name is missing: give the name of a model, such as revnet38")
+    return create_model(name, **options)
+
+
+def class_count(model: nn.Module) -> int:
+    """The number of classes a model says it has.
+
+    Raises:
+        ValueError: if it says nothing.
+    """
+    count = getattr(model, "num_classes", None)
+    if not isinstance(count, int):
+        raise ValueError(
+            f"{type(model).__name__}.num_classes is {count!r}: give the module an attribute "
+            "num_classes, the number of its logits"
+        )
+    return count
+
+
+def at_least_float32(logits: Tensor) -> Tensor:
+    """Logits of autocast regions in float32, float64 as it is: losses are summed up in these."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def make_metrics(num_classes: int) -> nn.ModuleDict:
+    """Top-1 accuracy of each split; top-5 of validation and test where that says something."""
+
+    def accuracy(top_k: int) -> Metric:
+        # validate_args reads the labels back every step, which would stall a GPU
+        return MulticlassAccuracy(num_classes, top_k=top_k, average="micro", validate_args=False)
+
+    kinds = {"train": {"acc": 1}, "val": {"acc": 1}, "test": {"acc": 1}}
+    if num_classes > 5:
+        kinds["val"]["acc5"] = kinds["test"]["acc5"] = 5
+    # a ModuleDict refuses the key "train": nn.Module has a method of that name
+    return nn.ModuleDict(
+        {
+            f"{split}_metrics": nn.ModuleDict({name: accuracy(k) for name, k in names.items()})
+            for split, names in kinds.items()
+        }
+    )

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from revzoo.cli import checks
+from revzoo.cli.checks import check_config, check_precision, device_kind
+from revzoo.data import ImageData
+
+
+@pytest.fixture(autouse=True)
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for accelerator in (checks.CUDAAccelerator, checks.MPSAccelerator):
+        monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: False))
+
+
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any attempt at data fails the test."""
+
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("data were touched")
+
+    for name in ("prepare_data", "setup"):
+        monkeypatch.setattr(ImageData, name, touched)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision=fp16"], "precision=fp16 needs a GPU.*use precision=bf16"),
+        (["precision=tf32"], "NVIDIA"),
+        (["precision=fp64", "precision.tf32=true"], "tf32"),
+        (["precision.trainer=bf16"], "did you mean 'bf16-mixed'"),
+        (["memory=invert", "model=resnet32"], "no invertible step"),
+        (["memory.mode=inverted"], "unknown memory mode 'inverted'"),
+        (["+memory.x=1"], r"memory\.x: no such option \(there is mode\)"),
+        (["model.name=revnet39"], "revnet38"),
+        (["+model.dropuot=0.1"], "did you mean 'dropout'"),
+        (["model.drop_rate=2"], "drop_rate"),
+        (["trainer=gpu"], "trainer.accelerator=gpu: .*use trainer=cpu"),
+        (["trainer.accelerator=cup"], "did you mean 'cpu'"),
+        (["trainer.max_epochs=-5"], "trainer.max_epochs=-5"),
+        (["trainer.max_epochs=0"], "trainer.max_epochs=0"),
+        (["trainer.max_steps=-2"], "trainer.max_steps=-2"),
+        (["trainer.max_epochs=-1"], "never end"),
+        (["trainer.accumulate_grad_batches=0"], "accumulate_grad_batches=0"),
+        (["+trainer.max_epoch=3"], r"trainer\.max_epoch: .*did you mean 'max_epochs'"),
+        (["+trainer.precision=16"], r"trainer\.precision: no such option"),
+        (["optim.lr=-1"], "optim.lr=-1"),
+        (["+optim.lrr=1"], "did you mean 'lr'"),
+        (["optim.schedule.name=onecycel"], "did you mean 'onecycle'"),
+        (["seed=-1"], "seed=-1"),
+        (["~model"], "model is missing"),
+        (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
+        (["+logger.dir=x"], r"logger\.dir"),
+        (["+callbacks.footprnt={}"], "did you mean 'footprint'"),
+        (["data.batch_size=0"], "batch_size is 0"),
+        (["+data.batchsize=1"], r"data\.batchsize: .*did you mean 'batch_size'"),
+        (["data.augment.chunk=0"], "augment.chunk is 0"),
+        (["data=imagefolder"], r"give data\.root="),
+        (["data._target_=os.system"], r"data\._target_=os\.system: expected one of revzoo\.data"),
+        (["data._target_=revzoo.data.Digit"], "did you mean 'revzoo.data.Digits'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(overrides: list[str], message: str, compose: Any) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check_config(compose(*overrides))
+    assert len(str(error.value).splitlines()) <= 2
+
+
+def test_what_can_be_run_passes(compose: Any) -> None:
+    check_config(compose())
+    check_config(compose("precision=bf16", "trainer=cpu", "model=resnet32", "memory=recompute"))
+    check_config(compose("data=cifar10", "data.root=nowhere"))
+
+
+def test_an_unknown_section_is_refused(compose: Any) -> None:
+    with pytest.raises(ValueError, match=r"config\.modle: .*did you mean 'model'"):
+        check_config({**compose(), "modle": {}})
+
+
+def available(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> None:
+    monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: True))
+
+
+def test_auto_takes_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_kind("auto") == "cpu"
+    available(monkeypatch, checks.MPSAccelerator)
+    assert (device_kind("auto"), device_kind("gpu"), device_kind("cpu")) == ("mps", "mps", "cpu")
+    available(monkeypatch, checks.CUDAAccelerator)
+    assert (device_kind("auto"), device_kind("gpu")) == ("cuda", "cuda")
+
+
+def test_precision_depends_on_the_device() -> None:
+    half = {"trainer": "16-mixed", "tf32": False, "channels_last": True}
+    check_precision(half, "cuda")
+    check_precision({**half, "trainer": "32-true", "tf32": True}, "cuda")
+    with pytest.raises(ValueError, match="precision=fp64 is not there on mps"):
+        check_precision({**half, "trainer": "64-true"}, "mps")

@@ -1,0 +1,66 @@
+"""Every option of every group makes a configuration that can be run where its hardware is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from revzoo.cli import checks
+from revzoo.cli.checks import SECTIONS, check_config
+from revzoo.models import list_models
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+OPTIONS = sorted(f"{p.parent.name}={p.stem}" for p in CONFIGS.glob("*/*.yaml"))
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.CUDAAccelerator, "is_available", staticmethod(lambda: True))
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_passes_the_checks(option: str, compose: Any) -> None:
+    needed = ["data.root=images"] if option == "data=imagefolder" else []
+    check_config(compose(option, *needed))
+
+
+def test_groups_are_the_sections() -> None:
+    groups = {option.partition("=")[0] for option in OPTIONS}
+    assert groups == {*SECTIONS, "experiment", "debug"}
+
+
+def test_model_options_are_models() -> None:
+    models = {option.partition("=")[2] for option in OPTIONS if option.startswith("model=")}
+    assert models <= set(list_models())
+    assert {"resnet32", "resnet110", "resnet164", "revnet38", "revnet110", "revnet164"} <= models
+
+
+def test_the_default_is_digits_with_revnet38(compose: Any) -> None:
+    config = compose()
+    assert config["model"]["name"] == "revnet38"
+    assert config["data"]["_target_"] == "revzoo.data.Digits"
+    assert config["memory"]["mode"] is None
+
+
+def test_the_experiment_is_the_papers_recipe(compose: Any) -> None:
+    config = compose("experiment=cifar10_revnet38")
+    assert config["data"]["_target_"] == "revzoo.data.CIFAR10"
+    assert config["data"]["batch_size"] == 100
+    assert (config["trainer"]["max_epochs"], config["trainer"]["max_steps"]) == (-1, 80000)
+    assert (config["optim"]["lr"], config["optim"]["weight_decay"]) == (0.1, 2e-4)
+    assert config["optim"]["schedule"]["milestones"] == [0.5, 0.75]  # of 80k: 40k and 60k
+
+
+def test_the_command_line_has_the_last_word(compose: Any) -> None:
+    config = compose("experiment=cifar10_revnet38", "model=revnet110", "data.batch_size=50")
+    assert (config["model"]["name"], config["data"]["batch_size"]) == ("revnet110", 50)
+
+
+def test_experiments_and_debug_configs_open_with_a_comment() -> None:
+    for path in (*CONFIGS.glob("experiment/*.yaml"), *CONFIGS.glob("debug/*.yaml")):
+        assert path.read_text().startswith("# @package _global_\n# "), path.name
+    for path in CONFIGS.glob("experiment/*.yaml"):
+        assert f"python train.py experiment={path.stem}" in path.read_text()

@@ -1,0 +1,86 @@
+"""The commands of the README as a user starts them, in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
+
+
+def start(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env={**env, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=100,
+    )
+
+
+def summaries(cwd: Path) -> list[dict[str, object]]:
+    return [json.loads(path.read_text()) for path in cwd.glob("outputs/**/summary.json")]
+
+
+def test_train_py_trains_from_any_folder(tmp_path: Path) -> None:
+    done = start(str(ROOT / "train.py"), *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (summary,) = summaries(tmp_path)
+    assert summary["steps"] == 3
+    assert "Warning" not in done.stderr
+
+
+def test_train_py_refuses_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    done = start(str(ROOT / "train.py"), "modle=revnet38", cwd=tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "revzoo: modle=revnet38: there is no key 'modle'; did you mean 'model'?"
+    ]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_path: Path) -> None:
+    where = "import revzoo, revzoo.configs as c; print(revzoo.__file__, c.__file__)"
+    told = start("-c", where, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert told.stdout.split() == [
+        str(wheel_site / "revzoo" / "__init__.py"),
+        str(wheel_site / "revzoo" / "configs" / "__init__.py"),
+    ]
+    module = ("-m", "revzoo.cli.train")
+    done = start(*module, *SMALL, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert done.returncode == 0, done.stderr
+    assert len(summaries(tmp_path)) == 1
+
+
+def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
+    (entry,) = wheel_site.glob("revzoo-*.dist-info/entry_points.txt")
+    assert "revzoo-train = revzoo.cli.train:main" in entry.read_text()
+    script = "import sys; from revzoo.cli.train import main; sys.exit(main())"
+    done = start("-c", script, "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert done.returncode == 1
+    assert done.stderr.startswith("revzoo: optim.lrr=1: there is no key 'optim.lrr'")
+
+
+@pytest.mark.slow
+def test_data_parallel_processes_train_together(tmp_path: Path) -> None:
+    options = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", SMALL[2])
+    done = start(str(ROOT / "train.py"), "debug=smoke", *options, cwd=tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+    (summary,) = summaries(tmp_path)
+    assert summary["steps"] == 3
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_each_choice(tmp_path: Path) -> None:
+    done = start(str(ROOT / "train.py"), "-m", "seed=0,1", *SMALL, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(summaries(tmp_path)) == 2

@@ -1,0 +1,31 @@
+"""What all tests share: GPU tests skip with a reason, global switches are put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason=f"no CUDA device is visible to torch {torch.__version__}")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def global_switches_restored() -> Iterator[None]:
+    """A training run may switch TF32, determinism and the seed for its process; a test may not."""
+    precision = torch.get_float32_matmul_precision()
+    tf32 = torch.backends.cudnn.allow_tf32
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    rng = torch.get_rng_state()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.backends.cudnn.allow_tf32 = tf32
+    torch.use_deterministic_algorithms(deterministic)
+    torch.set_rng_state(rng)

@@ -1,0 +1,137 @@
+"""Two processes on gloo: gradients and statistics equal the single process."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from compare import conv_net, error, images, linear_net
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from revzoo import set_memory
+
+WORLD = 2
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(rank, task, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    try:
+        torch.save(task(rank), Path(folder) / f"{rank}.pt")
+    finally:
+        dist.destroy_process_group()
+
+
+def run(task):
+    """What ``task(rank)`` returned in each of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (task, _free_port(), folder), nprocs=WORLD)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def gradients(net):
+    return [p.grad for p in net.parameters() if p.grad is not None]
+
+
+def shard(rank):
+    return images(batch=4)[rank::WORLD]
+
+
+def ddp(rank, mode, **options):
+    net = conv_net(norm=lambda c: nn.GroupNorm(1, c))
+    set_memory(net, mode)
+    return DistributedDataParallel(net, **options)
+
+
+def plain_step(rank):
+    net = ddp(rank, "invert")
+    net(shard(rank)).square().mean().backward()
+    return gradients(net)
+
+
+def static_graph(rank):
+    net = ddp(rank, "invert", static_graph=True)
+    for _ in range(2):
+        net.zero_grad()
+        net(shard(rank)).square().mean().backward()
+    return gradients(net)
+
+
+def accumulated(rank):
+    net = ddp(rank, "invert")
+    with net.no_sync():
+        net(shard(rank)).square().mean().backward()
+    net(shard(rank)).square().mean().backward()
+    return [g / 2 for g in gradients(net)]
+
+
+@pytest.mark.parametrize("task", [plain_step, static_graph, accumulated])
+def test_ddp_equals_a_single_process(task):
+    net = conv_net(norm=lambda c: nn.GroupNorm(1, c))
+    set_memory(net, "store")
+    (sum(net(shard(rank)).square().mean() for rank in range(WORLD)) / WORLD).backward()
+    for result in run(task):
+        assert error(result, gradients(net)) < 1e-12
+
+
+class PartlyUsed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = linear_net(seed=0), linear_net(seed=1)
+
+    def forward(self, x):
+        return self.used(x)
+
+
+def unused_parameters(rank):
+    net = DistributedDataParallel(PartlyUsed(), find_unused_parameters=True)
+    for _ in range(2):
+        net.zero_grad()
+        net(torch.ones(2, 8, dtype=torch.float64) * (rank + 1)).square().mean().backward()
+    return gradients(net.module.used)
+
+
+def test_ddp_with_unused_parameters():
+    net = linear_net(seed=0)
+    set_memory(net, "store")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    (sum(net(x * (rank + 1)).square().mean() for rank in range(WORLD)) / WORLD).backward()
+    for result in run(unused_parameters):
+        assert error(result, gradients(net)) < 1e-12
+
+
+def fsdp(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for mode in ("store", "invert"):
+        net = linear_net()
+        set_memory(net, mode)
+        for block in net:
+            fully_shard(block)
+        fully_shard(net)
+        net(torch.ones(2, 8, dtype=torch.float64) * (rank + 1)).square().mean().backward()
+        results.append([p.grad.full_tensor() for p in net.parameters()])
+    return results
+
+
+def test_fsdp2():
+    net = linear_net()
+    set_memory(net, "store")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    (sum(net(x * (rank + 1)).square().mean() for rank in range(WORLD)) / WORLD).backward()
+    for stored, inverted in run(fsdp):
+        assert error(stored, gradients(net)) < 1e-12
+        assert error(inverted, gradients(net)) < 1e-12

@@ -1,0 +1,71 @@
+import pytest
+import torch
+from torch import Tensor
+
+from revzoo.data import Augment
+
+
+def _ramps(count: int, size: int = 8) -> Tensor:
+    """Images whose every pixel has another value from 1 up, so that a shift can be read off."""
+    ramp = torch.arange(1, size * size + 1, dtype=torch.uint8).view(1, 1, size, size)
+    return ramp.repeat(count, 1, 1, 1)
+
+
+def _distinct(images: Tensor) -> int:
+    return len({image.numpy().tobytes() for image in images})
+
+
+def test_a_crop_is_a_shift_filled_with_zeros() -> None:
+    torch.manual_seed(0)
+    augment = Augment(crop_padding=2, flip=False, chunk=1)
+    padded = torch.nn.functional.pad(_ramps(1), (2, 2, 2, 2))
+    windows = {
+        padded[..., y : y + 8, x : x + 8].numpy().tobytes() for y in range(5) for x in range(5)
+    }
+    seen = {image[None].numpy().tobytes() for image in augment(_ramps(400))}
+    assert seen == windows
+
+
+def test_a_flip_mirrors_left_and_right_half_of_the_time() -> None:
+    torch.manual_seed(0)
+    out = Augment(crop_padding=0, flip=True, chunk=1)(_ramps(400))
+    mirrored = sum(torch.equal(image, _ramps(1)[0].flip(-1)) for image in out)
+    kept = sum(torch.equal(image, _ramps(1)[0]) for image in out)
+    assert mirrored + kept == 400
+    assert 150 < mirrored < 250
+
+
+def test_images_of_a_chunk_share_a_draw_and_chunks_do_not() -> None:
+    torch.manual_seed(0)
+    out = Augment(crop_padding=4, chunk=8)(_ramps(64))
+    assert all(_distinct(chunk) == 1 for chunk in out.split(8))
+    assert _distinct(out) > 4
+
+
+def test_keeps_shape_dtype_and_its_input() -> None:
+    images = _ramps(13)
+    out = Augment()(images)
+    assert out.shape == images.shape
+    assert out.dtype == torch.uint8
+    assert torch.equal(images, _ramps(13))
+
+
+def test_nothing_to_do_changes_nothing() -> None:
+    assert torch.equal(Augment(crop_padding=0, flip=False)(_ramps(5)), _ramps(5))
+
+
+@pytest.mark.parametrize(("size", "padding"), [(32, 4), (8, 1), (224, 28)])
+def test_default_padding_is_an_eighth(size: int, padding: int) -> None:
+    assert Augment().padding(size) == padding
+    assert Augment(crop_padding=3).padding(size) == 3
+
+
+def test_options_are_checked() -> None:
+    assert Augment.of({"flip": False}) == Augment(flip=False)
+    assert Augment.of(None) == Augment()
+    with pytest.raises(ValueError, match=r"unknown augment option flipp: expected .* flip"):
+        Augment.of({"flipp": False})
+    with pytest.raises(ValueError, match=r"crop_padding is -1: expected pixels >= 0"):
+        Augment(crop_padding=-1)
+    with pytest.raises(ValueError, match=r"chunk is 0: expected a number of images >= 1"):
+        Augment(chunk=0)

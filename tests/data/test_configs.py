@@ -1,0 +1,52 @@
+"""The configuration files and the constructors they feed say the same."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+import revzoo.data
+from revzoo.data import ImageData
+
+_CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+
+
+def _build(path: Path) -> tuple[dict[str, Any], ImageData]:
+    config = OmegaConf.load(path)
+    if OmegaConf.is_missing(config, "root"):
+        config.root = "nowhere"
+    options = OmegaConf.to_container(config, resolve=True)
+    module, _, name = options.pop("_target_").rpartition(".")
+    assert module == "revzoo.data"
+    return options, getattr(revzoo.data, name)(**options)
+
+
+def _public(data: ImageData) -> dict[str, Any]:
+    names = ("batch_size", "eval_batch_size", "num_workers", "val_fraction", "split_seed")
+    return {name: getattr(data, name) for name in names} | {
+        name: vars(data.augment)[name] for name in ("flip", "chunk")
+    }
+
+
+def test_every_set_has_a_configuration() -> None:
+    assert [path.stem for path in _CONFIGS] == ["cifar10", "cifar100", "digits", "imagefolder"]
+
+
+@pytest.mark.parametrize("path", _CONFIGS, ids=lambda path: path.stem)
+def test_configured_values_are_the_constructors_defaults(path: Path) -> None:
+    options, data = _build(path)
+    bare = type(data)(**({"root": "nowhere"} if "root" in options else {}))
+    assert _public(data) == _public(bare)
+    size = 8 if path.stem == "digits" else 32
+    assert data.augment.padding(size) == bare.augment.padding(size)
+    if path.stem == "imagefolder":
+        assert vars(data)["cache_bytes"] == vars(bare)["cache_bytes"]
+
+
+def test_cifar_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = next(path for path in _CONFIGS if path.stem == "cifar10")
+    monkeypatch.delenv("REVZOO_DATA", raising=False)
+    assert _build(path)[0]["root"] == "./data"
+    monkeypatch.setenv("REVZOO_DATA", "/elsewhere")
+    assert _build(path)[0]["root"] == "/elsewhere"

@@ -1,0 +1,117 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from revzoo.data import DataError
+from revzoo.data.decode import common_size, decode_all, open_image, to_square
+
+
+def _noise(height: int, width: int) -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def _save(path: Path, pixels: np.ndarray) -> str:
+    Image.fromarray(pixels).save(path)
+    return str(path)
+
+
+def test_pixels_arrive_unchanged_and_in_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("revzoo.data.decode._BLOCK", 3)  # several tasks, the last one short
+    pixels = [np.roll(_noise(8, 8), n, axis=0) for n in range(10)]
+    paths = [_save(tmp_path / f"{n}.png", image) for n, image in enumerate(pixels)]
+    images = decode_all(paths, channels=3, size=8, resize=False)
+    assert torch.equal(images, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
+
+
+def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
+    rgb = _save(tmp_path / "rgb.png", _noise(8, 8))
+    grey = _save(tmp_path / "grey.png", _noise(8, 8)[..., 0])
+    one = decode_all([rgb, grey], channels=1, size=8, resize=False)
+    assert torch.equal(one[1, 0], torch.from_numpy(_noise(8, 8)[..., 0]))
+    luma = torch.from_numpy(np.array(Image.fromarray(_noise(8, 8)).convert("L")))
+    assert torch.equal(one[0, 0], luma)
+    three = decode_all([rgb, grey], channels=3, size=8, resize=False)
+    assert torch.equal(three[1], one[1].expand(3, 8, 8))
+
+
+def test_shorter_side_is_resized_and_the_middle_kept() -> None:
+    left_to_right = np.zeros((10, 30, 3), dtype=np.uint8)
+    left_to_right[:, 10:20] = 255
+    left_to_right[:2] = 0  # a fifth of the height: one row of the result
+    square = to_square(Image.fromarray(left_to_right), 5)
+    assert square.size == (5, 5)
+    assert np.asarray(square)[0].max() < 128
+    assert np.asarray(square)[2:, 1:4].min() == 255
+
+
+@pytest.mark.parametrize("suffix", ["png", "jpg"])
+@pytest.mark.parametrize("damage", ["truncated", "text", "empty"])
+def test_a_corrupt_image_is_named(tmp_path: Path, suffix: str, damage: str) -> None:
+    good = _save(tmp_path / f"good.{suffix}", _noise(64, 64))
+    bad = tmp_path / f"bad.{suffix}"
+    whole = Path(good).read_bytes()
+    content = {"truncated": whole[: len(whole) // 2], "text": b"no image", "empty": b""}
+    bad.write_bytes(content[damage])
+    with pytest.raises(DataError, match=f"cannot decode image {bad} .*: replace or remove it"):
+        decode_all([good, str(bad), good], channels=3, size=64, resize=False)
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
+@pytest.mark.parametrize("suffix", ["png", "jpg", "bmp", "ppm", "tif", "webp"])
+def test_damage_anywhere_is_a_data_error_or_unnoticed(tmp_path: Path, suffix: str) -> None:
+    whole = Path(_save(tmp_path / f"good.{suffix}", _noise(16, 16))).read_bytes()
+    rng = np.random.default_rng(0)
+    bad = tmp_path / f"bad.{suffix}"
+    noticed = 0
+    for position in [*range(64), *rng.integers(0, len(whole), 100)]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << int(rng.integers(8))
+        bad.write_bytes(damaged)
+        try:
+            open_image(str(bad), 3)
+        except DataError as error:
+            noticed += str(bad) in str(error)
+    assert noticed > 0
+
+
+def test_a_png_broken_after_its_first_data_chunk_is_named(tmp_path: Path) -> None:
+    path = Path(_save(tmp_path / "bad.png", _noise(300, 300)))
+    content = path.read_bytes()
+    second = content.index(b"IDAT", content.index(b"IDAT") + 4)
+    path.write_bytes(content[:second] + b"\0\0\0\0" + content[second + 4 :])
+    with pytest.raises(DataError, match=r"cannot decode image .*bad\.png \(SyntaxError"):
+        open_image(str(path), 3)
+
+
+def test_an_image_too_large_for_pillow_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = _save(tmp_path / "huge.png", _noise(16, 16))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"cannot decode image .*huge\.png"):
+        open_image(path, 3)
+
+
+def test_more_than_8_bits_are_refused_not_clipped(tmp_path: Path) -> None:
+    path = _save(tmp_path / "deep.png", np.full((4, 4), 40000, dtype=np.uint16))
+    with pytest.raises(DataError, match=r"deep\.png has more than 8 bits per channel"):
+        open_image(path, 1)
+
+
+def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
+    paths = [_save(tmp_path / "a.png", _noise(8, 8)), _save(tmp_path / "b.png", _noise(6, 9))]
+    message = r"b\.png has 9x6 pixels, .*a\.png 8x8: set data\.image_size"
+    with pytest.raises(DataError, match=message):
+        decode_all(paths, channels=3, size=8, resize=False)
+    assert decode_all(paths, channels=3, size=8, resize=True).shape == (2, 3, 8, 8)
+
+
+def test_size_of_a_folder_is_that_of_a_square_image(tmp_path: Path) -> None:
+    assert common_size(_save(tmp_path / "a.png", _noise(8, 8))) == 8
+    with pytest.raises(DataError, match=r"b\.png has 9x6 pixels: .* set data\.image_size"):
+        common_size(_save(tmp_path / "b.png", _noise(6, 9)))

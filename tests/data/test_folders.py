@@ -1,0 +1,58 @@
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from revzoo.data import DataError
+from revzoo.data.folders import scan
+
+MakeFolder = Callable[..., Path]
+_TWO = {"cat": 2, "dog": 3}
+
+
+def test_classes_are_sorted_names_and_labels_their_positions(make_folder: MakeFolder) -> None:
+    tree = scan(make_folder({"train": {"dog": 3, "cat": 2}, "test": _TWO}))
+    assert tree.classes == ["cat", "dog"]
+    assert sorted(tree.splits) == ["test", "train"]
+    train = tree.splits["train"]
+    assert train.labels == [0, 0, 1, 1, 1]
+    assert [Path(path).parent.name for path in train.paths] == ["cat"] * 2 + ["dog"] * 3
+
+
+def test_other_files_are_no_images(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    (root / "train" / "cat" / "notes.txt").write_text("no image")
+    (root / "train" / "README.md").write_text("no class")
+    tree = scan(root)
+    assert tree.classes == ["cat", "dog"]
+    assert len(tree.splits["train"].paths) == 5
+
+
+def test_missing_root(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"/nowhere does not exist: set data.root; expected ROOT"):
+        scan(tmp_path / "nowhere")
+
+
+def test_missing_train_folder_names_what_is_there(make_folder: MakeFolder) -> None:
+    root = make_folder({"training": _TWO})
+    with pytest.raises(DataError, match=r"no folder .*/train \(found: training\): expected ROOT"):
+        scan(root)
+
+
+def test_no_class_folders(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match=r"no class folders in .*/train: expected ROOT"):
+        scan(tmp_path)
+
+
+def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": {"cat": 2, "dog": 0}})
+    with pytest.raises(DataError, match=r"no images in .*/train/dog: put images there"):
+        scan(root)
+
+
+@pytest.mark.parametrize("split", ["val", "test"])
+def test_splits_must_agree_on_their_classes(make_folder: MakeFolder, split: str) -> None:
+    root = make_folder({"train": {"ant": 1, "cat": 1}, split: {"cat": 1, "dog": 1}})
+    with pytest.raises(DataError, match=f"missing from {split}: ant; only in {split}: dog"):
+        scan(root)

@@ -1,0 +1,175 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from revzoo.data import DataError, ImageFolder
+from revzoo.data.images import TensorImages
+from revzoo.data.lazy import FileImages
+
+MakeFolder = Callable[..., Path]
+_TWO = {"cat": 20, "dog": 20}
+
+
+def _ready(root: Path, **options: Any) -> ImageFolder:
+    data = ImageFolder(root, **{"batch_size": 4, "num_workers": 0, **options})
+    data.prepare_data()
+    data.setup("fit")
+    return data
+
+
+def _colours(loader: Any) -> set[tuple[int, ...]]:
+    """(split * 20, class * 20, number) of every image, from the pixel in the middle."""
+    return {tuple(image[:, 4, 4].tolist()) for images, _ in loader for image in images}
+
+
+def test_small_sets_are_held_in_memory(make_folder: MakeFolder) -> None:
+    data = _ready(make_folder({"train": _TWO, "test": _TWO}))
+    assert isinstance(data.train_dataloader().dataset, TensorImages)
+    assert (data.num_classes, data.in_chans, data.image_size) == (2, 3, 8)
+    assert data.classes == ["cat", "dog"]
+    assert len(data.train_dataloader()) == 9
+    for images, labels in data.val_dataloader():
+        assert torch.equal(images[:, 1, 0, 0].long(), labels * 20)
+
+
+def test_val_folder_is_used_where_there_is_one(make_folder: MakeFolder) -> None:
+    data = _ready(make_folder({"train": _TWO, "val": {"cat": 3, "dog": 3}, "test": _TWO}))
+    data.setup("test")
+    assert {colour[0] for colour in _colours(data.train_dataloader())} == {0}
+    assert {colour[0] for colour in _colours(data.val_dataloader())} == {20}
+    assert {colour[0] for colour in _colours(data.test_dataloader())} == {40}
+    assert len(_colours(data.train_dataloader())) == 40
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_val_split_is_taken_from_train_by_its_seed(
+    make_folder: MakeFolder, cache_bytes: int
+) -> None:
+    options = {"cache_bytes": cache_bytes, "image_size": 8, "val_fraction": 0.2, "batch_size": 1}
+    root = make_folder({"train": _TWO})
+    data = _ready(root, **options)
+    val, train = _colours(data.val_dataloader()), _colours(data.train_dataloader())
+    assert len(val) == 8
+    assert not val & train
+    assert len(val | train) == 40
+    assert _colours(_ready(root, **options).val_dataloader()) == val
+    assert _colours(_ready(root, **options, split_seed=1).val_dataloader()) != val
+
+
+def test_grey_images_become_rgb_unless_one_channel_is_asked_for(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO}, mode="L")
+    assert next(iter(_ready(root).train_dataloader()))[0].shape == (4, 3, 8, 8)
+    data = _ready(root, in_chans=1)
+    assert next(iter(data.train_dataloader()))[0].shape == (4, 1, 8, 8)
+    assert data.in_chans == 1
+
+
+def test_image_size_resizes_what_is_not_square(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO}, size=(12, 9))
+    with pytest.raises(DataError, match=r"has 12x9 pixels: .*set data.image_size"):
+        _ready(root)
+    data = _ready(root, image_size=6)
+    assert data.image_size == 6
+    assert next(iter(data.val_dataloader()))[0].shape[1:] == (3, 6, 6)
+
+
+def test_large_sets_are_read_from_their_files(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO}, size=(24, 16))
+    size = 40 * 3 * 8 * 8
+    assert isinstance(
+        _ready(root, image_size=8, cache_bytes=size).train_dataloader().dataset, TensorImages
+    )
+    data = _ready(root, image_size=8, cache_bytes=size - 1)
+    assert isinstance(data.train_dataloader().dataset, FileImages)
+    images, labels = next(iter(data.train_dataloader()))
+    assert images.shape == (4, 3, 8, 8)
+    assert torch.equal(images[:, 1, 0, 0].long(), labels * 20)
+
+
+def test_one_image_of_another_size_needs_a_decision(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    Image.new("RGB", (9, 9)).save(root / "train" / "dog" / "99.png")
+    with pytest.raises(DataError, match=r"99\.png has 9x9 pixels, .* set data.image_size"):
+        _ready(root)
+    assert _ready(root, image_size=8).image_size == 8
+
+
+def test_training_files_are_augmented_also_beside_a_val_folder(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "val": _TWO})
+    noise = torch.randint(0, 256, (16, 16, 3), dtype=torch.uint8).numpy()
+    for split in ("train", "val"):
+        Image.fromarray(noise).save(root / split / "cat" / "00.png")
+    data = _ready(root, image_size=8, cache_bytes=0)
+    train, val = data.train_dataloader().dataset, data.val_dataloader().dataset
+    assert len({train[0][0].numpy().tobytes() for _ in range(5)}) > 1
+    assert len({val[0][0].numpy().tobytes() for _ in range(5)}) == 1
+
+
+def test_all_splits_count_for_the_memory_limit(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "test": _TWO})
+    data = _ready(root, image_size=8, cache_bytes=40 * 3 * 8 * 8)
+    assert isinstance(data.train_dataloader().dataset, FileImages)
+
+
+def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
+    with pytest.raises(DataError, match=r"more than data.cache_bytes=10 .* set data.image_size"):
+        _ready(make_folder({"train": _TWO}), cache_bytes=10)
+
+
+def test_workers_load_large_sets_and_none_loads_small_ones(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("revzoo.data.module.available_cpus", lambda: 1)
+    root = make_folder({"train": _TWO})
+    assert _ready(root, num_workers=None).train_dataloader().num_workers == 0
+    lazy = _ready(root, num_workers=None, image_size=8, cache_bytes=0)
+    assert lazy.train_dataloader().num_workers == 1
+
+
+def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "val": _TWO})
+    data = _ready(root, image_size=8, cache_bytes=0, num_workers=1)
+    (root / "val" / "dog" / "07.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"^cannot decode image .*val/dog/07\.png") as caught:
+        list(data.val_dataloader())
+    assert "\n" not in str(caught.value), "a worker's traceback is no message"
+
+
+def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> None:
+    data = _ready(make_folder({"train": _TWO}))
+    assert not data.has_test
+    data.setup("test")
+    with pytest.raises(DataError, match=r"no folder .*/test: put test images there"):
+        data.test_dataloader()
+
+
+def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> None:
+    assert ImageFolder(make_folder({"train": _TWO, "test": _TWO})).has_test
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"image_size": 0}, "image_size is 0: expected pixels >= 1"),
+        ({"in_chans": 2}, "in_chans is 2: expected 3"),
+        ({"cache_bytes": -1}, "cache_bytes is -1: expected bytes >= 0"),
+        ({"val_fraction": 2.0}, "val_fraction is 2.0"),
+    ],
+)
+def test_arguments_are_checked_before_data_is_touched(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        ImageFolder("nowhere", **options)
+
+
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_images_are_augmented_once(make_folder: MakeFolder, cache_bytes: int) -> None:
+    data = _ready(make_folder({"train": _TWO}), image_size=8, cache_bytes=cache_bytes)
+    images = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8)
+    augmented = not torch.equal(data.transform(images, training=True), data.normalisation(images))
+    assert augmented == (cache_bytes > 0), "files are augmented when read"

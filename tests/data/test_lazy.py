@@ -1,0 +1,82 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from revzoo.data import Augment
+from revzoo.data.folders import scan
+from revzoo.data.lazy import FileImages
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for n in range(6):
+            pixels = rng.integers(0, 256, (40, 30, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "train" / name / f"{n}.png")
+    return tmp_path
+
+
+def _set(root: Path, augment: Augment | None = None, *, training: bool) -> FileImages:
+    return FileImages(
+        scan(root).splits["train"],
+        classes=["a", "b"],
+        channels=3,
+        size=14,
+        augment=augment or Augment(),
+        training=training,
+    )
+
+
+def test_evaluation_is_torchvisions_image_folder_with_its_usual_transforms(root: Path) -> None:
+    steps = [v2.Resize(16), v2.CenterCrop(14), v2.PILToTensor()]
+    reference = datasets.ImageFolder(root / "train", v2.Compose(steps))
+    data = _set(root, training=False)
+    images, labels = data.__getitems__(range(12))
+    assert torch.equal(images, torch.stack([image for image, _ in reference]))
+    assert labels.tolist() == reference.targets
+
+
+def test_training_images_are_cropped_at_random_and_evaluation_images_are_not(root: Path) -> None:
+    train, held_back = _set(root, training=True), _set(root, training=False)
+    assert not torch.equal(train[0][0], train[0][0])
+    assert torch.equal(held_back[0][0], held_back[0][0])
+    assert train[0][0].shape == (3, 14, 14)
+    assert train[0][0].dtype == torch.uint8
+
+
+def test_a_subset_for_evaluation_is_not_augmented(root: Path) -> None:
+    subset = _set(root, training=True).subset(torch.tensor([7, 2]), training=False)
+    expected = _set(root, training=False)
+    assert torch.equal(subset[0][0], expected[7][0])
+    assert subset.labels.tolist() == [1, 0]
+
+
+def test_no_crop_and_no_flip_leave_the_evaluation_image(root: Path) -> None:
+    plain = _set(root, Augment(crop_padding=0, flip=False), training=True)
+    expected = _set(root, training=False)[3][0]
+    assert all(torch.equal(plain[3][0], expected) for _ in range(20))
+
+
+def test_flip_is_drawn_per_image(root: Path) -> None:
+    torch.manual_seed(0)
+    expected = _set(root, training=False)[0][0]
+    flipping = _set(root, Augment(crop_padding=0, flip=True), training=True)
+    drawn = [flipping[0][0] for _ in range(40)]
+    mirrored = sum(torch.equal(image, expected.flip(-1)) for image in drawn)
+    assert mirrored + sum(torch.equal(image, expected) for image in drawn) == 40
+    assert 8 < mirrored < 32
+
+
+def test_the_sample_is_spread_over_the_set_and_not_augmented(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("revzoo.data.lazy._SAMPLE", 4)
+    expected, _ = _set(root, training=False).__getitems__([0, 3, 6, 9])
+    assert torch.equal(_set(root, training=True).sample(), expected)

@@ -1,0 +1,232 @@
+"""What every data module promises, shown on the digits and on sets made for the purpose."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from revzoo.data import Augment, DataError, Digits, ImageData
+from revzoo.data.images import TensorImages
+from revzoo.data.module import Split
+
+
+class Recorder(pl.LightningModule):
+    """A linear classifier that keeps the batches that reach each loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(64, 10)
+        self.batches: dict[str, list[tuple[Tensor, Tensor]]] = {}
+
+    def _keep(self, name: str, batch: tuple[Tensor, Tensor]) -> Tensor:
+        self.batches.setdefault(name, []).append(batch)
+        return torch.nn.functional.cross_entropy(self.layer(batch[0].flatten(1)), batch[1])
+
+    def training_step(self, batch: Any) -> Tensor:
+        return self._keep("train", batch)
+
+    def validation_step(self, batch: Any) -> None:
+        self._keep("val", batch)
+
+    def test_step(self, batch: Any) -> None:
+        self._keep("test", batch)
+
+    def predict_step(self, batch: Any) -> Tensor:
+        return self._keep("predict", batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+
+def _trainer(path: Path, **options: Any) -> pl.Trainer:
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
+    options = {"max_epochs": 1, "enable_checkpointing": False, **quiet, **options}
+    return pl.Trainer(accelerator="cpu", default_root_dir=path, **options)
+
+
+def _stack(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
+    return torch.cat([images for images, _ in batches])
+
+
+def _shifted(images: Tensor, data: ImageData) -> int:
+    """How many of the images are not among the training images as they are stored."""
+    known = {image.numpy().tobytes() for image in data.normalisation(data.read("train").sample())}
+    return sum(image.numpy().tobytes() not in known for image in images)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> tuple[Digits, Recorder]:
+    data, model = Digits(), Recorder()
+    trainer = _trainer(tmp_path)
+    trainer.fit(model, data)
+    trainer.validate(model, data, verbose=False)
+    trainer.test(model, data, verbose=False)
+    trainer.predict(model, data)
+    return data, model
+
+
+def test_only_training_batches_are_augmented(run: tuple[Digits, Recorder]) -> None:
+    data, model = run
+    train, val = _stack(model.batches["train"]), _stack(model.batches["val"])
+    assert _shifted(train, data) > 0.5 * len(train)  # 8 of 9 offsets are no identity
+    assert _shifted(val, data) == 0
+    expected = data.normalisation(data.read("test").sample())
+    assert torch.equal(_stack(model.batches["test"]), expected)
+    assert torch.equal(_stack(model.batches["predict"]), expected)
+
+
+def test_batches_are_normalised_float32_and_int64(run: tuple[Digits, Recorder]) -> None:
+    for batches in run[1].batches.values():
+        for images, labels in batches:
+            assert images.dtype == torch.float32
+            assert labels.dtype == torch.int64
+            assert images.shape[1:] == (1, 8, 8)
+    assert len(run[1].batches["train"]) == 1293 // 64, "an incomplete last batch is dropped"
+    val = _stack(run[1].batches["val"])
+    assert val.mean().abs() < 0.1
+    assert (val.std() - 1).abs() < 0.1
+
+
+def test_batches_have_the_precision_of_the_run(tmp_path: Path) -> None:
+    model = Recorder()
+    _trainer(tmp_path, precision="64-true", limit_train_batches=1).fit(model, Digits())
+    assert model.batches["train"][0][0].dtype == torch.float64
+    assert model.batches["train"][0][1].dtype == torch.int64
+
+
+def _held_back(data: ImageData) -> list[bytes]:
+    data.setup("fit")
+    return [batch.numpy().tobytes() for batch, _ in data.val_dataloader()]
+
+
+def test_validation_split_depends_on_split_seed_alone() -> None:
+    pl.seed_everything(1, verbose=False)
+    first = _held_back(Digits())
+    pl.seed_everything(2, verbose=False)
+    assert _held_back(Digits()) == first
+    assert _held_back(Digits(split_seed=1)) != first
+
+
+def test_validation_images_are_not_trained_on() -> None:
+    data = Digits(batch_size=1, augment=Augment(crop_padding=0, flip=False))
+    data.setup("fit")
+    train = [images.numpy().tobytes() for images, _ in data.train_dataloader()]
+    val = [image.numpy().tobytes() for images, _ in data.val_dataloader() for image in images]
+    assert len(train) + len(val) == 1437
+    every = [image.numpy().tobytes() for image in data.read("train").sample()]
+    assert sorted(train + val) == sorted(every)
+
+
+def test_setup_reads_once_and_only_what_the_stage_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Split] = []
+    read = Digits.read
+
+    def spy(self: Digits, split: Split) -> TensorImages | None:
+        asked.append(split)
+        return read(self, split)
+
+    monkeypatch.setattr(Digits, "read", spy)
+    data = Digits()
+    data.setup("fit")
+    loader = data.val_dataloader()
+    data.setup("fit")
+    data.setup("validate")
+    assert asked == ["train", "val"]
+    assert data.val_dataloader().dataset is loader.dataset
+    with pytest.raises(DataError, match=r"call setup\('test'\) first"):
+        data.test_dataloader()
+    data.setup("test")
+    data.setup("predict")
+    assert asked == ["train", "val", "test"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"batch_size": 0}, "batch_size is 0: expected a whole number >= 1"),
+        ({"batch_size": 2.5}, "batch_size is 2.5: expected a whole number"),
+        ({"eval_batch_size": -1}, "eval_batch_size is -1"),
+        ({"num_workers": -1}, "num_workers is -1: expected a whole number >= 0"),
+        ({"val_fraction": 0.0}, "val_fraction is 0.0: expected a share"),
+        ({"val_fraction": 1.0}, "val_fraction is 1.0: expected a share"),
+        ({"augment": {"chunks": 1}}, "unknown augment option chunks"),
+    ],
+)
+def test_arguments_are_checked_before_data_is_touched(
+    options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Digits, "read", lambda *_: pytest.fail("data was touched"))
+    with pytest.raises(ValueError, match=message):
+        Digits(**options)
+
+
+def test_a_batch_larger_than_the_training_set_is_refused() -> None:
+    data = Digits(batch_size=2000)
+    data.setup("fit")
+    with pytest.raises(DataError, match=r"batch_size=2000 .* set data.batch_size to at most 1293"):
+        data.train_dataloader()
+
+
+def test_a_set_too_small_to_hold_images_back_is_refused() -> None:
+    class Tiny(ImageData):
+        def read(self, split: Split) -> TensorImages | None:
+            if split == "val":
+                return None
+            images = torch.zeros(3, 1, 2, 2, dtype=torch.uint8)
+            return TensorImages(images, torch.arange(3), classes=list("abc"))
+
+    with pytest.raises(DataError, match=r"leaves no validation image: raise data.val_fraction"):
+        Tiny().setup("fit")
+
+
+def test_a_plain_loop_gets_what_lightning_gets() -> None:
+    data = Digits()
+    data.setup("fit")
+    images, _ = next(iter(data.val_dataloader()))
+    assert torch.equal(data.transform(images, training=False), data.normalisation(images))
+    assert not torch.equal(data.transform(images, training=True), data.normalisation(images))
+    assert images.dtype == torch.uint8
+
+
+def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
+    data = Digits()
+    trainer.fit(Recorder(), data)
+    path = tmp_path / "run.ckpt"
+    trainer.save_checkpoint(path)
+    torch.load(path, weights_only=True)
+
+    other, model = Digits(), Recorder()
+    other.setup("test")
+    other.normalisation.mean += 1
+    _trainer(tmp_path).test(model, other, ckpt_path=path, verbose=False, weights_only=True)
+    assert torch.equal(other.normalisation.mean, data.normalisation.mean)
+
+    other.classes = [*other.classes[1:], "ten"]
+    with pytest.raises(DataError, match=r"trained on 10 classes 0, 1, 2, 3, 4, \.\.\., this data"):
+        _trainer(tmp_path).test(model, other, ckpt_path=path, verbose=False, weights_only=True)
+
+
+def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
+    class Halves(Recorder):
+        def on_train_epoch_end(self) -> None:
+            torch.save(_stack(self.batches["train"]), tmp_path / f"{self.global_rank}.pt")
+
+    data = Digits(batch_size=32, augment={"crop_padding": 0, "flip": False})
+    _trainer(tmp_path, devices=2, strategy="ddp_fork", limit_val_batches=0).fit(Halves(), data)
+    parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [len(part) for part in parts] == [(1293 // 2) // 32 * 32] * 2
+    keys = [{image.numpy().tobytes() for image in part} for part in parts]
+    assert not keys[0] & keys[1]
+
+
+def test_training_images_are_shuffled_anew_and_others_keep_their_order() -> None:
+    data = Digits()
+    data.setup("fit")
+    first, second = ([labels for _, labels in data.train_dataloader()] for _ in range(2))
+    assert not torch.equal(torch.cat(first), torch.cat(second))
+    first, second = ([labels for _, labels in data.val_dataloader()] for _ in range(2))
+    assert torch.equal(torch.cat(first), torch.cat(second))

@@ -1,0 +1,125 @@
+"""The floors: imports go downward only, files stay short, libraries stay on their floor."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "revzoo"
+FLOORS = {
+    "core": 0,
+    "layers": 1,
+    "models": 2,
+    "data": 2,
+    "profiling": 3,
+    "training": 3,
+    "cli": 4,
+}
+# floors of the same height that know nothing of each other
+STRANGERS = {frozenset({"training", "profiling"}), frozenset({"models", "data"})}
+# where a library may be imported at all
+CONFINED = {
+    "pytorch_lightning": {"data", "training", "cli"},
+    "lightning_fabric": {"data", "training", "cli"},
+    "torchmetrics": {"training"},
+    "hydra": {"cli"},
+    "omegaconf": {"cli"},
+}
+LONGEST_FILE = 300
+LONGEST_FUNCTION = 40
+
+
+def sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
+    """Dotted names of the modules that a file imports; relative ones made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else ()
+            module = ".".join((*base, *filter(None, [node.module])))
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
+
+
+def floor_of(path: Path) -> str:
+    """The floor a file belongs to; the facade's is an empty string."""
+    parts = path.relative_to(PACKAGE).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+def violations(floor: str, imported: str) -> str | None:
+    """What is wrong with importing a module on a floor, if anything."""
+    top, _, rest = imported.partition(".")
+    if top in CONFINED and floor not in CONFINED[top]:
+        return f"{top} belongs to {sorted(CONFINED[top])}"
+    if top != "revzoo":
+        return None
+    other = rest.partition(".")[0]
+    if other not in FLOORS:
+        return "the facade is for users; import from the floor" if floor else None
+    if not floor or other == floor:
+        return None
+    if FLOORS[other] > FLOORS[floor] or frozenset({floor, other}) in STRANGERS:
+        return f"{floor} does not stand on {other}"
+    return None
+
+
+def check(source: str, floor: str, package: tuple[str, ...]) -> list[str]:
+    found = {name: violations(floor, name) for name in imports(ast.parse(source), package)}
+    return [f"{name}: {why}" for name, why in sorted(found.items()) if why]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_go_downward(path: Path) -> None:
+    package = path.relative_to(ROOT).parent.parts
+    assert check(path.read_text(), floor_of(path), package) == []
+
+
+@pytest.mark.parametrize(
+    ("floor", "line"),
+    [
+        ("core", "from revzoo.layers.sequence import ReversibleSequence"),
+        ("core", "import revzoo.models"),
+        ("layers", "from ..models import registry"),
+        ("models", "from revzoo import set_memory"),
+        ("models", "from revzoo.data import Digits"),
+        ("models", "import pytorch_lightning as pl"),
+        ("training", "from omegaconf import DictConfig"),
+        ("training", "from revzoo.profiling import audit"),
+        ("data", "def f():\n    import hydra.utils"),
+    ],
+)
+def test_an_import_upward_is_found(floor: str, line: str) -> None:
+    assert len(check(line, floor, ("revzoo", floor))) > 0
+
+
+def test_every_folder_is_a_floor() -> None:
+    folders = {floor_of(path) for path in sources()} - {""}
+    assert folders <= set(FLOORS)
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_files_and_functions_are_short(path: Path) -> None:
+    text = path.read_text()
+    assert len(text.splitlines()) < LONGEST_FILE
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef):
+            assert node.end_lineno is not None
+            docstring = ast.get_docstring(node, clean=False) or ""
+            lines = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
+            assert lines < LONGEST_FUNCTION, f"{node.name} has {lines} lines"
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_the_library_does_not_print(path: Path) -> None:
+    calls = [n.func for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Call)]
+    names = {func.id for func in calls if isinstance(func, ast.Name)}
+    assert "print" not in names

@@ -1,0 +1,206 @@
+from __future__ import annotations
+
+import csv
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
+from small_task import TINY, TinyNet, halves, loader, trainer
+from torch import nn
+from torch.nn import functional
+
+from revzoo.training import Classifier, OptimSpec
+
+CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
+
+
+def test_training_learns_and_logs(tmp_path: Path) -> None:
+    module = Classifier(TINY, optim=CONSTANT)
+    runner = trainer(tmp_path, max_epochs=8)
+    runner.fit(module, loader(128), loader(64, seed=1))
+    figures = runner.callback_metrics
+    assert {"train/loss", "train/acc", "train/loss_step", "val/loss", "val/acc"} <= set(figures)
+    assert not [name for name in figures if name.endswith("acc5")]
+    assert figures["val/acc"] > 0.9
+
+
+def test_logged_figures_are_those_of_the_model(tmp_path: Path) -> None:
+    module = Classifier(TinyNet())
+    (result,) = trainer(tmp_path).test(module, loader(40), verbose=False)
+    images, labels = halves(40).tensors
+    with torch.no_grad():
+        logits = module.eval()(images)
+    assert result["test/loss"] == pytest.approx(float(functional.cross_entropy(logits, labels)))
+    assert result["test/acc"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
+
+
+def test_top5_where_there_are_more_than_five_classes(tmp_path: Path) -> None:
+    module = Classifier(TinyNet(num_classes=6))
+    (result,) = trainer(tmp_path).test(module, loader(40), verbose=False)
+    images, labels = halves(40).tensors
+    with torch.no_grad():
+        best = module.eval()(images).topk(5).indices
+    assert result["test/acc5"] == pytest.approx(float((best == labels[:, None]).sum() / 40))
+    assert (
+        "test/acc5"
+        not in trainer(tmp_path).test(Classifier(TinyNet(5)), loader(), verbose=False)[0]
+    )
+
+
+def test_label_smoothing_is_of_training_only() -> None:
+    batch = tuple(halves(16).tensors)
+    module = Classifier(TinyNet(), optim={"label_smoothing": 0.5}).eval()
+    logged: dict[str, float] = {}
+    module.log = lambda name, value, **_: logged.__setitem__(name, value)  # type: ignore[method-assign]
+    with torch.no_grad():
+        smoothed = module.training_step(batch, 0)
+        module.validation_step(batch, 0)
+        logits = module(batch[0])
+    expected = functional.cross_entropy(logits, batch[1], label_smoothing=0.5)
+    torch.testing.assert_close(smoothed, expected)
+    torch.testing.assert_close(logged["val/loss"], functional.cross_entropy(logits, batch[1]))
+    assert smoothed != logged["val/loss"]
+
+
+def test_rate_follows_the_schedule_every_step(tmp_path: Path) -> None:
+    class Rates(pl.Callback):
+        seen: list[float] = []  # noqa: RUF012
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+            self.seen.append(trainer.optimizers[0].param_groups[0]["lr"])
+
+    rates = Rates()
+    spec = OptimSpec(lr=1e-3, schedule={"name": "step", "milestones": [0.5, 0.75]})
+    trainer(tmp_path, max_epochs=2, callbacks=[rates]).fit(
+        Classifier(TinyNet(), optim=spec), loader()
+    )
+    assert rates.seen == pytest.approx([1e-3] * 4 + [1e-4] * 2 + [1e-5] * 2)
+
+
+@pytest.mark.parametrize("memory", ["store", "recompute", "invert"])
+def test_memory_modes_train_alike(tmp_path: Path, memory: str) -> None:
+    def losses(mode: str) -> list[float]:
+        torch.manual_seed(0)
+        logger = CSVLogger(tmp_path, name=mode)
+        module = Classifier({**TINY, "memory": mode}, optim=CONSTANT)
+        trainer(tmp_path, logger=logger, precision="64-true").fit(module, loader_float64())
+        with Path(logger.log_dir, "metrics.csv").open() as file:
+            return [
+                float(r["train/loss_step"]) for r in csv.DictReader(file) if r["train/loss_step"]
+            ]
+
+    stored = losses("store")
+    assert len(stored) == 8
+    assert losses(memory) == pytest.approx(stored, abs=1e-6)  # logged in float32
+
+
+def loader_float64() -> Any:
+    images, labels = halves().tensors
+    data = torch.utils.data.TensorDataset(images.double(), labels)
+    return torch.utils.data.DataLoader(data, batch_size=16)
+
+
+def test_checkpoint_loads_as_weights_only(tmp_path: Path) -> None:
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="best", monitor="val/acc", mode="max")
+    module = Classifier(TINY, optim=CONSTANT)
+    runner = trainer(tmp_path, enable_checkpointing=True, callbacks=[keep], max_epochs=1)
+    runner.fit(module, loader(), loader())
+    saved = torch.load(keep.best_model_path, weights_only=True)
+    assert saved["hyper_parameters"]["model"] == TINY
+    loaded = Classifier.load_from_checkpoint(keep.best_model_path, weights_only=True)
+    assert loaded.optim == module.optim
+    images = halves().tensors[0]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_resumed_run_equals_an_unbroken_one(tmp_path: Path) -> None:
+    optim = {"lr": 0.05, "schedule": {"name": "onecycle"}}
+    whole = Classifier(TINY, optim=optim)
+    torch.manual_seed(0)
+    broken = Classifier(TINY, optim=optim)
+    broken.load_state_dict(whole.state_dict())
+    trainer(tmp_path, max_epochs=4).fit(whole, loader())
+    keep = ModelCheckpoint(dirpath=tmp_path, filename="{epoch}", save_top_k=-1)
+    half = trainer(tmp_path, max_epochs=4, enable_checkpointing=True, callbacks=[keep])
+    half.fit(broken, loader())
+    resumed = Classifier(TINY, optim=optim)
+    path = tmp_path / "epoch=1.ckpt"
+    again = trainer(tmp_path, max_epochs=4, enable_checkpointing=True, callbacks=[keep])
+    again.fit(resumed, loader(), ckpt_path=path, weights_only=True)
+    for name, value in whole.state_dict().items():
+        torch.testing.assert_close(resumed.state_dict()[name], value, msg=name)
+
+
+def test_prediction_is_probabilities(tmp_path: Path) -> None:
+    module = Classifier(TinyNet(3))
+    batches = trainer(tmp_path).predict(module, loader(20))
+    assert batches is not None
+    probabilities = torch.cat(batches)  # type: ignore[arg-type]
+    assert probabilities.shape == (20, 3)
+    torch.testing.assert_close(probabilities.sum(1), torch.ones(20))
+
+
+def test_channels_last_changes_the_layout_only() -> None:
+    torch.manual_seed(0)
+    plain = Classifier(TINY).eval()
+    torch.manual_seed(0)
+    last = Classifier(TINY, channels_last=True).eval()
+    seen: list[torch.Tensor] = []
+    last.model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    images = torch.randn(4, 1, 8, 8)
+    torch.testing.assert_close(last(images), plain(images))
+    assert last(images.expand(4, 1, 8, 8)).shape == (4, 2)
+    convs = [m.weight for m in last.modules() if isinstance(m, nn.Conv2d)]
+    assert all(w.is_contiguous(memory_format=torch.channels_last) for w in convs)
+    assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
+def test_loss_is_summed_up_in_float32_or_better(tmp_path: Path, precision: Any) -> None:
+    dtypes: list[torch.dtype] = []
+
+    class Watch(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *args: Any) -> None:
+            dtypes.append(outputs["loss"].dtype)
+
+    double = precision == "64-true"
+    runner = trainer(tmp_path, precision=precision, max_epochs=1, callbacks=[Watch()])
+    runner.fit(Classifier(TINY, optim=CONSTANT), loader_float64() if double else loader())
+    assert set(dtypes) == {torch.float64 if double else torch.float32}
+
+
+def test_divergence_stops_the_run(tmp_path: Path) -> None:
+    module = Classifier(TinyNet(), optim={"lr": 1e30, "schedule": {"name": "constant"}})
+    with pytest.raises(FloatingPointError, match=r"epoch 0 is nan.*lower optim\.lr \(now 1e\+30\)"):
+        trainer(tmp_path).fit(module, loader())
+
+
+def test_a_run_without_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"give trainer\.max_epochs"):
+        trainer(tmp_path, max_epochs=-1).fit(Classifier(TinyNet()), loader())
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"num_classes": 2}, "model.name is missing"),
+        ({"name": "revnet39"}, "revnet38"),
+        (nn.Linear(2, 2), "Linear.num_classes is None"),
+    ],
+)
+def test_models_that_cannot_be_trained_are_refused(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Classifier(model)
+
+
+def test_nothing_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
+    trainer(tmp_path, max_epochs=1).fit(Classifier(TINY), loader())
+    assert capsys.readouterr().out == ""

@@ -1,0 +1,111 @@
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.models import create_model
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, parameter_groups
+
+
+def names(model: nn.Module, group: dict[str, object]) -> set[str]:
+    wanted = {id(p) for p in group["params"]}  # type: ignore[attr-defined]
+    return {name for name, p in model.named_parameters() if id(p) in wanted}
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(4, 2), nn.PReLU()
+    )
+
+
+def test_only_convolution_and_linear_weights_decay() -> None:
+    model = net()
+    decayed, others = parameter_groups(model, weight_decay=0.5)
+    assert names(model, decayed) == {"0.weight", "3.weight"}
+    assert names(model, others) == {"0.bias", "1.weight", "1.bias", "3.bias", "4.weight"}
+    assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
+
+
+@pytest.mark.parametrize("name", ["revnet38", "resnet32"])
+def test_every_parameter_of_a_model_is_in_one_group(name: str) -> None:
+    model = create_model(name)
+    decayed, others = parameter_groups(model, weight_decay=1.0)
+    assert names(model, decayed) | names(model, others) == {n for n, _ in model.named_parameters()}
+    assert not names(model, decayed) & names(model, others)
+    assert all(p.ndim > 1 for p in decayed["params"])
+    assert all(p.ndim == 1 for p in others["params"])
+
+
+def test_decay_moves_what_it_should_and_nothing_else() -> None:
+    model = net()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    spec = OptimSpec(lr=0.1, weight_decay=0.5, nesterov=False, momentum=0.0)
+    optimizer = build_optimizer(model, spec)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        factor = 0.95 if name in ("0.weight", "3.weight") else 1.0
+        torch.testing.assert_close(p.detach(), before[name] * factor)
+
+
+def test_frozen_parameters_are_left_out() -> None:
+    model = net()
+    model[0].requires_grad_(False)
+    groups = parameter_groups(model, weight_decay=0.1)
+    assert not any(name.startswith("0.") for group in groups for name in names(model, group))
+    model.requires_grad_(False)
+    with pytest.raises(ValueError, match="nothing to train"):
+        build_optimizer(model, OptimSpec())
+
+
+def test_a_shared_weight_is_in_one_group() -> None:
+    first, second = nn.Linear(3, 3), nn.Linear(3, 3)
+    second.weight = first.weight
+    groups = parameter_groups(nn.Sequential(first, second), weight_decay=0.1)
+    assert [len(group["params"]) for group in groups] == [1, 2]
+
+
+def test_optimizer_is_nesterov_sgd() -> None:
+    optimizer = build_optimizer(net(), OptimSpec(lr=0.3, momentum=0.8))
+    assert isinstance(optimizer, torch.optim.SGD)
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["momentum"], group["nesterov"]) == (0.3, 0.8, True)
+
+
+def test_schedule_moves_both_groups() -> None:
+    spec = OptimSpec(schedule={"name": "step", "milestones": [0.5]})
+    optimizer = build_optimizer(net(), spec)
+    schedule = build_schedule(optimizer, spec, total_steps=2)
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.01])
+
+
+def test_spec_from_plain_and_back() -> None:
+    plain = {"lr": 0.5, "schedule": {"name": "step", "milestones": [0.5]}}
+    spec = OptimSpec.of(plain)
+    assert spec.lr == 0.5
+    assert OptimSpec.of(spec) is spec
+    assert OptimSpec.of(None) == OptimSpec()
+    assert OptimSpec.of(spec.plain()) == spec
+    assert pickle.loads(pickle.dumps(spec.plain())) == spec.plain()
+
+
+@pytest.mark.parametrize(
+    ("plain", "message"),
+    [
+        ({"lrr": 1}, r"optim\.lrr: no such option .*did you mean 'lr'"),
+        ({"lr": 0}, "optim.lr=0"),
+        ({"lr": float("inf")}, "optim.lr=inf"),
+        ({"momentum": 1}, "optim.momentum=1"),
+        ({"momentum": 0.0}, "needs optim.momentum > 0"),
+        ({"weight_decay": -1}, "optim.weight_decay=-1"),
+        ({"label_smoothing": 1.0}, "optim.label_smoothing=1"),
+        ({"schedule": {"name": "x"}}, "schedule.name='x'"),
+    ],
+)
+def test_nonsense_is_refused(plain: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        OptimSpec.of(plain)
