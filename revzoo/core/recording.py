@@ -77,6 +77,15 @@ def address(t: Tensor) -> int:
     return t.untyped_storage().data_ptr()
 
 
+def unshared(t: Tensor) -> bool:
+    """Whether no other tensor has the storage of ``t``, so that it may be overwritten."""
+    storage = t.untyped_storage()
+    return _use_count is not None and _use_count(storage._cdata) == 2  # t's own and this handle's
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
+
+
 class Entry:
     """One executed step: what replaying it needs, but no activation and no part of the graph."""
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from revzoo.core.fixedpoint import round_to_grid
 from revzoo.core.invertible import Invertible, Recording, State
+from revzoo.core.recording import unshared
 
 
 class Coupling(Invertible):
@@ -38,6 +39,10 @@ class Coupling(Invertible):
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
+    def recover(self, y2: Tensor, value: Tensor) -> Tensor:
+        """As :meth:`uncombine`; may overwrite ``value`` if :meth:`combine` saves nothing of it."""
+        return self.uncombine(y2, value)
+
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         return x2, self.combine(x1, self.branch(x2, **context))
 
@@ -49,7 +54,7 @@ class Coupling(Invertible):
         need1, need2 = record.needs
         (value,) = record(self.branch, x2, needs=(need2,), **context)
         with torch.no_grad():
-            x1 = self.uncombine(y2, value)
+            x1 = self.recover(y2, value)
         if not record.complete:  # an addition saves nothing
             record(self.combine, x1, value, needs=(need1, value.requires_grad))
         return x1, x2
@@ -72,6 +77,12 @@ class AdditiveCoupling(Coupling):
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         return y2 - self._fitting(value, y2)
+
+    def recover(self, y2: Tensor, value: Tensor) -> Tensor:
+        value = self._fitting(value, y2)
+        if value.dtype != y2.dtype or not unshared(value):  # saved by the branch, or a stream
+            return y2 - value
+        return torch.sub(y2, value, out=value)  # one stream less at the peak
 
     def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
         if value.shape != stream.shape:

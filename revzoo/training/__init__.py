@@ -2,6 +2,7 @@
 
 from revzoo.training.callbacks import build_callbacks
 from revzoo.training.classifier import Classifier
+from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, parameter_groups
@@ -9,6 +10,7 @@ from revzoo.training.schedules import make_schedule
 
 __all__ = [
     "Classifier",
+    "DriftLogger",
     "EpochLog",
     "Footprint",
     "OptimSpec",

@@ -1,7 +1,7 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint` and :class:`EpochLog` is Lightning's own.
+:class:`Footprint`, :class:`EpochLog` and :class:`DriftLogger` is Lightning's own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pytorch_lightning.callbacks import (
     TQDMProgressBar,
 )
 
+from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.footprint import Footprint
 from revzoo.training.spec import check_names, keyword_names
@@ -66,6 +67,11 @@ def epoch_log(run_dir: Path) -> pl.Callback:
     return EpochLog()
 
 
+def drift(run_dir: Path, *, every_n_steps: int = 100) -> pl.Callback:
+    """Relative error of reconstructed activations, per step of the model."""
+    return DriftLogger(every_n_steps=every_n_steps)
+
+
 def early_stopping(
     run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
 ) -> pl.Callback:
@@ -82,6 +88,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         progress_bar,
         footprint,
         epoch_log,
+        drift,
         early_stopping,
     )
 }

@@ -141,6 +141,8 @@ def make_schedule(spec: Mapping[str, Any]) -> Schedule:
     Raises:
         ValueError: for an unknown name or option, naming the nearest valid one.
     """
+    if not isinstance(spec, Mapping):
+        raise ValueError(f'schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}')
     options = dict(spec)
     name = options.pop("name", None)
     if name not in SCHEDULES:

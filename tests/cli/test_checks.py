@@ -31,7 +31,6 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (["precision=fp16"], "precision=fp16 needs a GPU.*use precision=bf16"),
         (["precision=tf32"], "NVIDIA"),
-        (["precision=fp64", "precision.tf32=true"], "tf32"),
         (["precision.trainer=bf16"], "did you mean 'bf16-mixed'"),
         (["memory=invert", "model=resnet32"], "no invertible step"),
         (["memory.mode=inverted"], "unknown memory mode 'inverted'"),
@@ -97,5 +96,7 @@ def test_precision_depends_on_the_device() -> None:
     half = {"trainer": "16-mixed", "tf32": False, "channels_last": True}
     check_precision(half, "cuda")
     check_precision({**half, "trainer": "32-true", "tf32": True}, "cuda")
+    with pytest.raises(ValueError, match=r"precision\.tf32=true changes float32 only"):
+        check_precision({**half, "trainer": "64-true", "tf32": True}, "cuda")
     with pytest.raises(ValueError, match="precision=fp64 is not there on mps"):
         check_precision({**half, "trainer": "64-true"}, "mps")

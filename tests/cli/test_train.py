@@ -214,7 +214,7 @@ def test_bad_command_lines_end_before_anything(arguments: list[str]) -> None:
         ["data=cifar10"],
         ["-m", "seed=0,1"],
         ["--help"],
-        ["--config-name", "other"],
+        ["--config-name", "other", "own.key=1"],
         ["--cfg=job"],
     ],
 )

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from compare import error, twin
 
 from revzoo import ReversibleBlock
 from revzoo.models import REVNETS, RevNet, create_model
@@ -84,3 +85,20 @@ def test_odd_widths_are_refused():
 def test_a_variant_can_be_built_without_the_registry():
     model = RevNet(REVNETS["revnet38"], num_classes=3, memory="store")
     assert model(torch.randn(1, 3, 8, 8).expand(2, -1, -1, -1)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+def test_three_steps_equal_store_in_float64(dropout):
+    torch.manual_seed(0)
+    reference = create_model("revnet38", memory="store", dropout=dropout).double()
+    model = twin(reference, "invert")
+    x, labels = torch.randn(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
+    for net in (model, reference):
+        torch.manual_seed(1)
+        for _ in range(3):  # gradients add up; without updates the inputs of all branches are equal
+            torch.nn.functional.cross_entropy(net(x), labels).backward()
+    actual, expected = ([p.grad for p in net.parameters()] for net in (model, reference))
+    assert error(actual, expected) < 1e-10
+    for a, e in zip(model.buffers(), reference.buffers(), strict=True):
+        assert torch.equal(a, e)
+    assert model.stem[0].norm.num_batches_tracked == 3

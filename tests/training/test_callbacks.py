@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import (
 )
 from small_task import TinyNet, loader, trainer
 
-from revzoo.training import Classifier, EpochLog, Footprint, build_callbacks
+from revzoo.training import Classifier, DriftLogger, EpochLog, Footprint, build_callbacks
 from revzoo.training.callbacks import CALLBACKS, best_checkpoint_path
 
 ALL = {name: {} for name in CALLBACKS}
@@ -28,6 +28,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         TQDMProgressBar,
         Footprint,
         EpochLog,
+        DriftLogger,
         EarlyStopping,
     }
 

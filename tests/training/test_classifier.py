@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 
 from revzoo.training import Classifier, OptimSpec
+from revzoo.training.classifier import at_least_float32
 
 CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
 
@@ -148,18 +149,26 @@ def test_prediction_is_probabilities(tmp_path: Path) -> None:
 
 
 def test_channels_last_changes_the_layout_only() -> None:
+    spec = {**TINY, "in_chans": 3}
     torch.manual_seed(0)
-    plain = Classifier(TINY).eval()
+    plain = Classifier(spec).eval()
     torch.manual_seed(0)
-    last = Classifier(TINY, channels_last=True).eval()
+    last = Classifier(spec, channels_last=True).eval()
     seen: list[torch.Tensor] = []
     last.model.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    images = torch.randn(4, 1, 8, 8)
+    images = torch.randn(4, 3, 8, 8)
     torch.testing.assert_close(last(images), plain(images))
-    assert last(images.expand(4, 1, 8, 8)).shape == (4, 2)
     convs = [m.weight for m in last.modules() if isinstance(m, nn.Conv2d)]
     assert all(w.is_contiguous(memory_format=torch.channels_last) for w in convs)
     assert seen[0].is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(torch.bfloat16, torch.float32), (torch.float32,) * 2, (torch.float64,) * 2],
+)
+def test_logits_keep_their_precision(given: torch.dtype, expected: torch.dtype) -> None:
+    assert at_least_float32(torch.zeros(1, dtype=given)).dtype == expected
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])

@@ -37,6 +37,15 @@ def test_onecycle_rises_to_the_rate_and_ends_at_its_end() -> None:
     assert seen[24:] == sorted(seen[24:], reverse=True)
 
 
+def test_onecycle_leaves_the_momentum_alone() -> None:
+    optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.7)
+    schedule = make_schedule({"name": "onecycle"}).build(optimizer, 10)
+    for _ in range(10):
+        assert optimizer.param_groups[0]["momentum"] == 0.7
+        optimizer.step()
+        schedule.step()
+
+
 def test_cosine_warms_up_and_follows_the_cosine() -> None:
     seen = rates({"name": "cosine", "warmup": 0.1, "end": 0.0}, 100)
     assert seen[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
@@ -57,7 +66,9 @@ def test_constant_is_constant() -> None:
 @pytest.mark.parametrize("name", ["step", "onecycle", "cosine", "constant"])
 @pytest.mark.parametrize("steps", [1, 2, 3, 4, 5, 8])
 def test_a_run_of_a_few_steps_has_usable_rates(name: str, steps: int) -> None:
-    assert all(0 < rate <= 1 for rate in rates({"name": name}, steps))
+    seen = rates({"name": name}, steps)
+    assert all(0 < rate <= 1 for rate in seen)
+    assert name != "step" or seen[0] == 1  # no milestone before the first step
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,43 @@
+"""Logs how far reconstructed activations drift from those of the forward pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+
+from revzoo.core.guard import drift
+
+
+class DriftLogger(pl.Callback):
+    """Logs the relative drift of every inverted step: the curve over depth, as time goes on.
+
+    Scalars ``drift/max`` and ``drift/PATH``, PATH being the step's place in the model; relative
+    to the largest sampled value of the stream (see :mod:`revzoo.core.guard`). Steps that are not
+    inverted have none.
+
+    Args:
+        every_n_steps: optimiser steps between two records.
+
+    Raises:
+        ValueError: ``every_n_steps`` is no positive whole number.
+    """
+
+    def __init__(self, *, every_n_steps: int = 100) -> None:
+        if every_n_steps < 1:
+            raise ValueError(f"every_n_steps={every_n_steps}: expected a whole number from 1 on")
+        self.every_n_steps = every_n_steps
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """Hand the figures of the last backward pass to the loggers."""
+        if trainer.global_step % self.every_n_steps:
+            return
+        figures = drift(pl_module)
+        if not figures:
+            return
+        curve = {f"drift/{path}": value for path, value in figures.items()}
+        curve["drift/max"] = max(figures.values())
+        for logger in trainer.loggers:
+            logger.log_metrics(curve, step=trainer.global_step)
