@@ -36,7 +36,7 @@ class _Round(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, scale: float) -> Tensor:
-        return (x * scale).round().mul(1 / scale)
+        return (x * scale).round_().mul_(1 / scale)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -54,6 +54,11 @@ def round_to_grid(x: Tensor, bits: int) -> Tensor:
     """
     rounded: Tensor = _Round.apply(x, 2.0**bits)
     return rounded
+
+
+def round_to_grid_(x: Tensor, bits: int) -> Tensor:
+    """As :func:`round_to_grid`, in place and without gradient."""
+    return x.mul_(2.0**bits).round_().mul_(2.0**-bits)
 
 
 def range_of(dtype: torch.dtype, bits: int) -> float:
@@ -104,7 +109,7 @@ def peaks(inputs: State, outputs: State, bits: int) -> list[tuple[Tensor, float]
     """Largest magnitude, on the device, and limit of each stream that a step has computed."""
     passed = {id(t) for t in inputs}
     return [
-        (t.detach().abs().amax(), range_of(t.dtype, bits))
+        (torch.linalg.vector_norm(t.detach(), ord=torch.inf), range_of(t.dtype, bits))
         for t in outputs
         if id(t) not in passed and t.numel()
     ]

@@ -64,15 +64,14 @@ def sample(inputs: State, outputs: State) -> list[Samples]:
 
 
 def _sampled(t: Tensor) -> Tensor:
-    return t.detach()[_places(t.shape, t.device)]
+    return torch.take(t.detach(), _places(t.numel(), t.device))
 
 
 @functools.lru_cache(maxsize=256)
-def _places(shape: torch.Size, device: torch.device) -> tuple[Tensor, ...]:
-    """Indices of SAMPLES elements spread over a tensor, the same ones in every layout."""
+def _places(count: int, device: torch.device) -> Tensor:
+    """Indices of SAMPLES elements spread over ``count``, the same ones in every layout."""
     golden = torch.arange(1, SAMPLES + 1, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2)
-    flat = (golden.frac() * shape.numel()).long()
-    return tuple(index.to(device) for index in torch.unravel_index(flat, shape))
+    return (golden.frac() * count).long().to(device)
 
 
 class Guard:
@@ -143,8 +142,8 @@ def _check_peaks(peaks: list[_Peak]) -> None:
 def _check_drifts(drifts: list[_Drift]) -> None:
     if not drifts:
         return
-    expected = torch.stack([d.expected.double() for d in drifts])
-    actual = torch.stack([d.actual.double() for d in drifts])
+    expected = torch.stack([d.expected for d in drifts]).double()
+    actual = torch.stack([d.actual for d in drifts]).double()
     # A forward pass that overflowed is no fault of the reconstruction; fp16 training skips it.
     diverged = ~expected.isfinite()
     difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)

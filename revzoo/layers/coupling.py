@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import round_to_grid
+from revzoo.core.fixedpoint import round_to_grid, round_to_grid_
 from revzoo.core.invertible import Invertible, Recording, State
 from revzoo.core.recording import unshared
 
@@ -79,9 +79,10 @@ class AdditiveCoupling(Coupling):
         return y2 - self._fitting(value, y2)
 
     def recover(self, y2: Tensor, value: Tensor) -> Tensor:
-        value = self._fitting(value, y2)
         if value.dtype != y2.dtype or not unshared(value):  # saved by the branch, or a stream
-            return y2 - value
+            return self.uncombine(y2, value)
+        if self.grid is not None:
+            round_to_grid_(value, self.grid)
         return torch.sub(y2, value, out=value)  # one stream less at the peak
 
     def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
