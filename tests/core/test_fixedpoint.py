@@ -157,3 +157,23 @@ def test_refused_on_narrow_streams():
 def test_impossible_grids(bits):
     with pytest.raises(ValueError, match="expected the number of fractional bits"):
         set_memory(linear_net(), "exact", grid=bits)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("mode", ["exact", "recompute"])
+def test_ten_steps_are_bit_equal_to_store(mode, accumulate):
+    nets = {}
+    for m in (mode, "store"):
+        net = conv_net(depth=2, dropout=0.2).float()
+        set_memory(net, m, grid=14)
+        torch.manual_seed(3)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for step in range(10):
+            optimizer.zero_grad()
+            for part in range(accumulate):
+                x = images(seed=10 * step + part).float()
+                (net(x).square().mean() / accumulate).backward()
+            optimizer.step()
+        nets[m] = net.state_dict()
+    for key, expected in nets["store"].items():
+        assert torch.equal(nets[mode][key], expected), key

@@ -122,3 +122,46 @@ def test_refusals():
         AffineCoupling(nn.Identity(), clamp=0)
     with pytest.raises(NotImplementedError, match="Coupling must define combine"):
         ReversibleSequence([Coupling(nn.Identity())])(x)
+
+
+class Constant(nn.Module):
+    """Its value is a parameter's own storage."""
+
+    def __init__(self):
+        super().__init__()
+        self.value = nn.Parameter(torch.ones(5, 4))
+
+    def forward(self, x):
+        return self.value
+
+
+class Kept(nn.Module):
+    """Keeps its value for someone else."""
+
+    def forward(self, x):
+        self.value = x.sin()
+        return self.value
+
+
+@pytest.mark.parametrize(
+    "branch",
+    [nn.Identity, Constant, Kept, nn.ReLU, nn.Sigmoid, lambda: nn.Softmax(dim=1)],
+    ids=["the stream", "a parameter", "kept", "relu", "sigmoid", "softmax"],
+)
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_value_that_others_hold_is_not_overwritten(branch, mode):
+    # In a replay the branch's value makes room for the reconstructed stream, if it is free.
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(branch()) for _ in range(4)]).double()
+    results = []
+    for m in (mode, "store"):
+        set_memory(net, m, grid=14 if mode == "exact" else None)
+        x = vectors().requires_grad_()
+        loss = net(x).sin().sum()
+        results.append(torch.autograd.grad(loss, [x, *net.parameters()]))
+        values = [s.branch.value.clone() for s in net if isinstance(s.branch, Kept)]
+        assert all(v.isfinite().all() and v.abs().max() <= 1 for v in values)
+    assert error(*results) < 1e-12
+    for step in net:
+        if isinstance(step.branch, Constant):
+            assert torch.equal(step.branch.value, torch.ones(5, 4))
