@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
 from revzoo.core.replay import Conditions
 
@@ -50,7 +51,8 @@ def check_inverse(
     Args:
         module: an :class:`Invertible`, such as a ``ReversibleSequence``.
         *inputs: what ``module`` takes, e.g. one tensor ``(B, C, H, W)``.
-        dtypes: to which module and inputs are cast.
+        dtypes: to which module and inputs are cast. On a grid, the types that have none are left
+            out and the inputs are rounded to it first.
 
     Raises:
         NotInvertibleError: the module, or a step of it, has no inverse.
@@ -62,14 +64,15 @@ def check_inverse(
     if not getattr(module, "invertible", False):
         raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
     rows: list[StepError] = []
-    for dtype in dtypes:
+    grid = next((s.grid for _, s in _atoms(module) if s.grid is not None), None)
+    for dtype in dtypes if grid is None else sorted({*dtypes} & WITH_GRID, key=str):
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
+        state = state if grid is None else put_on_grid(state, grid)
         with torch.no_grad():
             rows.append(_round_trip("whole", net, state)[0])
-            streams = net.streams
-            if len(state) == 1 and streams == 2:
-                state = tuple(state[0].chunk(2, dim=1))
+            if len(state) == 1 and net.streams == 2:
+                state = tuple(state[0].chunk(2, dim=getattr(net, "dim", 1)))
             for name, step in _atoms(net):
                 row, state = _round_trip(name, step, state)
                 rows.append(row)
@@ -81,14 +84,16 @@ def _round_trip(name: str, step: Invertible, state: State) -> tuple[StepError, S
         outputs = as_state(step(*state))
     with Conditions(step, state).restored():
         back = as_state(step.inverse(*outputs))
-    error = max(_largest(b.double() - x.double()) for b, x in zip(back, state, strict=True))
-    scale = max(map(_largest, state))
+    error = _largest(b.double() - x.double() for b, x in zip(back, state, strict=True))
+    scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)
     return row, outputs
 
 
-def _largest(x: Tensor) -> float:
-    return x.abs().max().item() if x.numel() else 0.0
+def _largest(tensors: Iterable[Tensor]) -> float:
+    """Largest magnitude; NaN if there is one (Python's max would pass over it)."""
+    magnitudes = [t.abs().max().double() for t in tensors if t.numel()]
+    return torch.stack(magnitudes).max().item() if magnitudes else 0.0
 
 
 def _atoms(module: nn.Module, name: str = "") -> Iterator[tuple[str, Invertible]]:

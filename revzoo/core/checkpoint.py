@@ -52,20 +52,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
 from revzoo.core.guard import Guard
-from revzoo.core.invertible import State, Step, as_state
-from revzoo.core.recording import (
-    DIFFERENTIATES_INSIDE,
-    Entry,
-    Replayed,
-    Slot,
-    address,
-    unpack,
-)
-from revzoo.core.replay import tensors_of
+from revzoo.core.invertible import State, Step, as_state, name_of
+from revzoo.core.memory import check_mode
+from revzoo.core.offload import offloaded
+from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Replayed, Slot, unpack
+from revzoo.core.replay import address, tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -75,39 +70,41 @@ except ImportError:  # to assume so costs one retained state, see rule 5
         return True
 
 
-def run_step(step: Step, state: State, **context: Any) -> State:
+def run_step(step: Step, state: State, /, **context: Any) -> State:
     """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
 
     This is the plain call where there is nothing to differentiate, and inside ``torch.func``
     transforms, which refuse saved-tensor hooks.
 
     Raises:
-        RuntimeError: the step changed its input in place, which no reconstruction could undo.
+        RuntimeError: the step changed its input in place.
         ValueError: a grid is set and a stream is neither float32 nor float64.
     """
     if step.grid is not None:
         state = put_on_grid(state, step.grid)
+    versions = [version_of(t) for t in state]
     if not _differentiates(step, state, context) or step.memory == "store":
         outputs = as_state(step(*state, **context))
     elif step.memory == "offload":
-        with save_on_cpu(pin_memory=torch.cuda.is_available()):
+        with offloaded(step):
             outputs = as_state(step(*state, **context))
     else:
         outputs = _record(step, state, context)
+    _refuse_changed_inputs(step, state, versions)
     return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
 
 
 def _record(step: Step, state: State, context: dict[str, Any]) -> State:
-    invert = step.memory in ("invert", "exact") and step.invertible
+    invert = check_mode(step.memory) in ("invert", "exact") and step.invertible
     tape = Tape.ending_with(state) if invert else Tape(state)
     entry = Entry(step, state, context)
-    versions = [t._version for t in state]
+    tape.close()  # steps that this one runs on its own input are no part of this chain
     with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
         outputs = as_state(step(*state, **context))
     entry.conditions.finish()
-    _refuse_changed_inputs(entry, state, versions)
-    if invert:
-        entry.observe(state, outputs)
+    entry.observe(*(outputs, state) if invert else (state, outputs))
+    if step.grid is not None:
+        entry.observe_grid(state, outputs)
     tape.append(entry, outputs if invert else None)
     return outputs
 
@@ -119,13 +116,13 @@ def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     return any(t.requires_grad for t in given)
 
 
-def _refuse_changed_inputs(entry: Entry, state: State, versions: list[int]) -> None:
+def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> None:
     for i, (t, version) in enumerate(zip(state, versions, strict=True)):
-        if t._version != version:
+        if version_of(t) != version:
             raise RuntimeError(
-                f"{entry.name} changed its input stream {i} in place (version {version} became "
-                f"{t._version}), so it cannot be reconstructed: make the first operation of the "
-                "branch out of place (inplace=False)"
+                f"{name_of(step)} changed its input stream {i} in place (version {version} became "
+                f"{version_of(t)}): the other stream would be combined with another value in each "
+                "memory mode. Make the first operation of the branch out of place (inplace=False)"
             )
 
 
@@ -151,23 +148,23 @@ class Tape:
         self.entries.append(entry)
         if outputs is None:
             return
-        self._close()
         self._set_known(outputs)
         self._position = len(self.entries)
         _open_tapes[address(outputs[-1])] = self
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Let no further step join until one is appended."""
         if _open_tapes.get(key := address(self._known[-1])) is self:
             del _open_tapes[key]
 
     def _set_known(self, state: State) -> None:
         self._known = tuple(t.detach() for t in state)
-        self._versions = [t._version for t in state]
+        self._marks = [(version_of(t), t.requires_grad) for t in state]
 
     def _knows(self, state: State) -> bool:
         return len(state) == len(self._known) and all(
-            _same_view(a, b) and a._version == version
-            for a, b, version in zip(state, self._known, self._versions, strict=True)
+            _same_view(a, b) and (version_of(a), a.requires_grad) == mark
+            for a, b, mark in zip(state, self._known, self._marks, strict=True)
         )
 
     def replay(self, index: int) -> None:
@@ -178,24 +175,26 @@ class Tape:
         for i in range(position - 1, index, -1):
             state = self.entries[i].invert(state)
         entry = self.entries[index]
-        if position == index:
-            state, replayed = entry.record_from_inputs(state)
-        else:
+        if position > index:
             state, replayed = entry.record_from_outputs(state)
             entry.report(self._guard, state)
+        else:
+            outputs, replayed = entry.record_from_inputs(state)
+            if self._position == 0:  # rule 7
+                entry.report(self._guard, outputs)
         self._advance(index, state, replayed)
 
     def _nearest(self, index: int) -> tuple[int, State]:
         """The known state closest above ``index``, or at it."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
-        for i, (t, version) in enumerate(zip(self._known, self._versions, strict=True)):
-            if t._version != version:
+        for i, (t, (version, _)) in enumerate(zip(self._known, self._marks, strict=True)):
+            if version_of(t) != version:
                 raise RuntimeError(
                     "one of the variables needed for gradient computation has been modified by an "
                     f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
                     f"activations of {self.entries[-1].name} are to be recomputed, is at version "
-                    f"{t._version}; expected version {version} instead. Make the operation that "
+                    f"{version_of(t)}; expected version {version} instead. Make the operation that "
                     "follows out of place"
                 )
         return self._position, self._known
@@ -211,7 +210,7 @@ class Tape:
             self._cursor, self._filled = (index, state), filled
             return
         del self.entries[index:]
-        self._close()
+        self.close()
         self._set_known(state)
         self._position, self._cursor = index, None
 

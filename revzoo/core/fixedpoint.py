@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.invertible import State
+from revzoo.core.replay import version_of
 
 DEFAULT_BITS = 14
+WITH_GRID = frozenset({torch.float32, torch.float64})
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
 
 
@@ -85,7 +87,7 @@ def check_bits(bits: int) -> int:
     return bits
 
 
-_on_grid: Any = WeakTensorKeyDictionary()  # bits of the grid
+_on_grid: Any = WeakTensorKeyDictionary()  # bits of the grid, version of the tensor
 
 
 def put_on_grid(state: State, bits: int) -> State:
@@ -93,15 +95,19 @@ def put_on_grid(state: State, bits: int) -> State:
     for t in state:
         range_of(t.dtype, bits)
     return mark_on_grid(
-        tuple(t if _on_grid.get(t, bits + 1) <= bits else round_to_grid(t, bits) for t in state),
-        bits,
+        tuple(t if _is_on_grid(t, bits) else round_to_grid(t, bits) for t in state), bits
     )
+
+
+def _is_on_grid(t: Tensor, bits: int) -> bool:
+    marked, version = _on_grid.get(t, (bits + 1, 0))
+    return marked <= bits and version == version_of(t)
 
 
 def mark_on_grid(state: State, bits: int) -> State:
     """Remember that the streams lie on the grid."""
     for t in state:
-        _on_grid[t] = bits
+        _on_grid[t] = bits, version_of(t)
     return state
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,13 +14,15 @@ from revzoo.core.invertible import Invertible, State
 
 
 def invertible_checkpoint(
-    fn: Callable[..., Any], inverse: Callable[..., Any], *args: Any, **kwargs: Any
+    fn: Callable[..., Any], inverse: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> Any:
     """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
 
     Args:
-        fn: returns a tensor or a tuple of tensors. Modules that it is, is bound to or closes over
-            are replayed faithfully (statistics, flags).
+        fn: returns a tensor or a tuple of tensors. Modules that it is, is bound to, closes over or
+            names as globals, also in lists and dictionaries, are replayed faithfully (statistics,
+            flags). Pass other tensors by keyword: one from the same chain that ``fn`` holds in
+            another way is never freed if its graph is not differentiated.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are those of
             ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
         *args: the tensors among them (not inside containers) are what ``inverse`` reconstructs.
@@ -58,7 +61,7 @@ class _Function(Invertible):
         self._places = tuple(isinstance(a, Tensor) for a in args)
         self._others = tuple(a for a in args if not isinstance(a, Tensor))
         # As submodules, so that a replay finds their flags, buffers and parameters.
-        self._modules_of_fn = nn.ModuleList(_modules_of(fn))
+        self._modules_of_fn = nn.ModuleList(_modules_of((fn, inverse), set()))
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         tensors, others = iter(state), iter(self._others)
@@ -70,15 +73,28 @@ class _Function(Invertible):
         return self._inverse(*state, *self._others, **context)
 
 
-def _modules_of(fn: Any) -> Iterator[nn.Module]:
-    """Modules that a callable is, is bound to, is a partial of or closes over."""
-    if isinstance(fn, nn.Module):
-        yield fn
-    elif isinstance(fn, functools.partial):
-        for part in (fn.func, *fn.args, *fn.keywords.values()):
-            yield from _modules_of(part)
-    elif hasattr(fn, "__self__"):
-        yield from _modules_of(fn.__self__)
-    else:
-        for cell in getattr(fn, "__closure__", None) or ():
-            yield from _modules_of(cell.cell_contents)
+def _modules_of(thing: Any, seen: set[int]) -> Iterator[nn.Module]:
+    """Modules that a callable is, is bound to, is a partial of, closes over or names."""
+    if id(thing) in seen:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, nn.Module):
+        yield thing
+        return
+    for part in _parts_of(thing):
+        yield from _modules_of(part, seen)
+
+
+def _parts_of(thing: Any) -> Iterator[Any]:
+    if isinstance(thing, (list, tuple)):
+        yield from thing
+    elif isinstance(thing, dict):
+        yield from thing.values()
+    elif isinstance(thing, functools.partial):
+        yield from (thing.func, *thing.args, *thing.keywords.values())
+    elif inspect.ismethod(thing):
+        yield thing.__self__
+    elif inspect.isfunction(thing):
+        named = inspect.getclosurevars(thing)
+        yield from (*named.nonlocals.values(), *named.globals.values())
+        yield from thing.__defaults__ or ()

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from revzoo.core.fixedpoint import peaks
-from revzoo.core.invertible import State, Step
+from revzoo.core.invertible import State, Step, name_of
 
 SAMPLES = 32  # values compared per stream
 
@@ -33,16 +33,19 @@ class RangeError(RuntimeError):
 
 
 class Samples(NamedTuple):
-    """Values of one stream at fixed places, and which stream it is."""
+    """Values of one computed stream, and of one it is computed from: the scale of its rounding."""
 
     stream: int
     values: Tensor
+    operand: Tensor
 
 
 class _Drift(NamedTuple):
     step: Step
     name: str
+    limit: float
     expected: Tensor
+    operand: Tensor
     actual: Tensor
 
 
@@ -53,17 +56,24 @@ class _Peak(NamedTuple):
     limit: float
 
 
-def sample(inputs: State, outputs: State) -> list[Samples]:
+def sample(computed: State, known: State) -> list[Samples]:
     """A few values of each stream that the step does not pass on as it is."""
-    passed = {id(t) for t in outputs}
+    passed = {id(t) for t in known}
+    taken = {id(t) for t in computed}
+    operands = [t for t in known if id(t) not in taken and _comparable(t)]
     return [
-        Samples(i, _sampled(t))
-        for i, t in enumerate(inputs)
-        if id(t) not in passed and t.numel() and t.is_floating_point()
+        Samples(i, _sampled(t), _sampled(operands[-1] if operands else t))
+        for i, t in enumerate(computed)
+        if id(t) not in passed and _comparable(t)
     ]
 
 
+def _comparable(t: Tensor) -> bool:
+    return t.numel() > 0 and (t.is_floating_point() or t.is_complex())
+
+
 def _sampled(t: Tensor) -> Tensor:
+    t = torch.view_as_real(t) if t.is_complex() else t
     return torch.take(t.detach(), _places(t.numel(), t.device))
 
 
@@ -82,10 +92,14 @@ class Guard:
         self._drifts: list[_Drift] = []
         self._peaks: list[_Peak] = []
 
-    def compare(self, step: Step, name: str, samples: list[Samples], inputs: State) -> None:
-        """Note the samples of a reconstruction beside those of the forward pass."""
+    def compare(
+        self, step: Step, name: str, limit: float, samples: list[Samples], computed: State
+    ) -> None:
+        """Note the samples of what a replay computed beside those of the forward pass."""
         self._begin()
-        self._drifts += [_Drift(step, name, s.values, _sampled(inputs[s.stream])) for s in samples]
+        for stream, values, operand in samples:
+            actual = _sampled(computed[stream])
+            self._drifts.append(_Drift(step, name, limit, values, operand, actual))
 
     def bound(self, step: Step, name: str, peak: Tensor, limit: float) -> None:
         """Note the largest magnitude of a stream, which must stay below ``limit``."""
@@ -116,8 +130,7 @@ class Guard:
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums on the step's grid would not have been exact (host sync)."""
     if step.grid is not None:
-        name = f"{step.label} {type(step).__name__}".strip()
-        _check_peaks([_Peak(step, name, *peak) for peak in peaks((), state, step.grid)])
+        _check_peaks([_Peak(step, name_of(step), *peak) for peak in peaks((), state, step.grid)])
 
 
 def _check_peaks(peaks: list[_Peak]) -> None:
@@ -142,35 +155,39 @@ def _check_peaks(peaks: list[_Peak]) -> None:
 def _check_drifts(drifts: list[_Drift]) -> None:
     if not drifts:
         return
-    expected = torch.stack([d.expected for d in drifts]).double()
-    actual = torch.stack([d.actual for d in drifts]).double()
+    columns = (
+        [d.expected for d in drifts],
+        [d.operand for d in drifts],
+        [d.actual for d in drifts],
+    )
+    expected, operand, actual = (torch.stack(column).cpu().double() for column in columns)
     # A forward pass that overflowed is no fault of the reconstruction; fp16 training skips it.
     diverged = ~expected.isfinite()
     difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
-    scale = expected.masked_fill(diverged, 0).abs().amax(1)
+    scale = torch.stack((expected, operand)).nan_to_num(0, 0, 0).abs().amax((0, 2))
     errors = (difference.amax(1) / scale.clamp_min(torch.finfo(scale.dtype).tiny)).tolist()
     for drift, error in zip(drifts, errors, strict=True):
         drift.step.drift = error
     for drift, error in zip(drifts, errors, strict=True):
-        limit = 0.0 if drift.step.memory == "exact" else drift.step.drift_limit
-        if not error <= limit:
-            raise DriftError(_explain(drift, error, limit, max(errors)))
+        if not error <= drift.limit:
+            raise DriftError(_explain(drift, error, max(errors)))
 
 
-def _explain(drift: _Drift, error: float, limit: float, worst: float) -> str:
+def _explain(drift: _Drift, error: float, worst: float) -> str:
     found = (
-        f"{drift.name}: the reconstructed input is off by {error:.2g} of its size (limit "
-        f"{limit:g}; {worst:.2g} at worst in this chain), so the gradients are wrong. "
+        f"{drift.name}: what was recomputed is off by {error:.2g} of its size (limit "
+        f"{drift.limit:g}; {worst:.2g} at worst in this chain), so the gradients are wrong. "
     )
-    if drift.step.memory == "exact":
+    if drift.limit == 0:
         return found + (
             "On a grid it must be the very same: the branch does not repeat its value. Use "
             "memory='store' for this step"
         )
     return found + (
-        "Causes: a branch that amplifies (normalise it), streams in a narrow type (use autocast "
-        "on a float32 model), a branch that does not repeat its value. Use memory='exact', or "
-        "'recompute' or 'store' for some steps; set_drift_limit() changes the limit"
+        "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
+        "amplifies (normalise it) or does not repeat its value, a wrong inverse (check_inverse() "
+        "tells). Use memory='exact', or 'recompute' or 'store' for some steps; set_drift_limit() "
+        "changes the limit"
     )
 
 

@@ -8,7 +8,7 @@ backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -32,7 +32,11 @@ class Recording(Protocol):
         """Whether every tensor that the forward pass saved has been recorded again."""
 
     def __call__(
-        self, fn: Callable[..., Any], *inputs: Tensor, needs: tuple[bool, ...], **context: Any
+        self,
+        fn: Callable[..., Any],
+        inputs: State,
+        needs: tuple[bool, ...],
+        context: Mapping[str, Any],
     ) -> State:
         """Run ``fn(*inputs, **context)``, the inputs requiring gradient as ``needs`` says.
 
@@ -103,7 +107,7 @@ class Invertible(Step):
         """True; a container answers for its members."""
         return True
 
-    def replay(self, outputs: State, record: Recording, **context: Any) -> State:
+    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs`` and record the step once more.
 
         Tensors must be recorded in the order of ``forward``. Override this only where inverting
@@ -111,7 +115,7 @@ class Invertible(Step):
         """
         with torch.no_grad():
             inputs = as_state(self.inverse(*outputs, **context))
-        record(self.forward, *inputs, needs=record.needs, **context)
+        record(self.forward, inputs, record.needs, context)
         return inputs
 
 
@@ -120,6 +124,11 @@ def label_steps(module: nn.Module) -> None:
     for path, step in module.named_modules():
         if isinstance(step, Step):
             step.label = path
+
+
+def name_of(step: Step) -> str:
+    """The step's path, if it is known, and its type."""
+    return f"{step.label} {type(step).__name__}".strip()
 
 
 def as_state(outputs: Tensor | State) -> State:

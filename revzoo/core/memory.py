@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import nn
 
 from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Step, name_of
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
 
@@ -83,7 +83,7 @@ def _check_exact(steps: list[Step]) -> None:
     for step in reversed(steps):  # what a container holds comes before the container
         if step.invertible and not step.exact:
             raise ValueError(
-                f"{type(step).__name__} {step.label} multiplies, or does not say that it is exact "
-                "(Step.exact), so its inverse cannot be exact on fixed-point streams: use 'invert' "
-                "for it, or additive couplings"
+                f"{name_of(step)} does not say that it is exact on fixed-point streams: use "
+                "'invert' for it, or additive couplings. If it only moves values or adds multiples "
+                "of the grid, set exact = True on its class"
             )

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import peaks
 from revzoo.core.guard import Guard, Samples, sample
-from revzoo.core.invertible import Invertible, State, Step, as_state
-from revzoo.core.replay import Conditions
+from revzoo.core.invertible import Invertible, State, Step, as_state, name_of
+from revzoo.core.replay import Conditions, address, version_of
 
 
 class ReplayMismatchError(RuntimeError):
@@ -41,10 +41,24 @@ class Slot:
 
 
 class Resident(NamedTuple):
-    """A tensor that stays in memory anyway: a parameter or a buffer."""
+    """A tensor that the graph keeps as it is, such as a parameter or a buffer."""
 
     tensor: Tensor
     version: int
+
+    @staticmethod
+    def of(t: Tensor) -> Resident:
+        """``t`` as it is now; detached, since an output that its node saves holds its grad_fn."""
+        return Resident(t.detach(), version_of(t))
+
+    def check(self) -> None:
+        """Raise if the tensor was changed since; saved-tensor hooks switch autograd's check off."""
+        if (now := version_of(self.tensor)) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: tensor of shape {tuple(self.tensor.shape)} is at version "
+                f"{now}; expected version {self.version} instead"
+            )
 
 
 class _Saved(NamedTuple):
@@ -62,25 +76,16 @@ def unpack(packed: Slot | Resident) -> Tensor:
             packed.tape.replay(packed.index)
         assert packed.value is not None
         return packed.value
-    tensor, version = packed
-    if tensor._version != version:  # saved-tensor hooks switch autograd's own check off
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: tensor of shape {tuple(tensor.shape)} is at version {tensor._version}; "
-            f"expected version {version} instead"
-        )
-    return tensor
-
-
-def address(t: Tensor) -> int:
-    """Where the tensor's storage begins; 0 if it is empty."""
-    return t.untyped_storage().data_ptr()
+    packed.check()
+    return packed.tensor
 
 
 def unshared(t: Tensor) -> bool:
-    """Whether no other tensor has the storage of ``t``, so that it may be overwritten."""
+    """Whether ``t`` fills a storage that no other tensor has, so that it may be overwritten."""
     storage = t.untyped_storage()
-    return _use_count is not None and _use_count(storage._cdata) == 2  # t's own and this handle's
+    if _use_count is None or storage.nbytes() != t.nbytes:  # an expanded tensor does not fill it
+        return False
+    return _use_count(storage._cdata) == 2  # t's own and this handle's
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
@@ -92,6 +97,7 @@ class Entry:
     __slots__ = (
         "conditions",
         "context",
+        "limit",
         "name",
         "needs",
         "peaks",
@@ -103,28 +109,32 @@ class Entry:
 
     def __init__(self, step: Step, inputs: State, context: Mapping[str, Any]) -> None:
         self.step = step
-        self.name = f"{step.label} {type(step).__name__}".strip()
+        self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
+        self.limit = 0.0 if step.memory == "exact" else step.drift_limit
         self.saved: list[_Saved] = []
         self.samples: list[Samples] = []
         self.peaks: list[tuple[Tensor, float]] = []  # magnitude of a stream and its limit
         self.strides: list[tuple[int, ...]] | None = None  # of the outputs, on a grid
 
-    def observe(self, inputs: State, outputs: State) -> None:
-        """Note what the guard will compare a reconstruction with."""
-        if self.step.drift_limit < math.inf or self.step.memory == "exact":
-            self.samples = sample(inputs, outputs)
+    def observe(self, known: State, computed: State) -> None:
+        """Note what the guard will compare: values of what is ``computed`` from what is known."""
+        if self.limit < math.inf:
+            self.samples = sample(computed, known)
+
+    def observe_grid(self, inputs: State, outputs: State) -> None:
+        """Note the range of the outputs and their strides."""
         if self.step.grid is not None:
             self.peaks = peaks(inputs, outputs, self.step.grid)
             self.strides = [t.stride() for t in outputs]
 
-    def report(self, guard: Guard, inputs: State) -> None:
-        """Hand the guard what a reconstruction is judged by."""
+    def report(self, guard: Guard, computed: State) -> None:
+        """Hand the guard what the replay computed."""
         if self.samples:
-            guard.compare(self.step, self.name, self.samples, inputs)
+            guard.compare(self.step, self.name, self.limit, self.samples, computed)
         for value, limit in self.peaks:
             guard.bound(self.step, self.name, value, limit)
 
@@ -136,8 +146,7 @@ class Entry:
         def pack(t: Tensor) -> Slot | Resident:
             if address(t) in resident:
                 saved.append(_Saved(None, t.shape, t.dtype))
-                # An output that its own node saves arrives with its grad_fn: held, it is a cycle.
-                return Resident(t.detach(), t._version)
+                return Resident.of(t)
             slot = Slot(tape, index)
             saved.append(_Saved(weakref.ref(slot), t.shape, t.dtype))
             return slot
@@ -168,19 +177,19 @@ class Entry:
         )
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
-        """Replay the step forwards."""
+        """Replay the step forwards; returns its outputs."""
         replayed = Replayed(self)
         with self.conditions.restored():
-            replayed(self.step.forward, *inputs, needs=self.needs, **self.context)
+            outputs = replayed(self.step, inputs, self.needs, self.context)
         replayed.check()
-        return inputs, replayed
+        return outputs, replayed
 
     def record_from_outputs(self, outputs: State) -> tuple[State, Replayed]:
-        """Replay the step while inverting it."""
+        """Replay the step while inverting it; returns its inputs."""
         assert isinstance(self.step, Invertible)
         replayed = Replayed(self)
         with self.conditions.restored():
-            inputs = self.step.replay(self._laid_out(outputs), replayed, **self.context)
+            inputs = self.step.replay(self._laid_out(outputs), replayed, self.context)
         replayed.check()
         return inputs, replayed
 
@@ -192,7 +201,7 @@ class Replayed:
         self.needs = entry.needs
         self._entry = entry
         self._count = 0
-        self._values: list[tuple[Slot, Tensor]] = []
+        self._values: list[tuple[Slot, Resident]] = []
 
     @property
     def complete(self) -> bool:
@@ -200,7 +209,11 @@ class Replayed:
         return self._count == len(self._entry.saved)
 
     def __call__(
-        self, fn: Callable[..., Any], *inputs: Tensor, needs: tuple[bool, ...], **context: Any
+        self,
+        fn: Callable[..., Any],
+        inputs: State,
+        needs: tuple[bool, ...],
+        context: Mapping[str, Any],
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
@@ -220,20 +233,23 @@ class Replayed:
                 f"{dtype} of shape {tuple(shape)} in the forward pass"
             )
         if ref is not None and (slot := ref()) is not None:
-            self._values.append((slot, t.detach()))  # detached for the reason given in packer()
+            self._values.append((slot, Resident.of(t)))
 
     def check(self) -> None:
-        """Raise unless the replay saved as many tensors as the forward pass."""
+        """Raise unless the replay saved as many tensors as the forward pass, and left them be."""
         if not self.complete:
             forward = len(self._entry.saved)
             raise self._mismatch(
                 f"its replay saved {self._count} tensors, its forward pass {forward}"
             )
 
+        for _, value in self._values:
+            value.check()  # the branch itself may have changed what it had saved
+
     def fill(self) -> list[weakref.ref[Slot]]:
         """Put the recorded tensors into their slots."""
         for slot, value in self._values:
-            slot.value = value
+            slot.value = value.tensor
         return [weakref.ref(slot) for slot, _ in self._values]
 
     def _mismatch(self, what: str) -> ReplayMismatchError:

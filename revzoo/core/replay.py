@@ -10,7 +10,7 @@ NOTE [ What a replay restores ]
        The caller's own state is put back afterwards, so that the caller's random numbers are
        those of a run without replay.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type.
-    3. ``training`` of every submodule.
+    3. ``training`` of every submodule, and the grid of every step.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them). One changed in place since then is an error, as it is in autograd: the
        reconstruction would be wrong.
@@ -34,6 +34,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # base of BatchNorm*, InstanceNorm*, SyncBatchNorm
 from torch.utils._pytree import tree_iter
+
+from revzoo.core.invertible import Step
 
 _thread = threading.local()
 
@@ -60,10 +62,10 @@ class _Held(NamedTuple):
     requires_grad: bool
 
     def check(self) -> None:
-        if self.tensor._version != self.version:
+        if (now := version_of(self.tensor)) != self.version:
             raise RuntimeError(
                 f"'{self.name}' of shape {tuple(self.tensor.shape)} was modified by an in-place "
-                f"operation between forward and backward: it is at version {self.tensor._version}; "
+                f"operation between forward and backward: it is at version {now}; "
                 f"expected version {self.version}. Activations recomputed with it would be wrong. "
                 "Run backward before changing it (optimizer.step(), load_state_dict()), or use "
                 "memory='store' for this step"
@@ -73,33 +75,35 @@ class _Held(NamedTuple):
 class Conditions:
     """All but its inputs that a module depends on (NOTE [ What a replay restores ])."""
 
-    __slots__ = ("_autocast", "_devices", "_held", "_rng", "_snapshots", "_statistics", "_training")
+    __slots__ = ("_autocast", "_devices", "_flags", "_held", "_rng", "_snapshots", "_statistics")
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
     ) -> None:
         """Capture before the forward pass; call :meth:`finish` right after it."""
-        self._devices = {t.device for t in inputs if t.device.type != "cpu"}
+        self._devices = {t.device for t in inputs if t.device.type not in ("cpu", "meta")}
         self._autocast = _autocast_state({"cpu", *(d.type for d in self._devices)})
-        self._training: list[tuple[nn.Module, bool]] = []
+        self._flags: list[tuple[nn.Module, str, Any]] = []
         self._held: list[_Held] = []
         self._statistics: list[tuple[dict[str, Any], str]] = []
         self._snapshots: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
         for m in module.modules():
-            self._training.append((m, m.training))
+            self._flags.append((m, "training", m.training))
+            if isinstance(m, Step):
+                self._flags.append((m, "grid", m.grid))
             for name, p in m._parameters.items():
                 if p is not None:
-                    self._held.append(_Held(m._parameters, name, p, p._version, p.requires_grad))
+                    self._held.append(_Held(m._parameters, name, p, version_of(p), p.requires_grad))
             for name, b in m._buffers.items():
                 if b is None:
                     continue
                 if isinstance(m, _NormBase) and m.training:
                     self._statistics.append((m._buffers, name))
                 else:
-                    self._snapshots.append((m._buffers, name, b, b.detach().clone(), b._version))
+                    self._snapshots.append((m._buffers, name, b, b.detach().clone(), version_of(b)))
         for name, value in (context or {}).items():
             for t in tensors_of(value):
-                self._held.append(_Held(None, name, t, t._version, t.requires_grad))
+                self._held.append(_Held(None, name, t, version_of(t), t.requires_grad))
         self._rng: dict[torch.device, Tensor] | None = _rng_state(self._devices)
 
     def finish(self) -> None:
@@ -110,7 +114,7 @@ class Conditions:
         changed = []
         for entry in self._snapshots:
             owner, name, tensor, _, version = entry
-            if owner.get(name) is tensor and tensor._version == version:
+            if owner.get(name) is tensor and version_of(tensor) == version:
                 self._held.append(_Held(owner, name, tensor, version, tensor.requires_grad))
             else:
                 changed.append(entry)
@@ -118,10 +122,9 @@ class Conditions:
 
     def storages(self) -> set[int]:
         """Addresses of parameters and buffers: they stay in memory, saved by the graph or not."""
-        held = {h.tensor.untyped_storage().data_ptr() for h in self._held}
-        held.update(b.untyped_storage().data_ptr() for _, _, b, _, _ in self._snapshots)
-        held.update(owner[name].untyped_storage().data_ptr() for owner, name in self._statistics)
-        held.discard(0)  # empty tensors share the null address
+        held = {address(h.tensor) for h in self._held}
+        held.update(address(b) for _, _, b, _, _ in self._snapshots)
+        held.update(address(owner[name]) for owner, name in self._statistics)
         return held
 
     @contextlib.contextmanager
@@ -145,10 +148,10 @@ class Conditions:
             yield
 
     def _restore_modules(self, stack: contextlib.ExitStack) -> None:
-        for m, training in self._training:
-            if m.training != training:
-                stack.callback(setattr, m, "training", m.training)
-                m.training = training
+        for m, name, value in self._flags:
+            if (now := getattr(m, name)) != value:
+                stack.callback(setattr, m, name, now)
+                setattr(m, name, value)
         for owner, name, tensor, _, requires_grad in self._held:
             if owner is not None and owner.get(name) is not tensor:
                 _swap(stack, owner, name, tensor)
@@ -159,6 +162,16 @@ class Conditions:
             _swap(stack, owner, name, owner[name].detach().clone())
         for owner, name, _, before, _ in self._snapshots:
             _swap(stack, owner, name, before.clone())
+
+
+def address(t: Tensor) -> int:
+    """Identifies the storage of ``t`` for as long as it lives, empty or not."""
+    return t.untyped_storage()._cdata
+
+
+def version_of(t: Tensor) -> int:
+    """How often ``t`` was changed in place; inference tensors do not count."""
+    return 0 if t.is_inference() else t._version
 
 
 def tensors_of(tree: Any) -> list[Tensor]:

@@ -11,6 +11,7 @@ Legend: B batch, C channels of one stream.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -25,8 +26,7 @@ class Coupling(Invertible):
     """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
 
     A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
-    recorded.
-    Subclasses define :meth:`combine` and :meth:`uncombine`.
+    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`.
     """
 
     def __init__(self, branch: nn.Module) -> None:
@@ -40,7 +40,7 @@ class Coupling(Invertible):
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
     def recover(self, y2: Tensor, value: Tensor) -> Tensor:
-        """As :meth:`uncombine`; may overwrite ``value`` if :meth:`combine` saves nothing of it."""
+        """As :meth:`uncombine`, where :meth:`combine` saved nothing; may overwrite ``value``."""
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
@@ -49,14 +49,14 @@ class Coupling(Invertible):
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
         return self.uncombine(y2, self.branch(y1, **context)), y1
 
-    def replay(self, outputs: State, record: Recording, **context: Any) -> State:
+    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs
         need1, need2 = record.needs
-        (value,) = record(self.branch, x2, needs=(need2,), **context)
+        (value,) = record(self.branch, (x2,), (need2,), context)
         with torch.no_grad():
-            x1 = self.recover(y2, value)
+            x1 = (self.recover if record.complete else self.uncombine)(y2, value)
         if not record.complete:  # an addition saves nothing
-            record(self.combine, x1, value, needs=(need1, value.requires_grad))
+            record(self.combine, (x1, value), (need1, value.requires_grad), {})
         return x1, x2
 
 
@@ -79,7 +79,8 @@ class AdditiveCoupling(Coupling):
         return y2 - self._fitting(value, y2)
 
     def recover(self, y2: Tensor, value: Tensor) -> Tensor:
-        if value.dtype != y2.dtype or not unshared(value):  # saved by the branch, or a stream
+        plain = type(self).uncombine is AdditiveCoupling.uncombine
+        if not plain or value.dtype != y2.dtype or value.shape != y2.shape or not unshared(value):
             return self.uncombine(y2, value)
         if self.grid is not None:
             round_to_grid_(value, self.grid)

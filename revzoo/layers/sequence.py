@@ -30,7 +30,7 @@ from revzoo.layers.split import Merge, Split
 class ReversibleSequence(Invertible):
     """Runs steps one after the other, each in its own memory mode.
 
-    Called with one tensor ``(B, 2C, ...)`` it splits it in two along dim 1 and merges the result:
+    Called with one tensor ``(B, 2C, ...)`` it splits it in two along ``dim`` and merges the result:
     ``y = seq(x)``, ``x = seq.inverse(y)``. Called with two, ``y1, y2 = seq(x1, x2)``. If the first
     step takes one stream (``streams = 1``) it gets the tensor as it is. Keyword arguments (a
     conditioning tensor, say) are given to every step.
@@ -40,7 +40,8 @@ class ReversibleSequence(Invertible):
             it is recomputed from its input where the mode is ``invert``, and :meth:`inverse`
             refuses.
         memory: mode of all steps, see :mod:`revzoo.core.memory`; :func:`revzoo.set_memory`
-            changes it later.
+            changes it later. Whatever mode a member had is replaced.
+        dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
 
     Raises:
         TypeError: a member is no Step.
@@ -53,8 +54,9 @@ class ReversibleSequence(Invertible):
         seq(x).sum().backward()
     """
 
-    def __init__(self, steps: Iterable[Step], *, memory: str = "invert") -> None:
+    def __init__(self, steps: Iterable[Step], *, memory: str = "invert", dim: int = 1) -> None:
         super().__init__()
+        self.dim = dim
         self.steps = nn.ModuleList()
         for i, step in enumerate(steps):
             if not isinstance(step, Step):
@@ -88,16 +90,22 @@ class ReversibleSequence(Invertible):
         return self.steps[index]  # type: ignore[return-value]
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
-        merge = len(state) == 1 and self.streams == 2
-        state = run_step(Split(), state) if merge else self._checked(state, self.streams)
+        merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
+        bare = len(state) == 1
+        if merge:
+            state = run_step(_like(next(iter(self), self), Split(self.dim)), state)
+        self._check_count(state)
         for step in self:
             # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
             if isinstance(step, ReversibleSequence):
-                state = step(*state, **context)
+                state = as_state(step(*state, **context))
             else:
                 state = widened(state) if step.invertible else state
                 state = run_step(step, state, **context)
-        return run_step(Merge(), state)[0] if merge else state
+        if merge:
+            self._check_mergeable(state)
+            state = run_step(_like(list(self)[-1] if len(self) else self, Merge(self.dim)), state)
+        return state[0] if bare and len(state) == 1 else state
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         """The input that :meth:`forward` maps to ``state``; leaves normalisation statistics alone.
@@ -107,16 +115,18 @@ class ReversibleSequence(Invertible):
             RangeError: on a grid, a stream is too large for its sums to have been exact.
         """
         self._check_invertible()
-        merge = len(state) == 1 and self.streams == 2
-        state = Split()(*state) if merge else state
+        merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
+        bare = len(state) == 1
+        state = Split(self.dim)(*state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
-                state = step.inverse(*state, **context)  # type: ignore[assignment]
+                state = as_state(step.inverse(*state, **context))
             else:
                 check_range(step, state)
                 with Conditions(step, state).restored():
                     state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
-        return Merge()(*state)[0] if merge else state
+        state = Merge(self.dim)(*state) if merge else state
+        return state[0] if bare and len(state) == 1 else state
 
     def _check_invertible(self) -> None:
         for i, step in enumerate(self):
@@ -126,12 +136,32 @@ class ReversibleSequence(Invertible):
                     "information"
                 )
 
-    def _checked(self, state: State, expected: int) -> State:
-        if len(state) != expected:
+    def _check_count(self, state: State) -> None:
+        for i, t in enumerate(state):
+            if not isinstance(t, Tensor):
+                raise TypeError(
+                    f"{type(self).__name__} got a {type(t).__name__} as stream {i}, expected a "
+                    "tensor: pass the streams one by one, seq(x1, x2)"
+                )
+        if len(state) != self.streams:
             raise ValueError(
-                f"{type(self).__name__} got {len(state)} streams, its first step takes {expected}"
+                f"{type(self).__name__} got {len(state)} streams, its first step takes "
+                f"{self.streams}"
             )
-        return state
+
+    def _check_mergeable(self, state: State) -> None:
+        if len(state) != 2:
+            raise ValueError(
+                f"{type(self).__name__} got one tensor to split in two, but its last step returned "
+                f"{len(state)} streams to merge: pass the streams one by one"
+            )
+
+
+def _like(neighbour: Step, edge: Step) -> Step:
+    """Splitting and merging join the chain of the step beside them, if that is inverted."""
+    edge.memory = "invert" if neighbour.memory in ("invert", "exact") else "store"
+    edge.grid = neighbour.grid
+    return edge
 
 
 class ReversibleBlock(ReversibleSequence):

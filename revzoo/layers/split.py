@@ -13,26 +13,31 @@ from revzoo.core.invertible import Invertible, State
 
 
 class Split(Invertible):
-    """``(B, 2C, ...) -> (B, C, ...), (B, C, ...)``: the two halves along dim 1.
+    """``(B, 2C, ...) -> (B, C, ...), (B, C, ...)``: the two halves along ``dim``.
 
     Raises:
-        ValueError: fewer than two dimensions or an odd number of channels.
+        ValueError: the tensor has no such dimension, or its size there is odd.
     """
 
     streams = 1
     exact = True
 
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
     def forward(self, x: Tensor) -> State:
-        if x.dim() < 2 or x.shape[1] % 2:
+        if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] % 2:
             raise ValueError(
-                f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim 1: "
-                "expected an even number of channels; pad the channels or pass two streams"
+                f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim "
+                f"{self.dim}: expected an even number of channels there; choose dim, pad the "
+                "channels or pass two streams"
             )
-        x1, x2 = x.chunk(2, dim=1)
+        x1, x2 = x.chunk(2, dim=self.dim)
         return x1, x2
 
     def inverse(self, x1: Tensor, x2: Tensor) -> State:
-        return (torch.cat((x1, x2), dim=1),)
+        return (torch.cat((x1, x2), dim=self.dim),)
 
 
 class Merge(Invertible):
@@ -40,9 +45,13 @@ class Merge(Invertible):
 
     exact = True
 
+    def __init__(self, dim: int = 1) -> None:
+        super().__init__()
+        self.dim = dim
+
     def forward(self, x1: Tensor, x2: Tensor) -> State:
-        return (torch.cat((x1, x2), dim=1),)
+        return (torch.cat((x1, x2), dim=self.dim),)
 
     def inverse(self, y: Tensor) -> State:
-        y1, y2 = y.chunk(2, dim=1)
+        y1, y2 = y.chunk(2, dim=self.dim)
         return y1, y2

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.invertible import State, Step, label_steps
+from revzoo.core.invertible import Step, as_state, label_steps
 from revzoo.core.memory import set_memory
 from revzoo.layers.norm import batch_norm
 from revzoo.layers.sequence import ReversibleSequence
@@ -103,9 +103,9 @@ class StagedNetwork(nn.Module, ABC):
             ValueError: the images' channels or size do not fit.
         """
         self._check_images(x)
-        state: State = self.stem(x)
+        state = as_state(self.stem(x))
         for stage in self.stages:
-            state = stage(*state)
+            state = as_state(stage(*state))
         return self.relu(self.norm(torch.cat(state, dim=1)))
 
     def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:

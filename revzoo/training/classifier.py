@@ -59,7 +59,7 @@ class Classifier(pl.LightningModule):
         self.optim = OptimSpec.of(optim)
         plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
         if not isinstance(model, nn.Module):
-            plain["model"] = dict(model)
+            plain["model"] = dict(model) if isinstance(model, Mapping) else model
         self.save_hyperparameters(plain)
         self.model = model if isinstance(model, nn.Module) else model_from(model)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
@@ -138,6 +138,8 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
     Raises:
         ValueError: if the name is missing, or the zoo refuses it or a keyword.
     """
+    if not isinstance(spec, Mapping):
+        raise ValueError(f'model={spec!r}: expected a module or a mapping {{"name": "revnet38"}}')
     options = dict(spec)
     name = options.pop("name", None)
     if name is None:

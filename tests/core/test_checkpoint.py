@@ -262,8 +262,13 @@ def test_a_parameter_changed_before_the_backward_is_an_error(mode):
 def test_a_branch_that_works_in_place_on_the_stream_is_refused():
     block = ReversibleBlock(nn.ReLU(inplace=True), nn.Identity())
     net = ReversibleSequence([AdditiveCoupling(nn.Identity()), block])
-    with pytest.raises(RuntimeError, match=r"AdditiveCoupling changed its input stream 1 in place"):
-        net(torch.randn(2, 4, requires_grad=True))
+    x = torch.randn(2, 4, requires_grad=True)
+    for mode in ("store", "offload", "recompute", "invert"):
+        set_memory(net, mode)
+        with pytest.raises(RuntimeError, match=r"Coupling changed its input stream 1 in place"):
+            net(x)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="changed its input stream 1"):
+        net(x)
 
 
 class FirstTimeDifferent(nn.Module):

@@ -1,6 +1,6 @@
 """Peak bytes of all tensors alive during one training step, per image: a table for the README.
 
-    python benchmarks/activations.py
+    python benchmarks/bench_activations.py
 
 Counted, not sampled: the figures are the same on every machine (see revzoo.profiling.live).
 Weights and their gradients exist before and are left out.
