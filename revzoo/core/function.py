@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -95,6 +96,7 @@ def _parts_of(thing: Any) -> Iterator[Any]:
     elif inspect.ismethod(thing):
         yield thing.__self__
     elif inspect.isfunction(thing):
-        named = inspect.getclosurevars(thing)
-        yield from (*named.nonlocals.values(), *named.globals.values())
+        named = thing.__globals__.keys() & set(thing.__code__.co_names)
+        yield from (thing.__globals__[name] for name in named)
+        yield from (c.cell_contents for c in thing.__closure__ or () if c != types.CellType())
         yield from thing.__defaults__ or ()

@@ -32,4 +32,6 @@ def narrowed(x: Tensor) -> Tensor:
 
 def _autocast_dtype(t: Tensor) -> torch.dtype | None:
     kind = t.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)

@@ -1,0 +1,301 @@
+"""Each test tells one fault that was once there."""
+
+import pytest
+import torch
+from compare import error, linear_net, twin
+from torch import nn
+
+from revzoo import (
+    AdditiveCoupling,
+    DriftError,
+    Invertible,
+    ReversibleBlock,
+    ReversibleSequence,
+    check_inverse,
+    drift,
+    invertible_checkpoint,
+    is_replaying,
+    set_memory,
+)
+
+
+def vectors(width=8):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(5, width, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+def gradients(net, mode, x, *, grid=None):
+    set_memory(net, mode, grid=grid)
+    return torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert"])
+def test_a_branch_that_changes_what_it_has_saved(mode):
+    # Slots are detached aliases, on which autograd's own version check does not look.
+    class Careless(nn.Module):
+        def forward(self, x):
+            h = x.tanh()
+            saved = h.sin()
+            h.add_(1)
+            return saved + h
+
+    net = ReversibleSequence([AdditiveCoupling(Careless()) for _ in range(2)], memory=mode)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        net(vectors()).sum().backward()
+
+
+def test_offload_sees_parameters_changed_on_the_cpu():
+    # save_on_cpu keeps an alias of what is on the CPU already and checks no version.
+    net = linear_net()
+    set_memory(net, "offload")
+    y = net(vectors())
+    with torch.no_grad():
+        net[0][0].branch[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+def test_a_coupling_derived_from_the_additive_one(scale):
+    # Its value was overwritten by the reconstructed stream before combine was recorded.
+    class Scaled(AdditiveCoupling):
+        def __init__(self, branch):
+            super().__init__(branch)
+            self.scale = nn.Parameter(torch.tensor(scale))
+
+        def combine(self, x1, value):
+            return x1 + self.scale * value
+
+        def uncombine(self, y2, value):
+            return y2 - self.scale * value
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([Scaled(nn.Linear(4, 4)) for _ in range(3)]).double()
+    x = vectors()
+    assert error(gradients(net, "invert", x), gradients(net, "store", x)) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_value_that_is_expanded(mode):
+    class Mean(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x).mean(0, keepdim=True).expand_as(x)
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(Mean()) for _ in range(3)]).double()
+    x, grid = vectors(), 14 if mode == "exact" else None
+    expected = gradients(net, "store", x, grid=grid)
+    assert error(gradients(net, mode, x, grid=grid), expected) < 1e-12
+
+
+def test_a_recomputed_step_that_does_not_repeat_itself():
+    # Nothing was compared where a step is recomputed from its inputs.
+    class Restless(nn.Module):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            return (x * self.calls).tanh()
+
+    net = ReversibleSequence([AdditiveCoupling(Restless())], memory="recompute")
+    with pytest.raises(DriftError, match="what was recomputed is off by"):
+        net(vectors()).sum().backward()
+
+
+def test_drift_is_relative_to_what_is_added():
+    # A stream of zeros has no size of its own: rounding in the other made it "off by 5e300".
+    torch.manual_seed(0)
+    blocks = [ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)]
+    net = ReversibleSequence(blocks)
+    net(torch.cat((torch.zeros(3, 4), torch.randn(3, 4)), 1).requires_grad_()).sum().backward()
+    assert max(drift(net).values()) < 1e-5
+
+
+def test_steps_that_run_steps_on_their_own_input():
+    # The inner steps joined the chain that the outer one was about to continue.
+    class Scaled(Invertible):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner, self.scale = inner, nn.Parameter(torch.tensor(1.5))
+
+        def forward(self, *state):
+            return tuple(t * self.scale for t in self.inner(*state))
+
+        def inverse(self, *state):
+            return self.inner.inverse(*(t / self.scale for t in state))
+
+    net = ReversibleSequence([Scaled(linear_net(1, seed=i)) for i in range(3)]).double()
+    x = vectors()
+    assert error(gradients(net, "invert", x), gradients(net, "store", x)) < 1e-12
+
+
+def test_a_chain_does_not_continue_across_detach():
+    a, b = linear_net(seed=0), linear_net(seed=1)
+    y = a(*vectors().chunk(2, dim=1))
+    b(*(t.detach() for t in y))
+    with torch.no_grad():
+        b[0][0].branch[0].bias.add_(1)
+    (y[0] + y[1]).sum().backward()  # b is none of its business
+
+
+def test_the_mode_is_that_of_the_forward_pass():
+    net = linear_net().float()
+    x = vectors().detach().float().requires_grad_()
+    expected = gradients(net, "exact", x)
+    set_memory(net, "exact")
+    loss = net(x).square().sum()
+    set_memory(net, "store")  # the replay must still round
+    actual = torch.autograd.grad(loss, [x, *net.parameters()])
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_a_stream_changed_in_place_is_no_longer_on_the_grid():
+    net = linear_net().float()
+    set_memory(net, "exact", grid=8)
+    with torch.no_grad():
+        state = net(*torch.randn(2, 5, 4))
+        for t in state:
+            t.mul_(1 / 3)
+        y = torch.cat(net(*state))
+        assert torch.equal(y * 2**8, (y * 2**8).round())
+
+
+@pytest.mark.parametrize("name", ["state", "step", "needs", "fn", "outputs", "record", "inputs"])
+def test_keyword_arguments_of_any_name(name):
+    class Takes(nn.Module):
+        def forward(self, x, **context):
+            return (x * context[name]).tanh()
+
+    net = ReversibleSequence([AdditiveCoupling(Takes()) for _ in range(2)])
+    net(vectors(), **{name: torch.tensor(2.0)}).sum().backward()
+
+
+NORM = nn.BatchNorm1d(1).double()
+
+
+def test_modules_that_a_function_names_as_globals():
+    def amount():
+        return NORM(torch.arange(4.0, dtype=torch.float64)[:, None]).squeeze(1)
+
+    before = NORM.num_batches_tracked.item()
+    y = invertible_checkpoint(
+        lambda x: x.exp() + amount(), lambda y: (y - amount()).log(), vectors(4)
+    )
+    y.sum().backward()
+    assert NORM.num_batches_tracked == before + 1
+
+
+def test_check_inverse_reports_nan():
+    class Broken(Invertible):
+        def forward(self, x1, x2):
+            return x1, x2
+
+        def inverse(self, y1, y2):
+            return y1, y2 * float("nan")
+
+    report = check_inverse(ReversibleSequence([Broken()]), torch.randn(2, 4))
+    assert not report.worst(torch.float64) < 1
+
+
+def test_check_inverse_on_a_grid():
+    net = linear_net().float()
+    set_memory(net, "exact")
+    report = check_inverse(net, torch.randn(4, 8))
+    assert {row.dtype for row in report} == {torch.float32, torch.float64}
+    assert report.worst(torch.float32) == 0
+
+
+def test_partial_graphs_in_the_order_that_cuts_the_tape_first():
+    net, results = linear_net(), []
+    for mode in ("invert", "store"):
+        other, x = twin(net, mode), vectors()
+        y1, y2 = other(*x.chunk(2, dim=1))
+        first = torch.autograd.grad(y1.sum(), [other[0][0].branch[0].weight, x])
+        last = torch.autograd.grad(y2.square().sum(), [other[2][1].branch[2].weight])
+        results.append([*first, *last])
+    assert error(*results) < 1e-12
+
+
+def test_a_frozen_weight_changed_before_the_backward():
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))]).double().requires_grad_(False)
+    y = net(vectors())
+    net[0].branch.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="expected version"):
+        y.sum().backward()
+
+
+def test_figures_of_a_backward_pass_that_failed_are_dropped():
+    net = linear_net()
+    loss, bias = net(vectors()).sum(), net[0][0].branch[0].bias
+
+    def fail(_):
+        raise KeyError("after the replay")
+
+    bias.data.add_(1)
+    handle = net[0][0].branch[0].weight.register_hook(fail)
+    with pytest.raises(KeyError):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    bias.data.sub_(1)
+    loss.backward()
+
+
+def test_a_retained_graph_costs_one_replay_a_step():
+    class Counting(nn.Module):
+        replays = 0
+
+        def forward(self, x):
+            Counting.replays += is_replaying()
+            return x.sin()
+
+    net = ReversibleSequence([AdditiveCoupling(Counting()) for _ in range(5)])
+    net(vectors()).sum().backward(retain_graph=True)
+    assert Counting.replays == 5
+
+
+def test_spectral_norm_and_two_backward_passes():
+    results = []
+    for mode in ("invert", "store"):
+        torch.manual_seed(0)
+        spectral = nn.utils.parametrizations.spectral_norm
+        steps = [AdditiveCoupling(spectral(nn.Linear(4, 4))) for _ in range(2)]
+        net = ReversibleSequence(steps, memory=mode).double()
+        loss = net(vectors()).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        results.append([p.grad for p in net.parameters()])
+    assert error(*results) < 1e-12
+
+
+def test_streams_are_float32_under_autocast():
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert net(torch.randn(2, 8).bfloat16()).dtype == torch.float32
+
+
+def test_a_sequence_of_one_stream_takes_and_gives_a_bare_tensor():
+    class Double(Invertible):
+        streams = 1
+
+        def forward(self, x):
+            return 2 * x
+
+        def inverse(self, y):
+            return y / 2
+
+    net, x = ReversibleSequence([Double(), Double()]), vectors()
+    assert torch.equal(net(x), 4 * x)
+    assert torch.equal(net.inverse(net(x)), x)
+
+
+def test_tokens_are_split_along_another_dimension():
+    torch.manual_seed(0)
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))], dim=-1)
+    x = torch.randn(2, 7, 8)
+    y1, y2 = net(*x.chunk(2, dim=-1))
+    assert torch.equal(net(x), torch.cat((y1, y2), dim=-1))
+    assert torch.allclose(net.inverse(net(x)), x, atol=1e-6)
