@@ -92,7 +92,6 @@ def invtorch_stack(pairs: Pairs) -> nn.Module:
         def __init__(self, f: nn.Module, g: nn.Module) -> None:
             super().__init__()
             self.f, self.g = f, g
-            self.reversible = True
 
         def function(self, x1: Tensor, x2: Tensor) -> tuple[Tensor, Tensor]:
             return _block(self.f, self.g, x1, x2)

@@ -207,7 +207,7 @@ def set_drift_limit(module: nn.Module, limit: float) -> None:
 def drift(module: nn.Module) -> dict[str, float]:
     """Relative drift of each step of ``module`` in its last replay, by its path, in order.
 
-    Steps that were not inverted since they were created are left out.
+    Steps that were never replayed are left out.
     """
     return {
         name: step.drift

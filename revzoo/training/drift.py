@@ -1,4 +1,4 @@
-"""Logs how far reconstructed activations drift from those of the forward pass."""
+"""Logs how far recomputed activations drift from those of the forward pass."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from revzoo.core.guard import drift
 
 
 class DriftLogger(pl.Callback):
-    """Logs the relative drift of every inverted step: the curve over depth, as time goes on.
+    """Logs the relative drift of every replayed step: the curve over depth, as time goes on.
 
     Scalars ``drift/max`` and ``drift/PATH``, PATH being the step's place in the model; relative
-    to the largest sampled value of the stream (see :mod:`revzoo.core.guard`). Steps that are not
-    inverted have none.
+    to the largest sampled value (see :mod:`revzoo.core.guard`). Steps that are stored have none.
 
     Args:
         every_n_steps: optimiser steps between two records.
