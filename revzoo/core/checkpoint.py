@@ -103,8 +103,7 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
         outputs = as_state(step(*state, **context))
     entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
-    if step.grid is not None:
-        entry.observe_grid(state, outputs)
+    entry.observe_grid(state, outputs)
     tape.append(entry, outputs if invert else None)
     return outputs
 

@@ -126,7 +126,7 @@ class Entry:
             self.samples = sample(computed, known)
 
     def observe_grid(self, inputs: State, outputs: State) -> None:
-        """Note the range of the outputs and their strides."""
+        """Note the range of the outputs and their strides, if the step is on a grid."""
         if self.step.grid is not None:
             self.peaks = peaks(inputs, outputs, self.step.grid)
             self.strides = [t.stride() for t in outputs]

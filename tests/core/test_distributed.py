@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from revzoo import set_memory
 
 WORLD = 2
+pytestmark = pytest.mark.timeout(300)
 
 
 def _free_port():

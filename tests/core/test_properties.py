@@ -2,6 +2,7 @@
 
 import math
 
+import pytest
 import torch
 from compare import Effects, error
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +12,6 @@ from torch import nn
 from revzoo import (
     AdditiveCoupling,
     AffineCoupling,
-    DriftError,
     ReversibleBlock,
     ReversibleSequence,
     Squeeze,
@@ -83,16 +83,16 @@ def effects(net, x, initial, *, two_streams, twice):
     x = x.detach().clone().requires_grad_(x.requires_grad)
     y = torch.cat(net(*x.chunk(2, dim=1)), dim=1) if two_streams else net(x)
     loss = y.square().mean()
-    growth = (y.detach().abs().amax() / x.detach().abs().amax()).item()
     if loss.requires_grad:
         loss.backward(retain_graph=twice)
         if twice:
             loss.backward()
     gradients = [p.grad for p in (x, *net.parameters()) if p.grad is not None]
     buffers = [b.clone() for b in net.buffers()]
-    return Effects([loss.detach()], gradients, buffers, torch.get_rng_state()), growth
+    return Effects([loss.detach()], gradients, buffers, torch.get_rng_state())
 
 
+@pytest.mark.timeout(600)
 @settings(
     max_examples=300,
     deadline=None,
@@ -108,21 +108,16 @@ def test_random_nets_equal_store(data):
     x.requires_grad_(data.draw(st.booleans()))
     options = {"two_streams": data.draw(st.booleans()), "twice": data.draw(st.booleans())}
     set_memory(net, "store")
-    expected, growth = effects(net, x, initial, **options)
+    expected = effects(net, x, initial, **options)
     for m in net.modules():
         if hasattr(m, "memory"):
             m.memory = data.draw(st.sampled_from(MODES))
     if data.draw(st.booleans()):
         set_memory(net, "invert")
-    try:
-        actual, _ = effects(net, x, initial, **options)
-    except DriftError:
-        assert growth > 10
-        return
-    if growth <= 10:
-        assert torch.equal(actual.losses[0], expected.losses[0])
-        if expected.gradients:
-            assert error(actual.gradients, expected.gradients) <= 1e-10
+    actual = effects(net, x, initial, **options)
+    assert torch.equal(actual.losses[0], expected.losses[0])
+    if expected.gradients:
+        assert error(actual.gradients, expected.gradients) <= 1e-10
     for a, e in zip(actual.buffers, expected.buffers, strict=True):
         assert torch.equal(a, e)
     assert torch.equal(actual.random_state, expected.random_state)
