@@ -27,8 +27,8 @@ from revzoo.core.invertible import State
 from revzoo.core.replay import version_of
 
 DEFAULT_BITS = 14
-WITH_GRID = frozenset({torch.float32, torch.float64})
 _MANTISSA = {torch.float32: 24, torch.float64: 53}
+WITH_GRID = frozenset(_MANTISSA)
 
 
 class _Round(torch.autograd.Function):
