@@ -5,7 +5,7 @@ from revzoo.training.classifier import Classifier
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
-from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, parameter_groups
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.schedules import make_schedule
 
 __all__ = [
@@ -18,7 +18,6 @@ __all__ = [
     "build_optimizer",
     "build_schedule",
     "make_schedule",
-    "parameter_groups",
     "peak_bytes",
     "peak_host_bytes",
 ]

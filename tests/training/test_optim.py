@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from revzoo.models import create_model
-from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, parameter_groups
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule, divided
 
 
 def names(model: nn.Module, group: dict[str, object]) -> set[str]:
@@ -21,7 +21,7 @@ def net() -> nn.Sequential:
 
 def test_only_convolution_and_linear_weights_decay() -> None:
     model = net()
-    decayed, others = parameter_groups(model, weight_decay=0.5)
+    decayed, others = build_optimizer(model, OptimSpec(weight_decay=0.5)).param_groups
     assert names(model, decayed) == {"0.weight", "3.weight"}
     assert names(model, others) == {"0.bias", "1.weight", "1.bias", "3.bias", "4.weight"}
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
@@ -30,7 +30,7 @@ def test_only_convolution_and_linear_weights_decay() -> None:
 @pytest.mark.parametrize("name", ["revnet38", "resnet32"])
 def test_every_parameter_of_a_model_is_in_one_group(name: str) -> None:
     model = create_model(name)
-    decayed, others = parameter_groups(model, weight_decay=1.0)
+    decayed, others = build_optimizer(model, OptimSpec()).param_groups
     assert names(model, decayed) | names(model, others) == {n for n, _ in model.named_parameters()}
     assert not names(model, decayed) & names(model, others)
     assert all(p.ndim > 1 for p in decayed["params"])
@@ -53,7 +53,7 @@ def test_decay_moves_what_it_should_and_nothing_else() -> None:
 def test_frozen_parameters_are_left_out() -> None:
     model = net()
     model[0].requires_grad_(False)
-    groups = parameter_groups(model, weight_decay=0.1)
+    groups = build_optimizer(model, OptimSpec()).param_groups
     assert not any(name.startswith("0.") for group in groups for name in names(model, group))
     model.requires_grad_(False)
     with pytest.raises(ValueError, match="nothing to train"):
@@ -63,8 +63,8 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_a_shared_weight_is_in_one_group() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
-    groups = parameter_groups(nn.Sequential(first, second), weight_decay=0.1)
-    assert [len(group["params"]) for group in groups] == [1, 2]
+    weights, others = divided(nn.Sequential(first, second))
+    assert (len(weights), len(others)) == (1, 2)
 
 
 def test_optimizer_is_nesterov_sgd() -> None:
@@ -109,3 +109,18 @@ def test_spec_from_plain_and_back() -> None:
 def test_nonsense_is_refused(plain: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimSpec.of(plain)
+
+
+def test_muon_takes_the_hidden_weights_and_leaves_the_rest_to_sgd() -> None:
+    model = net()
+    spec = OptimSpec(name="muon", lr=0.03, sgd_lr=0.2, weight_decay=0.5)
+    hidden, rest = build_optimizer(model, spec).param_groups
+    assert names(model, hidden) == {"0.weight"}
+    assert (hidden["lr"], hidden["weight_decay"], hidden["orthogonal"]) == (0.03, 0.5, True)
+    assert (rest["lr"], rest["weight_decay"], rest["orthogonal"]) == (0.2, 0.0, False)
+
+
+@pytest.mark.parametrize("options", [{"name": "muon"}, {"sgd_lr": 0.1}, {"name": "adam"}])
+def test_impossible_optimisers_are_refused(options: dict[str, object]) -> None:
+    with pytest.raises(ValueError, match=r"optim\.(sgd_lr|name)=.*expected"):
+        OptimSpec.of(options)
