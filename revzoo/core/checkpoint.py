@@ -39,9 +39,9 @@ NOTE [ Slots and the tape ]
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, whether or not a container holds
-    them: a tape whose known state is exactly the new step's input is continued. It is found by
-    the address of its last tensor, which cannot be reused while the tape holds it, and compared
-    tensor by tensor.
+    them: a tape is continued whose known state is exactly the new step's input, the very tensors
+    and unchanged. It is found by the identity of the last one; weak references tell whether that
+    still means the same tensor.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Replayed, Slot, unpack
-from revzoo.core.replay import address, tensors_of, version_of
+from revzoo.core.replay import tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -111,8 +111,9 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
 def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
-    given = itertools.chain(state, tensors_of(context), step.parameters())
-    return any(t.requires_grad for t in given)
+    if any(t.requires_grad for t in state):
+        return True
+    return any(t.requires_grad for t in itertools.chain(tensors_of(context), step.parameters()))
 
 
 def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> None:
@@ -131,6 +132,7 @@ class Tape:
     def __init__(self, state: State) -> None:
         self.entries: list[Entry] = []
         self._position = 0
+        self._given: list[weakref.ref[Tensor]] = []  # the known state as its maker returned it
         self._set_known(state)
         self._cursor: tuple[int, State] | None = None
         self._filled: list[weakref.ref[Slot]] = []
@@ -139,7 +141,7 @@ class Tape:
     @staticmethod
     def ending_with(state: State) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
-        tape = _open_tapes.get(address(state[-1]))
+        tape = _open_tapes.get(id(state[-1]))
         return tape if tape is not None and tape._knows(state) else Tape(state)
 
     def append(self, entry: Entry, outputs: State | None) -> None:
@@ -149,21 +151,21 @@ class Tape:
             return
         self._set_known(outputs)
         self._position = len(self.entries)
-        _open_tapes[address(outputs[-1])] = self
+        self._given = [weakref.ref(t) for t in outputs]
+        _open_tapes[id(outputs[-1])] = self
 
     def close(self) -> None:
         """Let no further step join until one is appended."""
-        if _open_tapes.get(key := address(self._known[-1])) is self:
-            del _open_tapes[key]
+        self._given = []
 
     def _set_known(self, state: State) -> None:
-        self._known = tuple(t.detach() for t in state)
+        self._known = tuple([t.detach() for t in state])
         self._marks = [(version_of(t), t.requires_grad) for t in state]
 
     def _knows(self, state: State) -> bool:
-        return len(state) == len(self._known) and all(
-            _same_view(a, b) and (version_of(a), a.requires_grad) == mark
-            for a, b, mark in zip(state, self._known, self._marks, strict=True)
+        return len(state) == len(self._given) and all(
+            ref() is t and (version_of(t), t.requires_grad) == mark
+            for t, ref, mark in zip(state, self._given, self._marks, strict=True)
         )
 
     def replay(self, index: int) -> None:
@@ -212,14 +214,6 @@ class Tape:
         self.close()
         self._set_known(state)
         self._position, self._cursor = index, None
-
-
-def _same_view(a: Tensor, b: Tensor) -> bool:
-    return (
-        address(a) == address(b)
-        and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
-        and (a.stride(), a.storage_offset()) == (b.stride(), b.storage_offset())
-    )
 
 
 _open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()

@@ -17,7 +17,7 @@ here leaving the range is an error, and nothing is saved.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,9 +94,7 @@ def put_on_grid(state: State, bits: int) -> State:
     """The state rounded to the grid, but for streams that are known to lie on it."""
     for t in state:
         range_of(t.dtype, bits)
-    return mark_on_grid(
-        tuple(t if _is_on_grid(t, bits) else round_to_grid(t, bits) for t in state), bits
-    )
+    return tuple(t if _is_on_grid(t, bits) else round_to_grid(t, bits) for t in state)
 
 
 def _is_on_grid(t: Tensor, bits: int) -> bool:
@@ -111,11 +109,19 @@ def mark_on_grid(state: State, bits: int) -> State:
     return state
 
 
-def peaks(inputs: State, outputs: State, bits: int) -> list[tuple[Tensor, float]]:
-    """Largest magnitude, on the device, and limit of each stream that a step has computed."""
+class Extremes(NamedTuple):
+    """How far a stream goes, on its device, and how far its sums are exact."""
+
+    low: Tensor
+    high: Tensor
+    limit: float
+
+
+def extremes(inputs: State, outputs: State, bits: int) -> list[Extremes]:
+    """Those of each stream that a step has computed."""
     passed = {id(t) for t in inputs}
     return [
-        (torch.linalg.vector_norm(t.detach(), ord=torch.inf), range_of(t.dtype, bits))
+        Extremes(*torch.aminmax(t.detach()), range_of(t.dtype, bits))
         for t in outputs
         if id(t) not in passed and t.numel()
     ]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import peaks
+from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.invertible import State, Step, name_of
 
 SAMPLES = 32  # values compared per stream
@@ -52,24 +52,28 @@ class _Drift(NamedTuple):
 class _Peak(NamedTuple):
     step: Step
     name: str
-    value: Tensor
-    limit: float
+    extremes: Extremes
 
 
 def sample(computed: State, known: State) -> list[Samples]:
     """A few values of each stream that the step does not pass on as it is."""
-    passed = {id(t) for t in known}
-    taken = {id(t) for t in computed}
-    operands = [t for t in known if id(t) not in taken and _comparable(t)]
-    return [
-        Samples(i, _sampled(t), _sampled(operands[-1] if operands else t))
-        for i, t in enumerate(computed)
-        if id(t) not in passed and _comparable(t)
-    ]
+    operand = None  # what the streams were computed with
+    for t in known:
+        if _comparable(t) and not _among(t, computed):
+            operand = t
+    found = []
+    for i, t in enumerate(computed):
+        if _comparable(t) and not _among(t, known):
+            found.append(Samples(i, _sampled(t), _sampled(t if operand is None else operand)))
+    return found
+
+
+def _among(t: Tensor, state: State) -> bool:
+    return any(t is other for other in state)
 
 
 def _comparable(t: Tensor) -> bool:
-    return t.numel() > 0 and (t.is_floating_point() or t.is_complex())
+    return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
 
 
 def _sampled(t: Tensor) -> Tensor:
@@ -101,10 +105,10 @@ class Guard:
             actual = _sampled(computed[stream])
             self._drifts.append(_Drift(step, name, limit, values, operand, actual))
 
-    def bound(self, step: Step, name: str, peak: Tensor, limit: float) -> None:
-        """Note the largest magnitude of a stream, which must stay below ``limit``."""
+    def bound(self, step: Step, name: str, values: Extremes) -> None:
+        """Note how far a stream went, which must be less than its limit."""
         self._begin()
-        self._peaks.append(_Peak(step, name, peak, limit))
+        self._peaks.append(_Peak(step, name, values))
 
     def _begin(self) -> None:
         # Figures of a backward pass that an exception ended are dropped.
@@ -130,16 +134,18 @@ class Guard:
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums on the step's grid would not have been exact (host sync)."""
     if step.grid is not None:
-        _check_peaks([_Peak(step, name_of(step), *peak) for peak in peaks((), state, step.grid)])
+        _check_peaks([_Peak(step, name_of(step), e) for e in extremes((), state, step.grid)])
 
 
 def _check_peaks(peaks: list[_Peak]) -> None:
     if not peaks:
         return
-    values = torch.stack([p.value.float() for p in peaks]).tolist()
+    ends = [end.float() for peak in peaks for end in (-peak.extremes.low, peak.extremes.high)]
+    values = torch.stack(ends).view(-1, 2).amax(dim=1).tolist()
     for peak, value in zip(peaks, values, strict=True):
-        if not value < peak.limit:
-            excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else None
+        limit = peak.extremes.limit
+        if not value < limit:
+            excess = math.ceil(math.log2(value / limit)) + 1 if math.isfinite(value) else None
             bits = (peak.step.grid or 0) - (excess or 0)
             remedy = (
                 f"choose grid={bits} or fewer bits"
@@ -148,7 +154,7 @@ def _check_peaks(peaks: list[_Peak]) -> None:
             )
             raise RangeError(
                 f"{peak.name}: a stream reached {value:.3g}, but with grid={peak.step.grid} sums "
-                f"are exact only below {peak.limit:g}; {remedy}"
+                f"are exact only below {limit:g}; {remedy}"
             )
 
 

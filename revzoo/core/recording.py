@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.fixedpoint import peaks
+from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of
-from revzoo.core.replay import Conditions, address, version_of
+from revzoo.core.replay import Conditions
 
 
 class ReplayMismatchError(RuntimeError):
@@ -32,11 +32,13 @@ class _Tape(Protocol):
 class Slot:
     """Stands in the graph for one saved activation of the tape's entry ``index``."""
 
-    __slots__ = ("__weakref__", "index", "tape", "value")
+    __slots__ = ("__weakref__", "dtype", "index", "shape", "tape", "value")
 
-    def __init__(self, tape: _Tape, index: int) -> None:
+    def __init__(self, tape: _Tape, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
         self.tape = tape
         self.index = index
+        self.shape = shape
+        self.dtype = dtype
         self.value: Tensor | None = None
 
 
@@ -49,24 +51,16 @@ class Resident(NamedTuple):
     @staticmethod
     def of(t: Tensor) -> Resident:
         """``t`` as it is now; detached, since an output that its node saves holds its grad_fn."""
-        return Resident(t.detach(), version_of(t))
+        return Resident(t if t.is_leaf else t.detach(), t._version)
 
     def check(self) -> None:
         """Raise if the tensor was changed since; saved-tensor hooks switch autograd's check off."""
-        if (now := version_of(self.tensor)) != self.version:
+        if (now := self.tensor._version) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
                 f"inplace operation: tensor of shape {tuple(self.tensor.shape)} is at version "
                 f"{now}; expected version {self.version} instead"
             )
-
-
-class _Saved(NamedTuple):
-    """One tensor that the forward pass saved."""
-
-    slot: weakref.ref[Slot] | None  # None if it is resident
-    shape: torch.Size
-    dtype: torch.dtype
 
 
 def unpack(packed: Slot | Resident) -> Tensor:
@@ -97,10 +91,10 @@ class Entry:
     __slots__ = (
         "conditions",
         "context",
+        "extremes",
         "limit",
         "name",
         "needs",
-        "peaks",
         "samples",
         "saved",
         "step",
@@ -115,9 +109,9 @@ class Entry:
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
         self.limit = 0.0 if step.memory == "exact" else step.drift_limit
-        self.saved: list[_Saved] = []
+        self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
-        self.peaks: list[tuple[Tensor, float]] = []  # magnitude of a stream and its limit
+        self.extremes: list[Extremes] = []
         self.strides: list[tuple[int, ...]] | None = None  # of the outputs, on a grid
 
     def observe(self, known: State, computed: State) -> None:
@@ -128,15 +122,15 @@ class Entry:
     def observe_grid(self, inputs: State, outputs: State) -> None:
         """Note the range of the outputs and their strides, if the step is on a grid."""
         if self.step.grid is not None:
-            self.peaks = peaks(inputs, outputs, self.step.grid)
+            self.extremes = extremes(inputs, outputs, self.step.grid)
             self.strides = [t.stride() for t in outputs]
 
     def report(self, guard: Guard, computed: State) -> None:
         """Hand the guard what the replay computed."""
         if self.samples:
             guard.compare(self.step, self.name, self.limit, self.samples, computed)
-        for value, limit in self.peaks:
-            guard.bound(self.step, self.name, value, limit)
+        for values in self.extremes:
+            guard.bound(self.step, self.name, values)
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
@@ -144,11 +138,11 @@ class Entry:
         saved = self.saved
 
         def pack(t: Tensor) -> Slot | Resident:
-            if address(t) in resident:
-                saved.append(_Saved(None, t.shape, t.dtype))
+            if t.untyped_storage()._cdata in resident:
+                saved.append(None)
                 return Resident.of(t)
-            slot = Slot(tape, index)
-            saved.append(_Saved(weakref.ref(slot), t.shape, t.dtype))
+            slot = Slot(tape, index, t.shape, t.dtype)
+            saved.append(weakref.ref(slot))
             return slot
 
         return pack
@@ -156,7 +150,7 @@ class Entry:
     @property
     def alive(self) -> bool:
         """Whether the graph may still ask for one of the step's slots."""
-        return any(slot is not None and slot() is not None for slot, _, _ in self.saved)
+        return any(ref is not None and ref() is not None for ref in self.saved)
 
     def invert(self, outputs: State) -> State:
         """The step's inputs, without recording."""
@@ -226,14 +220,16 @@ class Replayed:
         self._count += 1
         if k >= len(self._entry.saved):
             return  # check() tells how many there were
-        ref, shape, dtype = self._entry.saved[k]
-        if t.shape != shape or t.dtype != dtype:
+        ref = self._entry.saved[k]
+        slot = None if ref is None else ref()
+        if slot is None:
+            return
+        if t.shape != slot.shape or t.dtype != slot.dtype:
             raise self._mismatch(
                 f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
-                f"{dtype} of shape {tuple(shape)} in the forward pass"
+                f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
             )
-        if ref is not None and (slot := ref()) is not None:
-            self._values.append((slot, Resident.of(t)))
+        self._values.append((slot, Resident.of(t)))
 
     def check(self) -> None:
         """Raise unless the replay saved as many tensors as the forward pass, and left them be."""

@@ -26,8 +26,9 @@ Known limit: state outside tensors (a Python attribute that ``forward`` changes)
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,8 @@ from torch.utils._pytree import tree_iter
 from revzoo.core.invertible import Step
 
 _thread = threading.local()
+_CPU = torch.device("cpu")
+_HOST = ("cpu", "meta")  # devices without a random state of their own
 
 
 def is_replaying() -> bool:
@@ -81,36 +84,41 @@ class Conditions:
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
     ) -> None:
         """Capture before the forward pass; call :meth:`finish` right after it."""
-        self._devices = {t.device for t in inputs if t.device.type not in ("cpu", "meta")}
-        self._autocast = _autocast_state({"cpu", *(d.type for d in self._devices)})
+        self._devices = frozenset(t.device for t in inputs if t.device.type not in _HOST)
+        self._autocast = _autocast_state(_with_autocast(self._devices))
         self._flags: list[tuple[nn.Module, str, Any]] = []
         self._held: list[_Held] = []
         self._statistics: list[tuple[dict[str, Any], str]] = []
         self._snapshots: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
-        for m in module.modules():
+        for m in _walk(module):
             self._flags.append((m, "training", m.training))
             if isinstance(m, Step):
                 self._flags.append((m, "grid", m.grid))
             for name, p in m._parameters.items():
                 if p is not None:
                     self._held.append(_Held(m._parameters, name, p, version_of(p), p.requires_grad))
-            for name, b in m._buffers.items():
-                if b is None:
-                    continue
-                if isinstance(m, _NormBase) and m.training:
-                    self._statistics.append((m._buffers, name))
-                else:
-                    self._snapshots.append((m._buffers, name, b, b.detach().clone(), version_of(b)))
+            if m._buffers:
+                self._capture_buffers(m)
         for name, value in (context or {}).items():
             for t in tensors_of(value):
                 self._held.append(_Held(None, name, t, version_of(t), t.requires_grad))
         self._rng: dict[torch.device, Tensor] | None = _rng_state(self._devices)
 
+    def _capture_buffers(self, m: nn.Module) -> None:
+        for name, b in m._buffers.items():
+            if b is None:
+                continue
+            if m.training and isinstance(m, _NormBase):
+                self._statistics.append((m._buffers, name))
+            else:
+                self._snapshots.append((m._buffers, name, b, b.detach().clone(), version_of(b)))
+
     def finish(self) -> None:
         """After the forward pass: forget the random state and the buffers that it left alone."""
-        after = _rng_state(self._devices)
-        if all(torch.equal(after[d], state) for d, state in (self._rng or {}).items()):
+        if self._rng is not None and _same(self._rng, _rng_state(self._devices)):
             self._rng = None
+        if not self._snapshots:
+            return
         changed = []
         for entry in self._snapshots:
             owner, name, tensor, _, version = entry
@@ -122,10 +130,10 @@ class Conditions:
 
     def storages(self) -> set[int]:
         """Addresses of parameters and buffers: they stay in memory, saved by the graph or not."""
-        held = {address(h.tensor) for h in self._held}
-        held.update(address(b) for _, _, b, _, _ in self._snapshots)
-        held.update(address(owner[name]) for owner, name in self._statistics)
-        return held
+        held = [h.tensor for h in self._held]
+        held += [b for _, _, b, _, _ in self._snapshots]
+        held += [owner[name] for owner, name in self._statistics]
+        return {t.untyped_storage()._cdata for t in held}
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -136,32 +144,54 @@ class Conditions:
         """
         for held in self._held:
             held.check()
-        with contextlib.ExitStack() as stack:
-            _thread.depth = getattr(_thread, "depth", 0) + 1
-            stack.callback(_leave)
+        undo: _Undo = []
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        try:
             if self._rng is not None:
-                stack.callback(_set_rng_state, _rng_state(self._devices))
+                undo.append((_set_rng_state, (_rng_state(self._devices),)))
                 _set_rng_state(self._rng)
-            self._restore_modules(stack)
-            for context in _autocast_contexts(self._autocast):
-                stack.enter_context(context)
-            yield
+            self._restore_modules(undo)
+            with self._autocast_restored():
+                yield
+        finally:
+            _thread.depth -= 1
+            for fn, arguments in reversed(undo):
+                fn(*arguments)
 
-    def _restore_modules(self, stack: contextlib.ExitStack) -> None:
+    def _autocast_restored(self) -> contextlib.AbstractContextManager[None]:
+        same = self._autocast == _autocast_state(_with_autocast(self._devices))
+        return contextlib.nullcontext() if same else _autocast(self._autocast)
+
+    def _restore_modules(self, undo: _Undo) -> None:
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
-                stack.callback(setattr, m, name, now)
+                undo.append((setattr, (m, name, now)))
                 setattr(m, name, value)
         for owner, name, tensor, _, requires_grad in self._held:
             if owner is not None and owner.get(name) is not tensor:
-                _swap(stack, owner, name, tensor)
+                _swap(undo, owner, name, tensor)
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
-                stack.callback(tensor.requires_grad_, tensor.requires_grad)
+                undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(requires_grad)
         for owner, name in self._statistics:
-            _swap(stack, owner, name, owner[name].detach().clone())
+            _swap(undo, owner, name, owner[name].detach().clone())
         for owner, name, _, before, _ in self._snapshots:
-            _swap(stack, owner, name, before.clone())
+            _swap(undo, owner, name, before.clone())
+
+
+_Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+def _walk(module: nn.Module) -> list[nn.Module]:
+    """``module.modules()`` without the cost of its nested generators."""
+    found: dict[nn.Module, None] = {}
+    stack: list[nn.Module | None] = [module]
+    while stack:
+        m = stack.pop()
+        if m is not None and m not in found:
+            found[m] = None
+            stack += m._modules.values()
+    return list(found)
 
 
 def address(t: Tensor) -> int:
@@ -171,7 +201,10 @@ def address(t: Tensor) -> int:
 
 def version_of(t: Tensor) -> int:
     """How often ``t`` was changed in place; inference tensors do not count."""
-    return 0 if t.is_inference() else t._version
+    try:
+        return t._version
+    except RuntimeError:
+        return 0
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
@@ -179,20 +212,20 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
 
 
-def _leave() -> None:
-    _thread.depth -= 1
-
-
-def _swap(stack: contextlib.ExitStack, owner: dict[str, Any], name: str, tensor: Tensor) -> None:
-    stack.callback(owner.__setitem__, name, owner.get(name))
+def _swap(undo: _Undo, owner: dict[str, Any], name: str, tensor: Tensor) -> None:
+    undo.append((owner.__setitem__, (name, owner.get(name))))
     owner[name] = tensor
 
 
 def _rng_state(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    states = {torch.device("cpu"): torch.get_rng_state()}
+    states = {_CPU: torch.get_rng_state()}
     for device in devices:
         states[device] = torch.get_device_module(device).get_rng_state(device)
     return states
+
+
+def _same(a: dict[torch.device, Tensor], b: dict[torch.device, Tensor]) -> bool:
+    return all(torch.equal(state, b[device]) for device, state in a.items())
 
 
 def _set_rng_state(states: dict[torch.device, Tensor]) -> None:
@@ -203,19 +236,25 @@ def _set_rng_state(states: dict[torch.device, Tensor]) -> None:
             torch.get_device_module(device).set_rng_state(state, device)
 
 
-_Autocast = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
+_AutocastState = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
 
 
-def _autocast_state(device_types: set[str]) -> _Autocast:
-    kinds = [d for d in sorted(device_types) if torch.amp.is_autocast_available(d)]
-    states = tuple((d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in kinds)
-    return torch.is_autocast_cache_enabled(), states
+def _autocast_state(device_types: Iterable[str]) -> _AutocastState:
+    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]
+    return torch.is_autocast_cache_enabled(), tuple(states)
 
 
-def _autocast_contexts(wanted: _Autocast) -> list[contextlib.AbstractContextManager[Any]]:
+@functools.cache
+def _with_autocast(devices: frozenset[torch.device]) -> list[str]:
+    """The types of the CPU and of ``devices`` that know autocast, in an order of their own."""
+    kinds = sorted({"cpu", *(d.type for d in devices)})
+    return [d for d in kinds if torch.amp.is_autocast_available(d)]
+
+
+@contextlib.contextmanager
+def _autocast(wanted: _AutocastState) -> Iterator[None]:
     cache, states = wanted
-    if wanted == _autocast_state({d for d, _, _ in states}):
-        return []
-    return [
-        torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache) for d, on, dtype in states
-    ]
+    with contextlib.ExitStack() as stack:
+        for d, on, dtype in states:
+            stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache))
+        yield
