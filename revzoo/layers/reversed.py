@@ -68,7 +68,6 @@ class ReversedStep(Invertible):
         self.step = step
         self.streams = step.outputs
         self.exact = step.exact
-        self.inexact = f"(reversed {type(step).__name__}) {step.inexact}"
 
     @property
     def outputs(self) -> int:
