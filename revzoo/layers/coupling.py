@@ -27,8 +27,17 @@ class Coupling(Invertible):
     """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
 
     A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
-    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`.
+    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
+    one: that of another ``combine`` is not inherited.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "combine" in own and "log_det" not in own:
+            cls.log_det = Invertible.log_det
+        if ("combine" in own or "log_det" in own) and "forward_with_log_det" not in own:
+            cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
