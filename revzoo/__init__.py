@@ -7,22 +7,43 @@ from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.memory import set_memory
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
+from revzoo.layers.activation import InvertibleLeakyReLU
+from revzoo.layers.actnorm import ActNorm
+from revzoo.layers.batchnorm import InvertibleBatchNorm
+from revzoo.layers.conv1x1 import InvertibleConv1x1
 from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from revzoo.layers.flatten import InvertibleFlatten
+from revzoo.layers.haar import HaarSqueeze
+from revzoo.layers.linear import InvertibleLinear
+from revzoo.layers.permute import ChannelPermutation
+from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import create_model, list_models
 
 __all__ = [
+    "ActNorm",
     "AdditiveCoupling",
     "AffineCoupling",
+    "ChannelPermutation",
     "Coupling",
     "DriftError",
+    "HaarSqueeze",
     "Invertible",
+    "InvertibleBatchNorm",
+    "InvertibleConv1x1",
+    "InvertibleFlatten",
+    "InvertibleLeakyReLU",
+    "InvertibleLinear",
+    "Merge",
     "NotInvertibleError",
     "RangeError",
     "ReplayMismatchError",
+    "Reversed",
     "ReversibleBlock",
     "ReversibleSequence",
+    "Split",
     "Squeeze",
     "Step",
     "check_inverse",

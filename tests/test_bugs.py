@@ -44,6 +44,26 @@ def test_a_branch_that_changes_what_it_has_saved(mode):
         net(vectors()).sum().backward()
 
 
+def test_random_numbers_of_a_step_without_a_replay_of_its_own():
+    # Its inverse drew the forward pass's random numbers, its recorded forward pass the next ones.
+    class Noisy(Invertible):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.tensor(0.3, dtype=torch.float64))
+
+        def forward(self, x1, x2):
+            return x2, x1 + nn.functional.dropout(x2.exp() * self.weight)
+
+        def inverse(self, y1, y2):
+            return y2 - nn.functional.dropout(y1.exp() * self.weight), y1
+
+    net, results = ReversibleSequence([Noisy() for _ in range(3)]), []
+    for mode in ("invert", "store"):
+        torch.manual_seed(3)
+        results.append(gradients(net, mode, vectors()))
+    assert error(*results) < 1e-12
+
+
 def test_offload_sees_parameters_changed_on_the_cpu():
     # save_on_cpu keeps an alias of what is on the CPU already and checks no version.
     net = linear_net()

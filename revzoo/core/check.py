@@ -80,9 +80,11 @@ def check_inverse(
 
 
 def _round_trip(name: str, step: Invertible, state: State) -> tuple[StepError, State]:
-    with Conditions(step, state).restored():
+    conditions = Conditions(step, state)
+    with conditions.restored():
         outputs = as_state(step(*state))
-    with Conditions(step, state).restored():
+        conditions.finish()
+    with conditions.restored(inverting=True):
         back = as_state(step.inverse(*outputs))
     error = _largest(b.double() - x.double() for b, x in zip(back, state, strict=True))
     scale = _largest(state)

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 State = tuple[Tensor, ...]
@@ -30,6 +29,15 @@ class Recording(Protocol):
     @property
     def complete(self) -> bool:
         """Whether every tensor that the forward pass saved has been recorded again."""
+
+    def inverted(
+        self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
+    ) -> State:
+        """``inverse(*outputs, **context)`` without recording.
+
+        It sees the random state and buffers of the forward pass (the ``carried`` ones as that left
+        them) and leaves them as they were, so that what is recorded next repeats the forward pass.
+        """
 
     def __call__(
         self,
@@ -62,6 +70,12 @@ class Step(nn.Module):
     exact: bool = False
     """Whether the step maps grid values to grid values and back without error."""
 
+    inexact: str = (
+        "does not say that it is exact on fixed-point streams (if it only moves values or adds "
+        "multiples of the grid, set exact = True on its class)"
+    )
+    """Why it does not, as the end of a sentence that begins with the step's name."""
+
     grid: int | None = None
     """Fractional bits of the grid that the streams are rounded to; None for no rounding."""
 
@@ -75,6 +89,11 @@ class Step(nn.Module):
     """The step's place in its model, for error messages."""
 
     @property
+    def outputs(self) -> int:
+        """How many tensors the step returns; by default, as many as it takes."""
+        return self.streams
+
+    @property
     def invertible(self) -> bool:
         """Whether the step can be walked backwards."""
         return False
@@ -82,6 +101,13 @@ class Step(nn.Module):
 
 def _no_inverse(self: Invertible, *state: Tensor) -> State:
     raise NotImplementedError(f"{type(self).__name__} must define inverse(*state) -> state")
+
+
+def _no_log_det(self: Invertible, *state: Tensor, **context: Any) -> Tensor:
+    raise NotImplementedError(
+        f"{name_of(self)} defines no log_det(*state) -> tensor (B,): the log-determinant of its "
+        "Jacobian is unknown. Define it, or use a step that does"
+    )
 
 
 class Invertible(Step):
@@ -102,6 +128,14 @@ class Invertible(Step):
 
     inverse: Callable[..., Any] = _no_inverse
 
+    log_det: Callable[..., Tensor] = _no_log_det
+    """``log_det(*state, **context)``: log of the absolute determinant of the Jacobian of
+    ``forward`` at ``state``, one value per image ``(B,)``, natural logarithm, differentiable."""
+
+    carried: tuple[str, ...] = ()
+    """Buffers that ``forward`` updates before it uses them, and that ``inverse`` and ``log_det``
+    read: a replay inverts with the values that the forward pass left."""
+
     @property
     def invertible(self) -> bool:
         """True; a container answers for its members."""
@@ -113,10 +147,13 @@ class Invertible(Step):
         Tensors must be recorded in the order of ``forward``. Override this only where inverting
         and recording can share work, as in a coupling.
         """
-        with torch.no_grad():
-            inputs = as_state(self.inverse(*outputs, **context))
+        inputs = record.inverted(self.inverse, outputs, context)
         record(self.forward, inputs, record.needs, context)
         return inputs
+
+    def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:
+        """``forward(*state)``, then ``log_det(*state)``; override it where they share work."""
+        return self(*state, **context), self.log_det(*state, **context)
 
 
 def label_steps(module: nn.Module) -> None:

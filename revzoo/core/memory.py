@@ -83,7 +83,6 @@ def _check_exact(steps: list[Step]) -> None:
     for step in reversed(steps):  # what a container holds comes before the container
         if step.invertible and not step.exact:
             raise ValueError(
-                f"{name_of(step)} does not say that it is exact on fixed-point streams: use "
-                "'invert' for it, or additive couplings. If it only moves values or adds multiples "
-                "of the grid, set exact = True on its class"
+                f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "
+                "squeezes and permutations instead, which are exact"
             )

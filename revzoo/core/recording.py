@@ -155,7 +155,7 @@ class Entry:
     def invert(self, outputs: State) -> State:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
-        with torch.no_grad(), self.conditions.restored():
+        with torch.no_grad(), self.conditions.restored(inverting=True):
             return as_state(self.step.inverse(*self._laid_out(outputs), **self.context))
 
     def _laid_out(self, outputs: State) -> State:
@@ -201,6 +201,13 @@ class Replayed:
     def complete(self) -> bool:
         """Whether as many tensors were recorded as the forward pass saved."""
         return self._count == len(self._entry.saved)
+
+    def inverted(
+        self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
+    ) -> State:
+        """See :class:`revzoo.core.invertible.Recording`."""
+        with torch.no_grad(), self._entry.conditions.restored(inverting=True):
+            return as_state(inverse(*outputs, **context))
 
     def __call__(
         self,

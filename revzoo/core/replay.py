@@ -13,11 +13,13 @@ NOTE [ What a replay restores ]
     3. ``training`` of every submodule, and the grid of every step.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them). One changed in place since then is an error, as it is in autograd: the
-       reconstruction would be wrong.
+       reconstruction would be wrong. One that the forward pass itself changed (an initialisation
+       from the first batch) has the value that it left.
     5. Buffers: normalisation statistics in training influence no output, so the replay works on
        throw-away copies. Any other buffer that the forward pass changed (spectral norm's vectors,
-       a user's counter) is given back its value from before it. One that changed after the
-       forward pass is an error, as for parameters; so is a changed keyword argument.
+       a user's counter) is given back its value from before it; while a step is inverted, those
+       that it carries (``Invertible.carried``) have the value from after it. One that changed
+       after the forward pass is an error, as for parameters; so is a changed keyword argument.
 
 Known limit: state outside tensors (a Python attribute that ``forward`` changes) is not seen; ask
 :func:`is_replaying` there.
@@ -36,7 +38,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase  # base of BatchNorm*, InstanceNorm*, SyncBatchNorm
 from torch.utils._pytree import tree_iter
 
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Invertible, Step
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
@@ -78,7 +80,17 @@ class _Held(NamedTuple):
 class Conditions:
     """All but its inputs that a module depends on (NOTE [ What a replay restores ])."""
 
-    __slots__ = ("_autocast", "_devices", "_flags", "_held", "_rng", "_snapshots", "_statistics")
+    __slots__ = (
+        "_autocast",
+        "_carried",
+        "_devices",
+        "_flags",
+        "_held",
+        "_left",
+        "_rng",
+        "_snapshots",
+        "_statistics",
+    )
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
@@ -90,10 +102,14 @@ class Conditions:
         self._held: list[_Held] = []
         self._statistics: list[tuple[dict[str, Any], str]] = []
         self._snapshots: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
+        self._carried: list[tuple[dict[str, Any], str]] = []
+        self._left: list[tuple[dict[str, Any], str, Tensor]] = []
         for m in _walk(module):
             self._flags.append((m, "training", m.training))
             if isinstance(m, Step):
                 self._flags.append((m, "grid", m.grid))
+            if isinstance(m, Invertible):
+                self._carried.extend((m._buffers, name) for name in m.carried)
             for name, p in m._parameters.items():
                 if p is not None:
                     self._held.append(_Held(m._parameters, name, p, version_of(p), p.requires_grad))
@@ -117,6 +133,10 @@ class Conditions:
         """After the forward pass: forget the random state and the buffers that it left alone."""
         if self._rng is not None and _same(self._rng, _rng_state(self._devices)):
             self._rng = None
+        self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
+        for i, held in enumerate(self._held):
+            if held.owner is not None and version_of(held.tensor) != held.version:
+                self._held[i] = held._replace(version=version_of(held.tensor))
         if not self._snapshots:
             return
         changed = []
@@ -136,8 +156,11 @@ class Conditions:
         return {t.untyped_storage()._cdata for t in held}
 
     @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
+    def restored(self, *, inverting: bool = False) -> Iterator[None]:
         """Set the conditions up again; the caller's own are back afterwards, come what may.
+
+        Args:
+            inverting: give carried buffers the values that the forward pass left.
 
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward pass.
@@ -151,6 +174,8 @@ class Conditions:
                 undo.append((_set_rng_state, (_rng_state(self._devices),)))
                 _set_rng_state(self._rng)
             self._restore_modules(undo)
+            for owner, name, left in self._left if inverting else ():
+                _swap(undo, owner, name, left.clone())
             with self._autocast_restored():
                 yield
         finally:

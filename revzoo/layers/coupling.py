@@ -20,14 +20,24 @@ from torch import Tensor, nn
 from revzoo.core.fixedpoint import round_to_grid, round_to_grid_
 from revzoo.core.invertible import Invertible, Recording, State
 from revzoo.core.recording import unshared
+from revzoo.layers.streams import no_change_of_volume
 
 
 class Coupling(Invertible):
     """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
 
     A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
-    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`.
+    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
+    one: that of another ``combine`` is not inherited.
     """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "combine" in own and "log_det" not in own:
+            cls.log_det = Invertible.log_det
+        if ("combine" in own or "log_det" in own) and "forward_with_log_det" not in own:
+            cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -72,6 +82,9 @@ class AdditiveCoupling(Coupling):
 
     exact = True
 
+    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        return no_change_of_volume(x1)
+
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         return x1 + self._fitting(value, x1)
 
@@ -115,11 +128,25 @@ class AffineCoupling(Coupling):
         ValueError: ``clamp`` is not positive, or the branch's value has another shape.
     """
 
+    inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"
+
     def __init__(self, branch: nn.Module, *, clamp: float = 1.9) -> None:
         super().__init__(branch)
         if not clamp > 0:
             raise ValueError(f"clamp={clamp}: expected a positive log-scale")
         self.clamp = clamp
+
+    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        return self._log_det_of(self.branch(x2, **context), x1)
+
+    def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[State, Tensor]:
+        x1, x2 = state
+        value = self.branch(x2, **context)
+        return (x2, self.combine(x1, value)), self._log_det_of(value, x1)
+
+    def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
+        log_scale, _ = self._split(value, x1)
+        return log_scale.flatten(1).sum(1)
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         log_scale, shift = self._split(value, x1)

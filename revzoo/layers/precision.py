@@ -8,6 +8,8 @@ they enter invertible steps, in every memory mode alike, while branches compute 
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -28,6 +30,15 @@ def narrowed(x: Tensor) -> Tensor:
     """
     narrow = _autocast_dtype(x)
     return x.to(narrow) if narrow and x.dtype == torch.float32 else x
+
+
+def unnarrowed(x: Tensor) -> contextlib.AbstractContextManager[object]:
+    """A context in which autocast leaves the type of ``x`` alone, for maps of whole streams."""
+    return (
+        contextlib.nullcontext()
+        if _autocast_dtype(x) is None
+        else torch.autocast(x.device.type, enabled=False)
+    )
 
 
 def _autocast_dtype(t: Tensor) -> torch.dtype | None:

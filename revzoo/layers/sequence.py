@@ -23,6 +23,7 @@ from revzoo.core.invertible import (
 from revzoo.core.memory import assign_memory
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import Merge, Split
 
@@ -73,6 +74,10 @@ class ReversibleSequence(Invertible):
         return next(iter(self)).streams if len(self) else 2
 
     @property
+    def outputs(self) -> int:
+        return list(self)[-1].outputs if len(self) else 2
+
+    @property
     def invertible(self) -> bool:
         return all(step.invertible for step in self)
 
@@ -90,22 +95,21 @@ class ReversibleSequence(Invertible):
         return self.steps[index]  # type: ignore[return-value]
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        outputs, _ = self._walk(state, (), context)
+        return outputs[0] if len(state) == len(outputs) == 1 else outputs
+
+    def _walk(self, state: State, total: State, context: dict[str, Any]) -> tuple[State, State]:
+        """Run the steps; ``total``, if not empty, is the sum of log-determinants before them."""
         merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
-        bare = len(state) == 1
         if merge:
             state = run_step(_like(next(iter(self), self), Split(self.dim)), state)
         self._check_count(state)
         for step in self:
-            # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
-            if isinstance(step, ReversibleSequence):
-                state = as_state(step(*state, **context))
-            else:
-                state = widened(state) if step.invertible else state
-                state = run_step(step, state, **context)
+            state, total = _advance(step, state, total, context)
         if merge:
             self._check_mergeable(state)
             state = run_step(_like(list(self)[-1] if len(self) else self, Merge(self.dim)), state)
-        return state[0] if bare and len(state) == 1 else state
+        return state, total
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         """The input that :meth:`forward` maps to ``state``; leaves normalisation statistics alone.
@@ -127,6 +131,23 @@ class ReversibleSequence(Invertible):
                     state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
         state = Merge(self.dim)(*state) if merge else state
         return state[0] if bare and len(state) == 1 else state
+
+    def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
+        """What :meth:`forward` returns, and the sum of the steps' log-determinants ``(B,)``.
+
+        Both come out of one pass in the memory modes of the steps.
+
+        Raises:
+            NotInvertibleError: a step loses information; the message names it.
+            NotImplementedError: a step has no log-determinant; the message names it.
+        """
+        self._check_invertible()
+        outputs, (total,) = self._walk(state, (zero_total(state[0]),), context)
+        return outputs[0] if len(state) == len(outputs) == 1 else outputs, total
+
+    def log_det(self, *state: Tensor, **context: Any) -> Tensor:
+        """As :meth:`forward_with_log_det`, the sum alone; the steps run all the same."""
+        return self.forward_with_log_det(*state, **context)[1]
 
     def _check_invertible(self) -> None:
         for i, step in enumerate(self):
@@ -155,6 +176,21 @@ class ReversibleSequence(Invertible):
                 f"{type(self).__name__} got one tensor to split in two, but its last step returned "
                 f"{len(state)} streams to merge: pass the streams one by one"
             )
+
+
+def _advance(
+    step: Step, state: State, total: State, context: dict[str, Any]
+) -> tuple[State, State]:
+    """Run one step, with its log-determinant added where there is a total."""
+    # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
+    if isinstance(step, ReversibleSequence):
+        if total:
+            return step._walk(state, total, context)
+        return as_state(step(*state, **context)), total
+    state = widened(state) if step.invertible else state
+    outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
+    cut = len(outputs) - len(total)
+    return outputs[:cut], outputs[cut:]
 
 
 def _like(neighbour: Step, edge: Step) -> Step:

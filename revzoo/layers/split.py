@@ -6,10 +6,13 @@ all.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from revzoo.core.invertible import Invertible, State
+from revzoo.layers.streams import no_change_of_volume
 
 
 class Split(Invertible):
@@ -20,13 +23,14 @@ class Split(Invertible):
     """
 
     streams = 1
+    outputs = 2
     exact = True
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         self.dim = dim
 
-    def forward(self, x: Tensor) -> State:
+    def forward(self, x: Tensor, **context: Any) -> State:
         if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] % 2:
             raise ValueError(
                 f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim "
@@ -36,22 +40,29 @@ class Split(Invertible):
         x1, x2 = x.chunk(2, dim=self.dim)
         return x1, x2
 
-    def inverse(self, x1: Tensor, x2: Tensor) -> State:
+    def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         return (torch.cat((x1, x2), dim=self.dim),)
+
+    def log_det(self, x: Tensor, **context: Any) -> Tensor:
+        return no_change_of_volume(x)
 
 
 class Merge(Invertible):
     """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`."""
 
     exact = True
+    outputs = 1
 
     def __init__(self, dim: int = 1) -> None:
         super().__init__()
         self.dim = dim
 
-    def forward(self, x1: Tensor, x2: Tensor) -> State:
+    def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         return (torch.cat((x1, x2), dim=self.dim),)
 
-    def inverse(self, y: Tensor) -> State:
+    def inverse(self, y: Tensor, **context: Any) -> State:
         y1, y2 = y.chunk(2, dim=self.dim)
         return y1, y2
+
+    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        return no_change_of_volume(x1)

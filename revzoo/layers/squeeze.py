@@ -16,15 +16,15 @@ the operation for one channel order, ``pixel_unshuffle``; published i-RevNet wei
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 from torch.nn import functional
 
-from revzoo.core.invertible import Invertible, State
+from revzoo.layers.streams import Streamwise
 
 
-class Squeeze(Invertible):
+class Squeeze(Streamwise):
     """``(B, C, H, W) -> (B, b*b*C, H/b, W/b)`` for each stream of the state.
 
     Args:
@@ -46,40 +46,38 @@ class Squeeze(Invertible):
     def __init__(
         self, factor: int = 2, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2
     ) -> None:
-        super().__init__()
+        super().__init__(streams=streams)
         if factor < 2:
             raise ValueError(f"factor={factor}: expected a whole number of at least 2")
         if order not in ("torch", "irevnet"):
             raise ValueError(f"order={order!r}: expected 'torch' or 'irevnet'")
         self.factor = factor
         self.order = order
-        self.streams = streams
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
-        return tuple(self._squeeze(x) for x in state)
-
-    def inverse(self, *state: Tensor, **context: Any) -> State:
-        return tuple(self._unsqueeze(y) for y in state)
-
-    def _squeeze(self, x: Tensor) -> Tensor:
+    def transform(self, x: Tensor) -> Tensor:
         b = self.factor
         if x.dim() != 4 or x.shape[2] % b or x.shape[3] % b:
             raise ValueError(
-                f"Squeeze({b}) got a stream of shape {tuple(x.shape)}: expected (B, C, H, W) with "
-                f"height and width divisible by {b}; pad or crop the images"
+                f"{type(self).__name__}({b}) got a stream of shape {tuple(x.shape)}: expected "
+                f"(B, C, H, W) with height and width divisible by {b}; pad or crop the images"
             )
         y = functional.pixel_unshuffle(x, b)
         return y if self.order == "torch" else _transposed(y, x.shape[1], b * b)
 
-    def _unsqueeze(self, y: Tensor) -> Tensor:
+    def restore(self, y: Tensor) -> Tensor:
+        b = self.factor
+        self.check_squeezed(y)
+        x = y if self.order == "torch" else _transposed(y, b * b, y.shape[1] // (b * b))
+        return functional.pixel_shuffle(x, b)
+
+    def check_squeezed(self, y: Tensor) -> None:
+        """Raise a ValueError if ``y`` cannot have come out of :meth:`transform`."""
         b = self.factor
         if y.dim() != 4 or y.shape[1] % (b * b):
             raise ValueError(
-                f"the inverse of Squeeze({b}) got a stream of shape {tuple(y.shape)}: expected "
-                f"(B, C, H, W) with channels divisible by {b * b}"
+                f"the inverse of {type(self).__name__}({b}) got a stream of shape "
+                f"{tuple(y.shape)}: expected (B, C, H, W) with channels divisible by {b * b}"
             )
-        x = y if self.order == "torch" else _transposed(y, b * b, y.shape[1] // (b * b))
-        return functional.pixel_shuffle(x, b)
 
     def extra_repr(self) -> str:
         return f"{self.factor}, order={self.order!r}"

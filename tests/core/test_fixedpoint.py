@@ -131,9 +131,9 @@ def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
 
 def test_refused_where_arithmetic_is_not_exact():
     net = ReversibleSequence([AffineCoupling(nn.Linear(2, 4))])
-    with pytest.raises(ValueError, match=r"steps\.0 AffineCoupling does not say"):
+    with pytest.raises(ValueError, match=r"steps\.0 AffineCoupling is not exact.*use 'invert'"):
         set_memory(net, "exact")
-    with pytest.raises(ValueError, match="does not say that it is exact"):
+    with pytest.raises(ValueError, match="products with its scales leave the grid"):
         ReversibleSequence([AffineCoupling(nn.Linear(2, 4))], memory="exact")
 
     class Swap(Invertible):
@@ -142,7 +142,7 @@ def test_refused_where_arithmetic_is_not_exact():
 
         inverse = forward
 
-    with pytest.raises(ValueError, match="set exact = True on its class"):
+    with pytest.raises(ValueError, match=r"does not say.*set exact = True on its class"):
         set_memory(ReversibleSequence([Swap()]), "exact")
 
 

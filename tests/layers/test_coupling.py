@@ -46,6 +46,26 @@ def test_affine_is_the_papers_equation():
     torch.testing.assert_close(y2, x1 * scale + shift)
 
 
+@pytest.mark.parametrize("base", [AdditiveCoupling, AffineCoupling])
+def test_another_combination_has_no_inherited_log_det(base):
+    class Doubled(base):
+        def combine(self, x1, value):
+            return 2 * super().combine(x1, value)
+
+    class Counted(Doubled):
+        def log_det(self, x1, x2):
+            return base.log_det(self, x1, x2) + x1[0].numel() * math.log(2)
+
+    x1, x2 = vectors().chunk(2, dim=1)
+    branch = affine_net(depth=1)[0].branch if base is AffineCoupling else nn.Tanh()
+    for evaluate in ("log_det", "forward_with_log_det"):
+        with pytest.raises(NotImplementedError, match="Doubled defines no log_det"):
+            getattr(Doubled(branch), evaluate)(x1, x2)
+    (_, y2), log_det = Counted(branch).forward_with_log_det(x1, x2)
+    assert torch.equal(y2, 2 * base(branch)(x1, x2)[1])
+    assert torch.allclose(log_det, base(branch).log_det(x1, x2) + 4 * math.log(2))
+
+
 def test_affine_scale_is_bounded_for_any_branch():
     class Huge(nn.Module):
         def forward(self, x):

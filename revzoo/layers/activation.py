@@ -1,0 +1,57 @@
+"""An activation with an inverse.
+
+    y = x where x >= 0, slope * x elsewhere
+
+Of torch's piecewise linear activations, only a leaky ReLU with a positive slope loses nothing; its
+inverse is the leaky ReLU of slope ``1 / slope``.
+"""
+
+from __future__ import annotations
+
+import math
+
+from torch import Tensor
+from torch.nn import functional
+
+from revzoo.layers.streams import Streamwise
+
+
+class InvertibleLeakyReLU(Streamwise):
+    """``x -> max(x, 0) + slope * min(x, 0)``, any shape, for each stream.
+
+    Args:
+        slope: for negative values, positive; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
+            multiplies rounding errors by ``1 / slope``.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: ``slope`` is not positive and finite: a ReLU has no inverse.
+
+    Example::
+
+        y1, y2 = InvertibleLeakyReLU(0.2)(x1, x2)
+    """
+
+    inexact = "is not exact on fixed-point streams, since products with its slope leave the grid"
+
+    def __init__(self, slope: float = 0.01, *, streams: int = 2) -> None:
+        super().__init__(streams=streams)
+        if not 0 < slope < math.inf:
+            raise ValueError(
+                f"slope={slope}: expected a positive number; with another one the activation has "
+                "no inverse"
+            )
+        self.slope = slope
+
+    def transform(self, x: Tensor) -> Tensor:
+        return functional.leaky_relu(x, self.slope)
+
+    def restore(self, y: Tensor) -> Tensor:
+        return functional.leaky_relu(y, 1 / self.slope)
+
+    def log_det_of(self, x: Tensor) -> Tensor:
+        negative = (x < 0).flatten(1).sum(1)
+        return negative.to(x.dtype) * math.log(self.slope)
+
+    def extra_repr(self) -> str:
+        return f"{self.slope}, streams={self.streams}"

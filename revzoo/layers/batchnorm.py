@@ -1,0 +1,106 @@
+"""Batch normalisation with an inverse, by running statistics.
+
+    y = (x - mean) / sqrt(var + eps)
+
+Ordinary batch normalisation divides by statistics of the batch, which its output no longer has: in
+training it has no inverse. RealNVP (Dinh et al. 2017, arXiv 1605.08803, appendix E) normalises by
+running averages that include the batch,
+
+    running = (1 - momentum) * running + momentum * statistic of the batch
+
+in training as well, and differentiates through the batch's share of them. The averages are what
+the inverse needs, and they are in the buffers.
+
+NOTE [ Which map is inverted ]
+    In evaluation mode the layer is one affine map per channel. In training mode each forward pass
+    is another one, since it moves the averages. ``inverse`` and ``log_det`` speak of the averages
+    in the buffers: of the map that the last forward pass applied. The tape keeps each pass's own
+    averages for its replay (``carried``), so gradients are right with any number of passes in
+    between; ``y = net(a); net(b); net.inverse(y)`` in training mode is not, and gives ``a`` only
+    up to one update of the averages. For inference, call ``eval()``.
+
+    ``log_det`` in training mode takes the averages for constants of the image, as RealNVP does;
+    the Jacobian of the whole batch has further terms. Its gradient goes through the averages.
+
+It has no scale and shift of its own; put an :class:`~revzoo.ActNorm` after it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from revzoo.layers.streams import Joint
+
+
+class InvertibleBatchNorm(Joint):
+    """``(B, C, ...) -> (B, C, ...)``, normalised per channel by running averages.
+
+    Args:
+        channels: C, of all streams together.
+        momentum: share of the new batch in the averages, in (0, 1], torch's convention.
+        eps: added to the variance.
+        dim: where the channels are, 1 or -1.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, the streams have not C channels.
+
+    Example::
+
+        norm = InvertibleBatchNorm(8)
+        x = norm.inverse(*norm(x1, x2))
+    """
+
+    inexact = "is not exact on fixed-point streams, since quotients leave the grid"
+    carried = ("running_mean", "running_var")
+
+    running_mean: Tensor
+    running_var: Tensor
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+        dim: int = 1,
+        streams: int = 2,
+    ) -> None:
+        super().__init__(channels, dim=dim, streams=streams)
+        if not 0 < momentum <= 1:
+            raise ValueError(f"momentum={momentum}: expected more than 0 and at most 1")
+        if not eps > 0:
+            raise ValueError(f"eps={eps}: expected a positive number")
+        self.momentum = momentum
+        self.eps = eps
+        self.register_buffer("running_mean", torch.zeros(channels))
+        self.register_buffer("running_var", torch.ones(channels))
+
+    def transform(self, x: Tensor) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        if self.training and x.numel():
+            batch_mean, batch_var = self._statistics(x)
+            mean = (1 - self.momentum) * mean + self.momentum * batch_mean
+            var = (1 - self.momentum) * var + self.momentum * batch_var
+            self.running_mean.copy_(mean.detach())
+            self.running_var.copy_(var.detach())
+        return (x - self.per_channel(mean, x)) * self.per_channel((var + self.eps).rsqrt(), x)
+
+    def restore(self, y: Tensor) -> Tensor:
+        std = self.per_channel((self.running_var + self.eps).sqrt(), y)
+        return y * std + self.per_channel(self.running_mean, y)
+
+    def log_det_of(self, x: Tensor) -> Tensor:
+        var = self.running_var.clone()  # the graph may keep it: the next batch moves the buffer
+        if self.training and x.numel():
+            _, batch_var = self._statistics(x)
+            var = var + self.momentum * (batch_var - batch_var.detach())  # the gradient's way
+        log_scale = -0.5 * (var + self.eps).log().sum()
+        return (log_scale.to(x.dtype) * self.positions(x)).expand(len(x))
+
+    def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean and variance of the batch ``(C,)``, in the type of the averages."""
+        wide = x.to(torch.promote_types(x.dtype, self.running_var.dtype))
+        var, mean = torch.var_mean(wide, self.over_channels(x), correction=0)
+        return mean.to(self.running_mean.dtype), var.to(self.running_var.dtype)

@@ -1,0 +1,70 @@
+"""Haar wavelets as an invertible downsampling: a squeeze whose channels are frequency bands.
+
+    (B, C, H, W) -> (B, 4C, H/2, W/2)
+
+Each 2x2 block of pixels ``a b / c d`` becomes its average and its three details,
+
+    low        (a + b + c + d) / 2        horizontal (a - b + c - d) / 2
+    vertical   (a + b - c - d) / 2        diagonal   (a - b - c + d) / 2
+
+which is orthonormal (Haar 1910; as a layer of invertible networks: Ardizzone et al. 2019, arXiv
+1907.02392, section 3.2) and its own inverse on a block. torch has no wavelets.
+
+Known limit: the halving leaves any fixed-point grid, so mode ``exact`` refuses it. The lifted
+integer transform would stay on it, but is not orthonormal.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from revzoo.layers.squeeze import Squeeze
+
+FACTOR = 2  # side of a block
+
+
+class HaarSqueeze(Squeeze):
+    """``(B, C, H, W) -> (B, 4C, H/2, W/2)`` for each stream: Haar bands of 2x2 blocks.
+
+    Args:
+        order: ``"torch"`` puts the four bands of a channel next to each other, ``"irevnet"`` the
+            channels of a band, all averages first.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, height or width are odd (in the
+            inverse: channels no multiple of 4).
+
+    Example::
+
+        HaarSqueeze()(x1, x2)  # two of (B, 3, 32, 32) to two of (B, 12, 16, 16)
+    """
+
+    exact = False
+    inexact = "is not exact on fixed-point streams, since it halves sums, which leaves the grid"
+
+    def __init__(self, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2) -> None:
+        super().__init__(FACTOR, order=order, streams=streams)
+
+    def transform(self, x: Tensor) -> Tensor:
+        return self._between_pixels_and_bands(super().transform(x))
+
+    def restore(self, y: Tensor) -> Tensor:
+        self.check_squeezed(y)
+        return super().restore(self._between_pixels_and_bands(y))
+
+    def _between_pixels_and_bands(self, y: Tensor) -> Tensor:
+        dim, shape = (2, (-1, 4)) if self.order == "torch" else (1, (4, -1))
+        a, b, c, d = torch.unflatten(y, 1, shape).unbind(dim)
+        above, below = a + b, c + d
+        across_above, across_below = a - b, c - d
+        bands = (
+            above + below,
+            across_above + across_below,
+            above - below,
+            across_above - across_below,
+        )
+        return torch.stack(bands, dim).flatten(1, 2) / 2

@@ -1,0 +1,66 @@
+"""Invertible linear maps: a square matrix that mixes the channels of all streams.
+
+    y = W x        at each position, on the last dimension or along the channels
+
+A generalised permutation, learned: Glow (Kingma and Dhariwal 2018, arXiv 1807.03039, section 3.2).
+``torch.nn.Linear`` has no inverse and may become singular; for the matrices see
+:mod:`revzoo.layers.matrix`. There is no bias: put an :class:`~revzoo.ActNorm` before it.
+
+The streams are mixed in their own type, under autocast too: rounding them to bfloat16 here would
+be lost to the inverse, see :mod:`revzoo.layers.precision`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from revzoo.layers.matrix import MATRICES, MatrixKind
+from revzoo.layers.precision import unnarrowed
+from revzoo.layers.streams import Joint
+
+
+class InvertibleLinear(Joint):
+    """``(..., n) -> (..., n)``, ``y = W x``, for all streams put together along ``dim``.
+
+    Args:
+        features: n, of all streams together.
+        matrix: how W is parametrised: ``"plu"`` (any volume) or ``"orthogonal"`` (none).
+        dim: -1 for the last dimension, 1 for channels.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, the streams do not add up to n.
+
+    Example::
+
+        linear = InvertibleLinear(8, streams=1)
+        (y,) = linear(x)  # (B, N, 8)
+        (x,) = linear.inverse(y)
+        linear.log_det(x)  # N * log abs det W, for each of (B,)
+    """
+
+    inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"
+
+    def __init__(
+        self, features: int, *, matrix: MatrixKind = "plu", dim: int = -1, streams: int = 2
+    ) -> None:
+        super().__init__(features, dim=dim, streams=streams)
+        if matrix not in MATRICES:
+            raise ValueError(f"matrix={matrix!r}: expected one of {', '.join(map(repr, MATRICES))}")
+        self.matrix = MATRICES[matrix](features)
+
+    def transform(self, x: Tensor) -> Tensor:
+        with unnarrowed(x):
+            return self._mixed(self.matrix(), x)
+
+    def restore(self, y: Tensor) -> Tensor:
+        with unnarrowed(y):
+            return self._mixed(self.matrix.inverse(), y)
+
+    def log_det_of(self, x: Tensor) -> Tensor:
+        return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
+
+    def _mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
+        equation = "ij,bj...->bi..." if self.dim == 1 else "ij,...j->...i"
+        return torch.einsum(equation, matrix.to(x.dtype), x)

@@ -1,0 +1,69 @@
+"""Log-determinants summed along a chain, as one more stream of its state.
+
+    (x1, x2, total) -> (y1, y2, total + log abs det of the step's Jacobian at (x1, x2))
+
+The change of variables needs ``sum(log abs det)`` with its gradient (Dinh et al. 2014, NICE, arXiv
+1410.8516, equation 2). As a stream it runs under the tape like the others, so the activations of a
+log-determinant are recomputed in the backward pass too and a flow trains in constant memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
+
+
+def zero_total(x: Tensor) -> Tensor:
+    """Where a sum over the steps begins: zeros ``(B,)``, at least in float32."""
+    return x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+
+
+class WithLogDet(Invertible):
+    """``step`` with its log-determinant added to the last stream.
+
+    A replay in mode ``invert`` evaluates the step's inverse and its forward pass; the sharing of
+    the branch's value that a coupling has by itself is lost.
+
+    Raises:
+        NotImplementedError: the step has no log-determinant; names the step.
+    """
+
+    def __init__(self, step: Step) -> None:
+        super().__init__()
+        assert isinstance(step, Invertible)
+        self.step = step
+        self.streams = step.streams + 1
+        self.memory = step.memory
+        self.grid = step.grid
+        self.drift_limit = step.drift_limit
+        self.label = name_of(step)
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        *streams, total = state
+        outputs, log_det = self.step.forward_with_log_det(*streams, **context)
+        return *as_state(outputs), total + log_det
+
+    def inverse(self, *state: Tensor, **context: Any) -> State:
+        *outputs, total = state
+        streams = as_state(self.step.inverse(*outputs, **context))
+        return *streams, total - self.step.log_det(*streams, **context)
+
+    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
+        *ended, total = outputs
+        streams = record.inverted(self.step.inverse, tuple(ended), context)
+        zero = torch.zeros_like(total)
+        *_, log_det = record(self.forward, (*streams, zero), record.needs, context)
+        return *streams, total - log_det.detach()
+
+    @property
+    def drift(self) -> float | None:
+        return self.step.drift
+
+    @drift.setter
+    def drift(self, value: float | None) -> None:
+        self.step.drift = value

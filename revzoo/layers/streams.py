@@ -1,0 +1,118 @@
+"""Layers that treat all streams alike, and layers that see them as one tensor.
+
+A state is one tensor cut in pieces, so there are two ways for a map of one tensor to act on it:
+on each piece by itself (a squeeze, an activation), or on the pieces put together along the
+dimension that was cut (a mixing of channels). A layer defines three methods of one tensor; the
+base class carries them over to the state.
+
+Legend: B batch, C channels of all streams together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revzoo.core.invertible import Invertible, State, name_of
+
+
+def no_change_of_volume(x: Tensor) -> Tensor:
+    """Log-determinants of a map that only moves values: zeros ``(B,)``."""
+    return x.new_zeros(len(x))
+
+
+class _OfOneTensor(Invertible):
+    def __init__(self, *, streams: int = 2) -> None:
+        super().__init__()
+        if isinstance(streams, bool) or streams < 1:
+            raise ValueError(f"streams={streams}: expected a whole number of at least 1")
+        self.streams = streams
+
+    def transform(self, x: Tensor) -> Tensor:
+        """The map of one tensor."""
+        raise NotImplementedError(f"{type(self).__name__} must define transform(x) -> y")
+
+    def restore(self, y: Tensor) -> Tensor:
+        """The inverse of :meth:`transform`."""
+        raise NotImplementedError(f"{type(self).__name__} must define restore(y) -> x")
+
+    def log_det_of(self, x: Tensor) -> Tensor:
+        """Log-determinants ``(B,)`` of :meth:`transform` at ``x``; zeros by default."""
+        return no_change_of_volume(x)
+
+
+class Streamwise(_OfOneTensor):
+    """``(x1, ..., xn) -> (transform(x1), ..., transform(xn))``."""
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        return tuple(self.transform(x) for x in state)
+
+    def inverse(self, *state: Tensor, **context: Any) -> State:
+        return tuple(self.restore(y) for y in state)
+
+    def log_det(self, *state: Tensor, **context: Any) -> Tensor:
+        return torch.stack([self.log_det_of(x) for x in state]).sum(0)
+
+
+class Joint(_OfOneTensor):
+    """``transform`` of the streams put together along ``dim``, cut in pieces again.
+
+    Args:
+        size: of all streams together along ``dim``, which ``transform`` keeps.
+        dim: along which the streams are put together: 1 for channels, -1 for the last dimension.
+        streams: how many streams the state has; they may differ in size.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, the streams do not add up to ``size``.
+    """
+
+    def __init__(self, size: int, *, dim: int = 1, streams: int = 2) -> None:
+        super().__init__(streams=streams)
+        if isinstance(size, bool) or size < 1:
+            raise ValueError(f"{type(self).__name__} got size {size}: expected at least 1")
+        if dim not in (1, -1):
+            raise ValueError(f"dim={dim}: expected 1 (channels) or -1 (the last dimension)")
+        self.size = size
+        self.dim = dim
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        return self._cut(self.transform(self._joined(state)), state)
+
+    def inverse(self, *state: Tensor, **context: Any) -> State:
+        return self._cut(self.restore(self._joined(state)), state)
+
+    def log_det(self, *state: Tensor, **context: Any) -> Tensor:
+        return self.log_det_of(self._joined(state))
+
+    def _joined(self, state: State) -> Tensor:
+        sizes = [x.shape[self.dim] if x.dim() > 1 else 0 for x in state]
+        if sum(sizes) != self.size:
+            shapes = ", ".join(str(tuple(x.shape)) for x in state)
+            raise ValueError(
+                f"{name_of(self)} got streams of shape {shapes}: expected {self.size} in all along "
+                f"dim {self.dim}; build it for the size that reaches it, all streams together"
+            )
+        return state[0] if len(state) == 1 else torch.cat(state, dim=self.dim)
+
+    def _cut(self, x: Tensor, like: State) -> State:
+        if len(like) == 1:
+            return (x,)
+        return torch.split(x, [t.shape[self.dim] for t in like], dim=self.dim)
+
+    def per_channel(self, vector: Tensor, x: Tensor) -> Tensor:
+        """``vector (C,)`` in the type of ``x``, shaped to combine with it along ``dim``."""
+        after = x.dim() - 2 if self.dim == 1 else 0
+        return vector.to(x.dtype).reshape(-1, *[1] * after)
+
+    def over_channels(self, x: Tensor) -> tuple[int, ...]:
+        """The dimensions of ``x`` other than ``dim``."""
+        return tuple(i for i in range(x.dim()) if i != self.dim % x.dim())
+
+    def positions(self, x: Tensor) -> int:
+        """How many vectors of channels an image of ``x`` holds, e.g. ``H * W``."""
+        return x[0].numel() // self.size if len(x) else 0
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, dim={self.dim}, streams={self.streams}"

@@ -1,0 +1,149 @@
+"""ActNorm: what it computes, and that it initialises once and only once."""
+
+import copy
+
+import pytest
+import torch
+from compare import error, images, twin
+from torch import nn
+
+from revzoo import ActNorm, AdditiveCoupling, ReversibleSequence, Split, check_inverse, set_memory
+
+MODES = ["store", "offload", "recompute", "invert"]
+
+
+def net(mode="invert"):
+    torch.manual_seed(0)
+    steps = [ActNorm(8), AdditiveCoupling(nn.Conv2d(4, 4, 1)), ActNorm(8)]
+    return ReversibleSequence(steps, memory=mode).double()
+
+
+def batch(seed=1, *, scale=3.0):
+    return 2 + scale * images(seed=seed)
+
+
+def parameters(model):
+    return [p.detach().clone() for p in model.parameters()]
+
+
+def test_the_first_batch_comes_out_normalised():
+    norm = ActNorm(8, streams=1).double()
+    x = batch() * torch.arange(8.0).reshape(-1, 1, 1)  # the first channel is constant
+    (y,) = norm(x)
+    var, mean = torch.var_mean(y, (0, 2, 3), correction=0)
+    assert mean.abs().max() < 1e-12
+    assert (var[1:] - 1).abs().max() < 1e-5
+    assert y.isfinite().all()
+    assert norm.initialised
+    scale, shift = norm.log_scale.exp(), norm.shift
+    expected = x * scale.reshape(-1, 1, 1) + shift.reshape(-1, 1, 1)
+    torch.testing.assert_close(y, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_once_in_every_mode(mode):
+    model = net(mode)
+    loss = model(batch()).square().mean()
+    first = parameters(model)
+    loss.backward()  # replays the initialising pass
+    assert error(parameters(model), first) == 0
+    model(batch(2, scale=9.0)).sum().backward()
+    model.inverse(batch(3))
+    assert error(parameters(model), first) == 0
+    assert all(model[i].initialised for i in (0, 2))
+
+
+@pytest.mark.parametrize("mode", MODES[1:])
+def test_gradients_of_the_initialising_pass_equal_store(mode):
+    results = []
+    for m in (mode, "store"):
+        model, x = twin(net(), m), batch().requires_grad_()
+        y = model(x)
+        results.append(torch.autograd.grad(y.sin().sum(), [x, *model.parameters()]))
+        results[-1] += tuple(parameters(model))
+    assert error(*results) < 1e-10
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_after_an_outer_checkpoint(mode):
+    model = net(mode)
+    x = batch().requires_grad_()
+    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+    first = parameters(model)
+    y.sum().backward()
+    assert error(parameters(model), first) == 0
+
+
+def test_a_checkpoint_decides():
+    trained = net()
+    trained(batch())
+    fresh = net()
+    fresh.load_state_dict(trained.state_dict())
+    fresh(batch(2, scale=9.0))
+    assert error(parameters(fresh), parameters(trained)) == 0
+    unset = net().state_dict()
+    fresh.load_state_dict(unset)
+    assert not fresh[0].initialised
+    fresh(batch(2, scale=9.0))  # such a state initialises again
+    assert fresh[0].initialised
+    assert error(parameters(fresh), parameters(trained)) > 0.1
+    assert error(parameters(copy.deepcopy(fresh)), parameters(fresh)) == 0
+
+
+def test_evaluation_does_not_initialise():
+    model = net().eval()
+    before = parameters(model)
+    model(batch())
+    check_inverse(model, batch())
+    check_inverse(model.train(), batch())
+    model.inverse(batch())
+    model(batch()[:0])
+    assert error(parameters(model), before) == 0
+    with torch.no_grad():
+        model(batch())
+    assert model[0].initialised
+
+
+def test_a_graph_from_before_the_initialisation_is_stale():
+    model = net().eval()
+    y = model(batch().requires_grad_())
+    model.train()(batch())
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        y.sum().backward()
+
+
+def test_inside_a_branch():
+    results = []
+    for mode in ("invert", "store"):
+        torch.manual_seed(0)
+        branch = nn.Sequential(nn.Conv2d(4, 4, 1), ActNorm(4, streams=1), Take(), nn.Tanh())
+        model = ReversibleSequence([AdditiveCoupling(branch)], memory=mode).double()
+        model(batch()).square().sum().backward()
+        results.append([p.grad for p in model.parameters()])
+        assert branch[1].initialised
+    assert error(*results) < 1e-10
+
+
+class Take(nn.Module):
+    def forward(self, state):
+        return state[0]
+
+
+def test_a_first_batch_that_is_not_finite():
+    model = net()
+    x = batch()
+    x[0, 0, 0, 0] = torch.nan
+    with pytest.raises(ValueError, match=r"steps\.0 ActNorm got a first training batch"):
+        model(x)
+    assert not model[0].initialised
+    model(batch())
+    assert model[0].initialised
+
+
+def test_narrow_streams():
+    model = ReversibleSequence([Split(), ActNorm(8)]).bfloat16()
+    set_memory(model, "store")
+    y1, y2 = model(batch().bfloat16())
+    y = torch.cat((y1, y2), 1).float()
+    assert (y.var((0, 2, 3)) - 1).abs().max() < 0.1
+    assert y1.dtype == torch.bfloat16

@@ -1,0 +1,128 @@
+"""Invertible batch normalisation: which statistics, which map its inverse undoes."""
+
+import pytest
+import torch
+from compare import error, images, twin
+from torch import nn
+
+from revzoo import (
+    AdditiveCoupling,
+    InvertibleBatchNorm,
+    Reversed,
+    ReversibleSequence,
+    check_inverse,
+)
+
+MODES = ["offload", "recompute", "invert"]
+
+
+def net(**options):
+    torch.manual_seed(0)
+    steps = [
+        AdditiveCoupling(nn.Conv2d(4, 4, 1)),
+        InvertibleBatchNorm(8, **options),
+        AdditiveCoupling(nn.Tanh()),
+        InvertibleBatchNorm(8, **options),
+    ]
+    return ReversibleSequence(steps).double()
+
+
+def batch(seed=1):
+    return 2 + 3 * images(seed=seed)
+
+
+def test_it_normalises_by_averages_that_include_the_batch():
+    norm, x = InvertibleBatchNorm(8, momentum=0.25, streams=1).double(), batch()
+    (y,) = norm(x)
+    var, mean = torch.var_mean(x, (0, 2, 3), correction=0)
+    mean, var = 0.25 * mean, 0.75 + 0.25 * var
+    assert error([norm.running_mean, norm.running_var], [mean, var]) < 1e-14
+    expected = (x - mean.reshape(-1, 1, 1)) / (var + 1e-5).sqrt().reshape(-1, 1, 1)
+    assert error([y], [expected]) < 1e-14
+
+
+def test_a_whole_share_is_batch_normalisation():
+    x = batch()
+    (y,) = InvertibleBatchNorm(8, momentum=1.0, streams=1).double()(x)
+    assert error([y], [nn.BatchNorm2d(8, affine=False).double()(x)]) < 1e-14
+
+
+def test_evaluation_uses_the_averages_as_they_are():
+    model = net()
+    model(batch())
+    before = [b.clone() for b in model.buffers()]
+    y = model.eval()(batch(2))
+    assert error(list(model.buffers()), before) == 0
+    parts = [model.eval()(x[None])[0] for x in batch(2)]
+    assert error(parts, list(y)) < 1e-14
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_inverse_undoes_the_last_pass(training):
+    model = net().train(training)
+    for seed in (1, 2):
+        x = batch(seed)
+        y = model(x)
+    buffers = [b.clone() for b in model.buffers()]
+    assert error([model.inverse(y)], [x]) < 1e-13
+    assert error(list(model.buffers()), buffers) == 0
+    assert check_inverse(model, x, dtypes=[torch.float64]).worst(torch.float64) < 1e-13
+
+
+def test_the_inverse_of_an_earlier_pass_is_off_in_training():
+    model, x = net(), batch()
+    y = model(x)
+    model(batch(2))
+    assert error([model.inverse(y)], [x]) > 1e-3
+
+
+@pytest.mark.parametrize("momentum", [0.1, 1.0])
+@pytest.mark.parametrize("mode", MODES)
+def test_two_passes_before_their_backward_passes(mode, momentum):
+    # By the time of the first replay the averages have moved on.
+    results = []
+    for m in (mode, "store"):
+        model = twin(net(momentum=momentum), m)
+        x1, x2 = batch(1).requires_grad_(), batch(2).requires_grad_()
+        loss = model(x1).sin().sum() + 2 * model(x2).sin().sum()
+        gradients = torch.autograd.grad(loss, [x1, x2, *model.parameters()])
+        results.append([*gradients, *model.buffers()])
+    assert error(*results) < 1e-10
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_in_any_order_and_twice(mode):
+    results = []
+    for m in (mode, "store"):
+        model, x = twin(net(), m), batch().requires_grad_()
+        loss = model(x).sin().sum()
+        (first,) = torch.autograd.grad(loss, [x], create_graph=True)
+        results.append([first.detach(), *torch.autograd.grad(first.square().sum(), [x])])
+    assert error(*results) < 1e-10
+
+
+def test_log_det_in_training_is_that_of_the_averages_with_the_batchs_gradient():
+    norm, x = InvertibleBatchNorm(8, momentum=0.25, streams=1).double(), batch().requires_grad_()
+    _, log_det = norm.forward_with_log_det(x)
+    var = 0.75 + 0.25 * x.var((0, 2, 3), correction=0)
+    expected = -0.5 * 36 * (var + 1e-5).log().sum()
+    assert torch.allclose(log_det, expected.expand(3))
+    actual, wanted = (torch.autograd.grad(v, [x]) for v in (log_det[0], expected))
+    assert error(actual, wanted) < 1e-12
+
+
+def test_reversed_only_in_evaluation():
+    model, x = net(), batch()
+    back = Reversed(model)
+    with pytest.raises(ValueError, match=r"ReversedStep got a InvertibleBatchNorm in training.*ev"):
+        back(x)
+    back.eval()
+    assert error([back(model(x))], [x]) < 1e-13
+
+
+def test_refusals():
+    for momentum in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"momentum={momentum}: expected more than 0"):
+            InvertibleBatchNorm(2, momentum=momentum)
+    with pytest.raises(ValueError, match="eps=0"):
+        InvertibleBatchNorm(2, eps=0)

@@ -1,0 +1,73 @@
+"""Reversed: directions swapped, containers step by step, the same parameters."""
+
+import pytest
+import torch
+from compare import conv_net, error, images, linear_net, twin
+from torch import nn
+
+from revzoo import (
+    AdditiveCoupling,
+    Invertible,
+    InvertibleConv1x1,
+    NotInvertibleError,
+    Reversed,
+    ReversibleSequence,
+    Squeeze,
+    Step,
+    set_memory,
+)
+
+
+def test_directions_are_swapped():
+    net, x = conv_net().eval(), images()
+    back = Reversed(net)
+    assert torch.equal(back(x), net.inverse(x))
+    assert torch.equal(back.inverse(x), net(x))
+    assert error([Reversed(back)(x)], [net(x)]) == 0
+    assert {id(p) for p in back.parameters()} == {id(p) for p in net.parameters()}
+
+
+def test_containers_are_reversed_step_by_step():
+    inner = ReversibleSequence([Squeeze(2), ReversibleSequence([InvertibleConv1x1(32)])])
+    kinds = [type(s.step).__name__ for s in Reversed(ReversibleSequence([*conv_net(1), inner]))]
+    assert kinds == ["InvertibleConv1x1", "Squeeze", "AdditiveCoupling", "AdditiveCoupling"]
+
+
+def test_the_dimension_is_kept():
+    net = ReversibleSequence(list(linear_net()), dim=-1).double()
+    x = torch.randn(2, 3, 8, dtype=torch.float64)
+    assert error([Reversed(net)(net(x))], [x]) < 1e-13
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
+def test_training_equals_store(mode):
+    # Dropout: both evaluations of a replay must draw the forward pass's masks.
+    results = []
+    grid = 14 if mode == "exact" else None
+    for m in (mode, "store"):
+        net = twin(Reversed(conv_net(dropout=0.5)), "store")
+        set_memory(net, m, grid=grid)
+        torch.manual_seed(7)
+        x = images().requires_grad_()
+        y = net(x)
+        results.append(torch.autograd.grad(y.sin().sum(), [x, *net.parameters()]))
+        results[-1] += (*net.buffers(), torch.get_rng_state())
+    assert error(*([t.double() for t in r] for r in results)) < (1e-30 if grid else 1e-10)
+
+
+def test_refusals():
+    class Halve(Step):
+        def forward(self, x1, x2):
+            return x1[:, ::2], x2[:, ::2]
+
+    class Swirl(Invertible):
+        pass
+
+    with pytest.raises(TypeError, match="Reversed got a Linear, expected an Invertible"):
+        Reversed(nn.Linear(2, 2))
+    with pytest.raises(NotInvertibleError, match=r"steps\.1 Halve has no inverse"):
+        Reversed(ReversibleSequence([AdditiveCoupling(nn.Tanh()), Halve()]))
+    with pytest.raises(NotImplementedError, match="Swirl must define inverse"):
+        Reversed(Swirl())(*torch.zeros(2, 1, 2))
+    with pytest.raises(NotImplementedError, match="Swirl must define inverse"):
+        Reversed(Swirl()).log_det(*torch.zeros(2, 1, 2))
