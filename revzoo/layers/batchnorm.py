@@ -92,7 +92,7 @@ class InvertibleBatchNorm(Joint):
         return y * std + self.per_channel(self.running_mean, y)
 
     def log_det_of(self, x: Tensor) -> Tensor:
-        var = self.running_var.clone()  # the graph may keep it: the next batch moves the buffer
+        var = self.running_var
         if self.training and x.numel():
             _, batch_var = self._statistics(x)
             var = var + self.momentum * (batch_var - batch_var.detach())  # the gradient's way

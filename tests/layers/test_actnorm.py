@@ -7,7 +7,15 @@ import torch
 from compare import error, images, twin
 from torch import nn
 
-from revzoo import ActNorm, AdditiveCoupling, ReversibleSequence, Split, check_inverse, set_memory
+from revzoo import (
+    ActNorm,
+    AdditiveCoupling,
+    Reversed,
+    ReversibleSequence,
+    Split,
+    check_inverse,
+    set_memory,
+)
 
 MODES = ["store", "offload", "recompute", "invert"]
 
@@ -98,6 +106,7 @@ def test_evaluation_does_not_initialise():
     check_inverse(model.train(), batch())
     model.inverse(batch())
     model(batch()[:0])
+    Reversed(model).inverse(batch())
     assert error(parameters(model), before) == 0
     with torch.no_grad():
         model(batch())

@@ -25,6 +25,7 @@ from revzoo import (
     drift,
     set_memory,
 )
+from revzoo.layers.logdet import WithLogDet
 from revzoo.profiling.live import LiveMemory
 
 MODES = ["offload", "recompute", "invert"]
@@ -84,6 +85,12 @@ def test_two_streams_give_a_tuple(name):
     (y1, y2), log_det = ReversibleSequence([layer]).forward_with_log_det(x1, x2)
     assert y1.shape == y2.shape == x1.shape
     torch.testing.assert_close(log_det, layer.log_det(x1, x2))
+
+
+def test_the_total_is_taken_back():
+    step, (x1, x2) = WithLogDet(build("actnorm")), images(channels=4).chunk(2, dim=1)
+    total = torch.randn(3, dtype=torch.float64)
+    assert error(step.inverse(*step(x1, x2, total)), (x1, x2, total)) < 1e-13
 
 
 def test_splitting_and_merging():
