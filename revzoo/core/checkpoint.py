@@ -73,8 +73,10 @@ except ImportError:  # to assume so costs one retained state, see rule 5
 def run_step(step: Step, state: State, /, **context: Any) -> State:
     """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
 
-    This is the plain call where there is nothing to differentiate, and inside ``torch.func``
-    transforms, which refuse saved-tensor hooks.
+    This is the plain call where there is nothing to differentiate; inside ``torch.func``
+    transforms, which refuse saved-tensor hooks; and where the whole call becomes a graph of
+    torch's own (``torch.compile`` of a model, ``torch.export``, ``torch.jit.trace``): compile the
+    branches instead to keep the memory mode.
 
     Raises:
         RuntimeError: the step changed its input in place.
@@ -82,7 +84,8 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     """
     if step.grid is not None:
         state = put_on_grid(state, step.grid)
-    versions = [version_of(t) for t in state]
+    watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
+    versions = [version_of(t) for t in watched]
     if not _differentiates(step, state, context) or step.memory == "store":
         outputs = as_state(step(*state, **context))
     elif step.memory == "offload":
@@ -90,7 +93,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
             outputs = as_state(step(*state, **context))
     else:
         outputs = _record(step, state, context)
-    _refuse_changed_inputs(step, state, versions)
+    _refuse_changed_inputs(step, watched, versions)
     return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
 
 
@@ -110,6 +113,8 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
 
 def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     given = itertools.chain(state, tensors_of(context), step.parameters())
     return any(t.requires_grad for t in given)
