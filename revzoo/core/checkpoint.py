@@ -52,6 +52,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
@@ -60,7 +61,7 @@ from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Replayed, Slot, unpack
-from revzoo.core.replay import address, tensors_of, version_of
+from revzoo.core.replay import address, is_replaying, tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -74,9 +75,9 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
 
     This is the plain call where there is nothing to differentiate; inside ``torch.func``
-    transforms, which refuse saved-tensor hooks; and where the whole call becomes a graph of
-    torch's own (``torch.compile`` of a model, ``torch.export``, ``torch.jit.trace``): compile the
-    branches instead to keep the memory mode.
+    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
+    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
+    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
 
     Raises:
         RuntimeError: the step changed its input in place.
@@ -115,6 +116,8 @@ def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if forward_ad._current_level >= 0 and not is_replaying():  # a replay has no tangents to add
         return False
     given = itertools.chain(state, tensors_of(context), step.parameters())
     return any(t.requires_grad for t in given)
