@@ -118,7 +118,7 @@ class Entry:
         self.saved: list[_Saved] = []
         self.samples: list[Samples] = []
         self.peaks: list[tuple[Tensor, float]] = []  # magnitude of a stream and its limit
-        self.strides: list[tuple[int, ...]] | None = None  # of the outputs, on a grid
+        self.strides: list[tuple[int, ...]] = []  # of the outputs
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
@@ -126,10 +126,10 @@ class Entry:
             self.samples = sample(computed, known)
 
     def observe_grid(self, inputs: State, outputs: State) -> None:
-        """Note the range of the outputs and their strides, if the step is on a grid."""
+        """Note the strides of the outputs and, if the step is on a grid, their range."""
+        self.strides = [t.stride() for t in outputs]
         if self.step.grid is not None:
             self.peaks = peaks(inputs, outputs, self.step.grid)
-            self.strides = [t.stride() for t in outputs]
 
     def report(self, guard: Guard, computed: State) -> None:
         """Hand the guard what the replay computed."""
@@ -167,9 +167,10 @@ class Entry:
     def _laid_out(self, outputs: State) -> State:
         """The outputs with the strides of the forward pass, on which kernels' choices depend.
 
-        Other strides may sum in another order, and gradients would not be the same bit for bit.
+        Other strides may sum in another order, and gradients would not be the same bit for bit;
+        the compiled backward pass of a compiled branch accepts no other strides at all.
         """
-        if self.strides is None:
+        if self.step.grid is None and not _has_compiled(self.step):
             return outputs
         return tuple(
             t if t.stride() == stride else _empty(t, stride).copy_(t)
@@ -262,6 +263,12 @@ class Replayed:
 
 def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+
+
+def _has_compiled(step: Step) -> bool:
+    # module.compile() sets the one, torch.compile(module) wraps it as the other
+    modules = step.modules()
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
 
 
 def _leaf(t: Tensor) -> Tensor:
