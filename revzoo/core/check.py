@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
@@ -42,6 +43,7 @@ def check_inverse(
     module: Invertible,
     *inputs: Tensor,
     dtypes: Sequence[torch.dtype] = (torch.float64, torch.float32, torch.bfloat16),
+    **context: Any,
 ) -> InverseReport:
     """Measure ``inverse(forward(x)) - x`` for ``module`` and each of its steps.
 
@@ -53,8 +55,10 @@ def check_inverse(
         *inputs: what ``module`` takes, e.g. one tensor ``(B, C, H, W)``.
         dtypes: to which module and inputs are cast. On a grid, the types that have none are left
             out and the inputs are rounded to it first.
+        **context: keyword arguments of every step; floating-point tensors among them are cast too.
 
     Raises:
+        ValueError: an inverse returns another number of streams, or shapes, than its step took.
         NotInvertibleError: the module, or a step of it, has no inverse.
 
     Example::
@@ -69,23 +73,38 @@ def check_inverse(
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
         state = state if grid is None else put_on_grid(state, grid)
+        given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
         with torch.no_grad():
-            rows.append(_round_trip("whole", net, state)[0])
+            rows.append(_round_trip("whole", net, state, given)[0])
             if len(state) == 1 and net.streams == 2:
                 state = tuple(state[0].chunk(2, dim=getattr(net, "dim", 1)))
             for name, step in _atoms(net):
-                row, state = _round_trip(name, step, state)
+                row, state = _round_trip(name, step, state, given)
                 rows.append(row)
     return InverseReport(rows)
 
 
-def _round_trip(name: str, step: Invertible, state: State) -> tuple[StepError, State]:
-    conditions = Conditions(step, state)
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    return t.detach().to(dtype) if t.is_floating_point() else t
+
+
+def _round_trip(
+    name: str, step: Invertible, state: State, context: Mapping[str, Any]
+) -> tuple[StepError, State]:
+    conditions = Conditions(step, state, context)
     with conditions.restored():
-        outputs = as_state(step(*state))
+        outputs = as_state(step(*state, **context))
         conditions.finish()
     with conditions.restored(inverting=True):
-        back = as_state(step.inverse(*outputs))
+        back: Any = step.inverse(*outputs, **context)
+    back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
+    shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]
+    if not all(isinstance(t, Tensor) for t in back) or shapes[0] != shapes[1]:
+        got = ", ".join(str(tuple(getattr(t, "shape", (type(t).__name__,)))) for t in back)
+        raise ValueError(
+            f"the inverse of {name} returned {len(back)} streams ({got}), expected the "
+            f"{len(state)} that its forward took, of shapes {shapes[1]}: return them in that order"
+        )
     error = _largest(b.double() - x.double() for b, x in zip(back, state, strict=True))
     scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)

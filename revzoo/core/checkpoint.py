@@ -52,6 +52,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
@@ -60,7 +61,7 @@ from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Replayed, Slot, unpack
-from revzoo.core.replay import tensors_of, version_of
+from revzoo.core.replay import is_replaying, tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -73,8 +74,10 @@ except ImportError:  # to assume so costs one retained state, see rule 5
 def run_step(step: Step, state: State, /, **context: Any) -> State:
     """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
 
-    This is the plain call where there is nothing to differentiate, and inside ``torch.func``
-    transforms, which refuse saved-tensor hooks.
+    This is the plain call where there is nothing to differentiate; inside ``torch.func``
+    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
+    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
+    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
 
     Raises:
         RuntimeError: the step changed its input in place.
@@ -82,7 +85,8 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     """
     if step.grid is not None:
         state = put_on_grid(state, step.grid)
-    versions = [version_of(t) for t in state]
+    watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
+    versions = [version_of(t) for t in watched]
     if not _differentiates(step, state, context) or step.memory == "store":
         outputs = as_state(step(*state, **context))
     elif step.memory == "offload":
@@ -90,7 +94,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
             outputs = as_state(step(*state, **context))
     else:
         outputs = _record(step, state, context)
-    _refuse_changed_inputs(step, state, versions)
+    _refuse_changed_inputs(step, watched, versions)
     return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
 
 
@@ -110,6 +114,10 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
 
 def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return False
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return False
+    if forward_ad._current_level >= 0 and not is_replaying():  # a replay has no tangents to add
         return False
     if any(t.requires_grad for t in state):
         return True

@@ -48,6 +48,10 @@ class _Round(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
+        return tangent
+
 
 def round_to_grid(x: Tensor, bits: int) -> Tensor:
     """``x`` rounded, half to even, to multiples of ``2**-bits``; same shape and dtype.

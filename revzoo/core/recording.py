@@ -112,7 +112,7 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.extremes: list[Extremes] = []
-        self.strides: list[tuple[int, ...]] | None = None  # of the outputs, on a grid
+        self.strides: list[tuple[int, ...]] = []  # of the outputs
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
@@ -120,10 +120,10 @@ class Entry:
             self.samples = sample(computed, known)
 
     def observe_grid(self, inputs: State, outputs: State) -> None:
-        """Note the range of the outputs and their strides, if the step is on a grid."""
+        """Note the strides of the outputs and, if the step is on a grid, their range."""
+        self.strides = [t.stride() for t in outputs]
         if self.step.grid is not None:
             self.extremes = extremes(inputs, outputs, self.step.grid)
-            self.strides = [t.stride() for t in outputs]
 
     def report(self, guard: Guard, computed: State) -> None:
         """Hand the guard what the replay computed."""
@@ -161,9 +161,11 @@ class Entry:
     def _laid_out(self, outputs: State) -> State:
         """The outputs with the strides of the forward pass, on which kernels' choices depend.
 
-        Other strides may sum in another order, and gradients would not be the same bit for bit.
+        Other strides may sum in another order, and gradients would not be the same bit for bit;
+        the compiled backward pass of a compiled branch accepts no other strides at all.
         """
-        if self.strides is None:
+        same = all(t.stride() == at for t, at in zip(outputs, self.strides, strict=True))
+        if same or (self.step.grid is None and not _has_compiled(self.step)):
             return outputs
         return tuple(
             t if t.stride() == stride else _empty(t, stride).copy_(t)
@@ -265,6 +267,12 @@ class Replayed:
 
 def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
+
+
+def _has_compiled(step: Step) -> bool:
+    # module.compile() sets the one, torch.compile(module) wraps it as the other
+    modules = step.modules()
+    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
 
 
 def _leaf(t: Tensor) -> Tensor:

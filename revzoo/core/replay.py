@@ -12,9 +12,10 @@ NOTE [ What a replay restores ]
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type.
     3. ``training`` of every submodule, and the grid of every step.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
-       them). One changed in place since then is an error, as it is in autograd: the
-       reconstruction would be wrong. One that the forward pass itself changed (an initialisation
-       from the first batch) has the value that it left.
+       them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
+       that stand gathered in their place. One changed in place since then is an error, as it is
+       in autograd: the reconstruction would be wrong. One that the forward pass itself changed
+       (an initialisation from the first batch) has the value that it left.
     5. Buffers: normalisation statistics in training influence no output, so the replay works on
        throw-away copies. Any other buffer that the forward pass changed (spectral norm's vectors,
        a user's counter) is given back its value from before it; while a step is inverted, those
@@ -193,7 +194,7 @@ class Conditions:
                 undo.append((setattr, (m, name, now)))
                 setattr(m, name, value)
         for owner, name, tensor, _, requires_grad in self._held:
-            if owner is not None and owner.get(name) is not tensor:
+            if owner is not None and _replaced(tensor, owner.get(name)):
                 _swap(undo, owner, name, tensor)
             if tensor.requires_grad != requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
@@ -235,6 +236,14 @@ def version_of(t: Tensor) -> int:
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
     return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
+
+
+def _replaced(tensor: Tensor, now: Tensor | None) -> bool:
+    """Whether another parameter stands in the place of ``tensor``, and not its gathered shards."""
+    if now is tensor:
+        return False
+    gathered = hasattr(tensor, "device_mesh") and not hasattr(now, "device_mesh")  # a DTensor's
+    return not gathered
 
 
 def _swap(undo: _Undo, owner: dict[str, Any], name: str, tensor: Tensor) -> None:

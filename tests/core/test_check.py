@@ -58,3 +58,41 @@ def test_statistics_and_random_state_stay():
 def test_what_has_no_inverse():
     with pytest.raises(NotInvertibleError, match="Linear has no inverse"):
         check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))
+
+
+class Conditioned(nn.Module):
+    def forward(self, x, *, condition):
+        return x.tanh() * condition
+
+
+def test_a_condition_is_given_to_every_step_in_its_dtype():
+    net = ReversibleSequence([AdditiveCoupling(Conditioned()) for _ in range(2)])
+    report = check_inverse(net, torch.randn(3, 4), condition=torch.full((1, 2), 0.3))
+    assert len(report) == 9
+    assert report.worst(torch.float64) < 1e-14 < report.worst(torch.float32)
+
+
+class Returns(Invertible):
+    def __init__(self, back):
+        super().__init__()
+        self.back = back
+
+    def forward(self, x1, x2):
+        return x1, x2
+
+    def inverse(self, y1, y2):
+        return self.back(y1, y2)
+
+
+@pytest.mark.parametrize(
+    ("back", "got"),
+    [
+        (lambda a, b: None, "1 streams"),
+        (lambda a, b: a, "1 streams"),
+        (lambda a, b: (a, b, a), "3 streams"),
+        (lambda a, b: (a, b[:, :1]), r"2 streams \(\(3, 2\), \(3, 1\)\)"),
+    ],
+)
+def test_an_inverse_that_returns_something_else(back, got):
+    with pytest.raises(ValueError, match=f"the inverse of whole returned {got}.*expected the 2"):
+        check_inverse(Returns(back), torch.ones(3, 2), torch.ones(3, 2))

@@ -136,3 +136,31 @@ def test_fsdp2():
     for stored, inverted in run(fsdp):
         assert error(stored, gradients(net)) < 1e-12
         assert error(inverted, gradients(net)) < 1e-12
+
+
+def fsdp_of_branches(rank):
+    from torch.distributed.fsdp import fully_shard
+
+    results = []
+    for mode in ("recompute", "invert"):
+        for reshard in (True, False):  # gathered again for the replay, or still
+            net = linear_net()
+            set_memory(net, mode)
+            for coupling in (coupling for block in net for coupling in block):
+                fully_shard(coupling.branch, reshard_after_forward=reshard)
+            for _ in range(2):
+                net.zero_grad()
+                net(torch.ones(2, 8, dtype=torch.float64) * (rank + 1)).square().mean().backward()
+            results.append([p.grad.full_tensor() for p in net.parameters()])
+    return results
+
+
+def test_fsdp2_of_single_branches():
+    # A step's conditions hold shards, but its branch runs, and is replayed, on gathered parameters.
+    net = linear_net()
+    set_memory(net, "store")
+    x = torch.ones(2, 8, dtype=torch.float64)
+    (sum(net(x * (rank + 1)).square().mean() for rank in range(WORLD)) / WORLD).backward()
+    for results in run(fsdp_of_branches):
+        for result in results:
+            assert error(result, gradients(net)) < 1e-12

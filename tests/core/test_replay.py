@@ -207,3 +207,15 @@ def test_inverse_leaves_statistics_alone():
     assert (back - x).abs().max() < 1e-12
     for k, v in net.state_dict().items():
         assert torch.equal(v, before[k])
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cached", [True, False])
+def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
+    net, probe = probed(lambda _: torch.is_autocast_cache_enabled(), mode)
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=cached):
+        y = net(inputs())
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=not cached):
+        y.sum().backward()
+        assert torch.is_autocast_cache_enabled() != cached
+    assert probe.seen == [(False, cached), (True, cached)]

@@ -8,6 +8,7 @@ from compare import assert_same_training, error, twin
 from torch import nn
 
 from revzoo import AdditiveCoupling, AffineCoupling, Coupling, ReversibleSequence, set_memory
+from revzoo.profiling.live import LiveMemory
 
 MODES = ["offload", "recompute", "invert"]
 
@@ -185,3 +186,26 @@ def test_a_value_that_others_hold_is_not_overwritten(branch, mode):
     for step in net:
         if isinstance(step.branch, Constant):
             assert torch.equal(step.branch.value, torch.ones(5, 4))
+
+
+@pytest.mark.parametrize("grid", [None, 14])
+def test_recovering_a_stream_takes_no_memory(grid, monkeypatch):
+    # The branch's value makes room for the stream; without that, the peak is one stream higher.
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(64, 64)) for _ in range(3)])
+    set_memory(net, "invert", grid=grid)
+    step, x = net[0], torch.randn(32, 64)
+
+    def growth():
+        with torch.no_grad(), LiveMemory() as memory:
+            value = step.branch(x)
+            before = memory.now
+            x1 = step.recover(x, value)
+            return memory.peak - before, x1
+
+    spared, x1 = growth()
+    monkeypatch.setattr(AdditiveCoupling, "recover", Coupling.recover)
+    plain, expected = growth()
+    assert torch.equal(x1, expected)
+    stream = x.numel() * x.element_size()
+    assert spared == 0
+    assert plain >= stream

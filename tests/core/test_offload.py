@@ -1,0 +1,46 @@
+"""Mode offload: what moves, what stays, and what is checked."""
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.core.offload import offloaded
+
+
+def linear():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+
+
+def test_gradients_equal_those_without():
+    net, x = linear(), torch.ones(2, 4, dtype=torch.float64)
+    with offloaded(net):
+        y = net(x)
+    actual = torch.autograd.grad(y.sum(), list(net.parameters()))
+    expected = torch.autograd.grad(net(x).sum(), list(net.parameters()))
+    assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
+
+
+def test_what_is_on_the_cpu_is_not_copied():
+    net, x = linear(), torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    with offloaded(net):
+        y = x.sin()
+    assert y.grad_fn._saved_self.untyped_storage()._cdata == x.untyped_storage()._cdata
+
+
+def test_an_activation_changed_in_place_is_an_error():
+    net = linear()
+    with offloaded(net):
+        y = net(torch.ones(2, 4, dtype=torch.float64))
+    y.detach().add_(1)  # tanh saved it
+    with pytest.raises(RuntimeError, match=r"shape \(2, 4\) is at version 1; expected version 0"):
+        y.sum().backward()
+
+
+def test_activations_of_another_device_move_and_weights_stay():
+    net = nn.Linear(4, 4).to("meta")
+    hooks = offloaded(net)
+    weight, activation = hooks.pack_hook(net.weight), torch.zeros(2, device="meta")
+    assert weight.tensor.device.type == "meta"
+    with pytest.raises(NotImplementedError, match="meta tensor"):
+        hooks.pack_hook(activation)  # copied to the host, where a device without data fails
