@@ -8,13 +8,18 @@ from revzoo.core.memory import set_memory
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
 from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
+from revzoo.layers.padding import ChannelPadding
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.squeeze import Squeeze
+from revzoo.models.foreign import ConversionError
+from revzoo.models.published import load_published
 from revzoo.models.registry import create_model, list_models
 
 __all__ = [
     "AdditiveCoupling",
     "AffineCoupling",
+    "ChannelPadding",
+    "ConversionError",
     "Coupling",
     "DriftError",
     "Invertible",
@@ -31,6 +36,7 @@ __all__ = [
     "invertible_checkpoint",
     "is_replaying",
     "list_models",
+    "load_published",
     "set_drift_limit",
     "set_memory",
 ]

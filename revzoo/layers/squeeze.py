@@ -23,6 +23,8 @@ from torch.nn import functional
 
 from revzoo.core.invertible import Invertible, State
 
+Order = Literal["torch", "irevnet"]
+
 
 class Squeeze(Invertible):
     """``(B, C, H, W) -> (B, b*b*C, H/b, W/b)`` for each stream of the state.
@@ -43,23 +45,21 @@ class Squeeze(Invertible):
 
     exact = True
 
-    def __init__(
-        self, factor: int = 2, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2
-    ) -> None:
+    def __init__(self, factor: int = 2, *, order: Order = "torch", streams: int = 2) -> None:
         super().__init__()
         if factor < 2:
             raise ValueError(f"factor={factor}: expected a whole number of at least 2")
         if order not in ("torch", "irevnet"):
             raise ValueError(f"order={order!r}: expected 'torch' or 'irevnet'")
         self.factor = factor
-        self.order = order
+        self.order: Order = order
         self.streams = streams
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         return tuple(self._squeeze(x) for x in state)
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
-        return tuple(self._unsqueeze(y) for y in state)
+        return tuple(unsqueeze(y, self.factor, order=self.order) for y in state)
 
     def _squeeze(self, x: Tensor) -> Tensor:
         b = self.factor
@@ -71,18 +71,24 @@ class Squeeze(Invertible):
         y = functional.pixel_unshuffle(x, b)
         return y if self.order == "torch" else _transposed(y, x.shape[1], b * b)
 
-    def _unsqueeze(self, y: Tensor) -> Tensor:
-        b = self.factor
-        if y.dim() != 4 or y.shape[1] % (b * b):
-            raise ValueError(
-                f"the inverse of Squeeze({b}) got a stream of shape {tuple(y.shape)}: expected "
-                f"(B, C, H, W) with channels divisible by {b * b}"
-            )
-        x = y if self.order == "torch" else _transposed(y, b * b, y.shape[1] // (b * b))
-        return functional.pixel_shuffle(x, b)
-
     def extra_repr(self) -> str:
         return f"{self.factor}, order={self.order!r}"
+
+
+def unsqueeze(y: Tensor, factor: int, *, order: Order) -> Tensor:
+    """``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``, b the ``factor``: what :class:`Squeeze` inverts to.
+
+    Raises:
+        ValueError: the channels do not divide.
+    """
+    b = factor
+    if y.dim() != 4 or y.shape[1] % (b * b):
+        raise ValueError(
+            f"the inverse of Squeeze({b}) got a stream of shape {tuple(y.shape)}: expected "
+            f"(B, C, H, W) with channels divisible by {b * b}"
+        )
+    x = y if order == "torch" else _transposed(y, b * b, y.shape[1] // (b * b))
+    return functional.pixel_shuffle(x, b)
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
