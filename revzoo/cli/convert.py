@@ -103,3 +103,7 @@ def _override(text: str) -> tuple[str, Any]:
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

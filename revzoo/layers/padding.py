@@ -6,24 +6,24 @@ A reversible network keeps the number of values, so its width is that of its inp
 behind the channels widen it and lose nothing: the inverse strips them (the injective i-RevNet,
 Jacobsen et al. 2018, arXiv 1802.07088). ``torch.nn.functional.pad`` has no inverse.
 
-NOTE [ Zeros stay zeros ]
+NOTE [ Zeros are not reconstructed ]
     Reconstructed in floating point, the zeros become noise of some 1e-6. A branch that reads them
-    and nothing else normalises that noise: the variance of zeros is 0, so each batch normalisation
-    in training multiplies by ``1 / sqrt(eps)``, and what two of them make of 1e-6 is 0.1. Its
-    recomputed activations, and its gradients, would be wrong. But zeros are known: the coupling
-    that follows a padding puts them back before it replays its branch.
+    normalises that noise: the variance of zeros is 0, so a batch normalisation in training
+    multiplies by ``1 / sqrt(eps)``, 316 at torch's default, and what two of them make of 1e-6 is
+    0.1. Its recomputed activations, and its gradients, would be wrong. After two couplings every
+    channel of both streams carries some of the image. So the two that follow a padding are
+    recomputed from their inputs, which are kept, where the mode is ``invert``; ``exact`` needs no
+    such care.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.invertible import Invertible, Recording, State
+from revzoo.core.invertible import Invertible, State
 from revzoo.layers.coupling import AdditiveCoupling
 
 
@@ -88,24 +88,19 @@ class ChannelPadding(Invertible):
 
 
 class PaddedCoupling(AdditiveCoupling):
-    """The first coupling after a padding (NOTE [ Zeros stay zeros ]).
+    """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
 
-    The inverse does not assume the zeros: it is that of the coupling for any state.
-
-    Args:
-        branch: the residual function F, from ``(B, C, ...)`` to the same shape.
-        zeros: how many channels of ``x2``, the last ones, are zero.
+    Its memory mode reads ``recompute`` where ``invert`` was set.
     """
 
-    def __init__(self, branch: nn.Module, *, zeros: int) -> None:
+    @property
+    def memory(self) -> str:
+        return "recompute" if self._mode == "invert" else self._mode
+
+    @memory.setter
+    def memory(self, mode: str) -> None:
+        self._mode = mode
+
+    def __init__(self, branch: nn.Module) -> None:
         super().__init__(branch)
-        self.zeros = zeros
-
-    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
-        x2, y2 = outputs
-        with torch.no_grad():
-            x2 = functional.pad(x2[:, : x2.shape[1] - self.zeros], (0, 0, 0, 0, 0, self.zeros))
-        return super().replay((x2, y2), record, context)
-
-    def extra_repr(self) -> str:
-        return f"zeros={self.zeros}"
+        self._mode = "invert"

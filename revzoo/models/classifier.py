@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from revzoo.core.invertible import (
@@ -25,7 +26,6 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.layers.split import Merge
 from revzoo.models.checks import check_count, check_probability
 
 
@@ -120,8 +120,7 @@ class ImageClassifier(nn.Module, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        (merged,) = Merge(self.channel_dim)(*self._streams_of(x))
-        return merged
+        return torch.cat(self._streams_of(x), dim=self.channel_dim)
 
     def inverse(self, z: Tensor) -> Tensor:
         """The images ``(B, in_chans, H, W)`` whose representation :meth:`encode` gives as ``z``.

@@ -136,13 +136,13 @@ class IRevNetVariant:
 
 
 # The release's networks; named after their depth, three convolutions a block and the linear layer.
-# 163: CIFAR, injective. 301: ImageNet, bijective, (b) in the paper. 19: small, for 8x8 digits.
+# 163: CIFAR, injective. 301: ImageNet, bijective, (b) in the paper. 13: small, for 8x8 digits.
 IREVNETS: dict[str, IRevNetVariant] = {
     "irevnet163": IRevNetVariant(
         units=(18, 18, 18), strides=(1, 2, 2), channels=(16, 64, 256), dropout=0.1
     ),
     "irevnet301": IRevNetVariant(units=(6, 16, 72, 6), strides=(2, 2, 2, 2), squeeze=2),
-    "irevnet19": IRevNetVariant(units=(3, 3), strides=(1, 2), channels=(16, 64)),
+    "irevnet13": IRevNetVariant(units=(2, 2), strides=(1, 2), channels=(16, 64)),
 }
 
 
@@ -164,7 +164,7 @@ class IRevNet(ImageClassifier):
     Example:
         >>> import torch
         >>> from revzoo.models.irevnet import IREVNETS, IRevNet
-        >>> model = IRevNet(IREVNETS["irevnet19"], in_chans=1, memory="exact").eval()
+        >>> model = IRevNet(IREVNETS["irevnet13"], in_chans=1, memory="exact").eval()
         >>> x = torch.randint(256, (2, 1, 8, 8)) / 256
         >>> torch.equal(model.inverse(model.encode(x)), x)
         True
@@ -256,12 +256,8 @@ def _stage(variant: IRevNetVariant, index: int, widths: list[tuple[int, int]]) -
             dropout=variant.dropout,
             norm_act=variant.norm_act(MOMENTUM),
         )
-        if stride > 1:
-            yield AdditiveCoupling(_before_squeeze(branch))
-        elif block == 0 and width > before:
-            yield PaddedCoupling(branch, zeros=min(width - before, stream))
-        else:
-            yield AdditiveCoupling(branch)
+        coupling = PaddedCoupling if width > before and block < 2 else AdditiveCoupling
+        yield coupling(branch if stride == 1 else _before_squeeze(branch))
 
 
 class _Unsqueezed(nn.Module):

@@ -11,7 +11,6 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor, nn
 
 from revzoo.core.invertible import Step
@@ -82,7 +81,7 @@ class StagedNetwork(ImageClassifier):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        return self.relu(self.norm(torch.cat(self._streams_of(x), dim=1)))
+        return self.relu(self.norm(self.encode(x)))
 
     def pooled(self, features: Tensor) -> Tensor:
         return self.pool(features).flatten(1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.branch import BRANCHES
+from revzoo.layers.split import halves
 from revzoo.models.variant import UnitPlan
 
 
@@ -49,7 +50,7 @@ class MergedUnit(ResidualUnit):
 
     def forward(self, *state: Tensor) -> State:
         (y,) = super().forward(torch.cat(state, dim=1))
-        return y.chunk(self.streams, dim=1)
+        return halves(y)
 
 
 class Transition(Step):
