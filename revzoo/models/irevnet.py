@@ -36,7 +36,7 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueeze
 from revzoo.models.checks import check_count, check_probability, positive_tuple
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.convolutional import ConvolutionalClassifier
 
 # The release leaves its BatchNorms at torch's defaults, but for the head's momentum. That is 0.9 in
 # torch's sense: its running statistics follow the last few batches.
@@ -146,7 +146,7 @@ IREVNETS: dict[str, IRevNetVariant] = {
 }
 
 
-class IRevNet(ImageClassifier):
+class IRevNet(ConvolutionalClassifier):
     """i-RevNet, ``(B, in_chans, H, W) -> (B, num_classes)``; every step has an inverse.
 
     Height and width must be multiples of the squeezes' product (4 for CIFAR, 32 for ImageNet).
@@ -171,6 +171,7 @@ class IRevNet(ImageClassifier):
     """
 
     default_memory: ClassVar[str] = "invert"
+    size_reason: ClassVar[str] = "squeezes them"
 
     def __init__(
         self,
@@ -190,10 +191,7 @@ class IRevNet(ImageClassifier):
             ReversibleSequence(_stage(variant, i, widths), memory=self.default_memory)
             for i in range(len(widths))
         )
-        head = variant.norm_act(HEAD_MOMENTUM)
-        self.norm = head.normalise(self.num_features)
-        self.relu = head.activate()
-        self.pool = nn.AdaptiveAvgPool2d(1)
+        self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
         self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,29 +202,6 @@ class IRevNet(ImageClassifier):
         """
         z = self.encode(x)
         return self.forward_head(self._activated(z)), z
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
-        return self._activated(self.encode(x))
-
-    def pooled(self, features: Tensor) -> Tensor:
-        return self.pool(features).flatten(1)
-
-    def check_size(self, height: int, width: int) -> None:
-        multiple = self.variant.size_multiple
-        if height < 1 or width < 1 or height % multiple or width % multiple:
-            raise ValueError(
-                f"Got images of {height}x{width} pixels; this model squeezes them {multiple}-fold "
-                f"and expects height and width to be positive multiples of {multiple}. Resize or "
-                "pad the images."
-            )
-
-    def _activated(self, z: Tensor) -> Tensor:
-        return self.relu(self.norm(z))
 
 
 def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:

@@ -10,18 +10,19 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
 from abc import abstractmethod
+from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import nn
 
 from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.checks import check_probability
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.stem import Stem
 from revzoo.models.variant import UnitPlan, Variant
 
 
-class StagedNetwork(ImageClassifier):
+class StagedNetwork(ConvolutionalClassifier):
     """Image classifier of stages of residual units, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Args:
@@ -36,6 +37,8 @@ class StagedNetwork(ImageClassifier):
     Raises:
         ValueError: an argument is out of range, or the memory mode does not apply.
     """
+
+    size_reason: ClassVar[str] = "halves the size with pooling shortcuts"
 
     def __init__(
         self,
@@ -65,32 +68,10 @@ class StagedNetwork(ImageClassifier):
             )
             for stage in variant.stages(dropout=dropout)
         )
-        self.norm = variant.norm_act.normalise(self.num_features)
-        self.relu = variant.norm_act.activate()
-        self.pool = nn.AdaptiveAvgPool2d(1)
+        self._append_norm(variant.norm_act, size_multiple=variant.size_multiple)
         self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
 
     @staticmethod
     @abstractmethod
     def build_unit(plan: UnitPlan) -> Step:
         """One residual unit; the plan's channels count all streams together."""
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
-        return self.relu(self.norm(self.encode(x)))
-
-    def pooled(self, features: Tensor) -> Tensor:
-        return self.pool(features).flatten(1)
-
-    def check_size(self, height: int, width: int) -> None:
-        multiple = self.variant.size_multiple
-        if height < 1 or width < 1 or height % multiple or width % multiple:
-            raise ValueError(
-                f"Got images of {height}x{width} pixels; this model halves the size with pooling "
-                f"shortcuts and expects height and width to be positive multiples of {multiple}. "
-                "Resize or pad the images."
-            )
