@@ -15,18 +15,23 @@ from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
 from revzoo.layers.linear import InvertibleLinear
+from revzoo.layers.padding import ChannelPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
+from revzoo.models.foreign import ConversionError
+from revzoo.models.published import load_published
 from revzoo.models.registry import create_model, list_models
 
 __all__ = [
     "ActNorm",
     "AdditiveCoupling",
     "AffineCoupling",
+    "ChannelPadding",
     "ChannelPermutation",
+    "ConversionError",
     "Coupling",
     "DriftError",
     "HaarSqueeze",
@@ -52,6 +57,7 @@ __all__ = [
     "invertible_checkpoint",
     "is_replaying",
     "list_models",
+    "load_published",
     "set_drift_limit",
     "set_memory",
 ]

@@ -5,11 +5,14 @@ Pre-activation order (He et al. 2016, "Identity Mappings in Deep Residual Networ
 
     basic       [BN-ReLU] conv3x3(stride) - BN-ReLU - [dropout] - conv3x3
     bottleneck  [BN-ReLU] conv1x1(stride) - BN-ReLU - conv3x3 - BN-ReLU - [dropout] - conv1x1
+    triple      [BN-ReLU] conv3x3(stride) - BN-ReLU - conv3x3 - [dropout] - BN-ReLU - conv3x3
 
 A branch holds no skip connection: the coupling or unit around it adds. ``activate_first=False``
 leaves out the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU itself.
 Dropout sits after the activation and before the last convolution (between the convolutions, as in
 Wide ResNets, arXiv 1605.07146); it holds no state, so the keys of a branch are the same with it.
+The triple branch is that of i-RevNets (arXiv 1802.07088), with dropout where their release has it.
+Other normalisations and activations by ``norm_act``.
 
 No operation works in place: a branch must leave its input as it was, since that is a stream.
 """
@@ -20,7 +23,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from revzoo.layers.conv import conv2d
-from revzoo.layers.norm import batch_norm
+from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.precision import narrowed
 
 BranchKind = Literal["basic", "bottleneck"]
@@ -45,6 +48,8 @@ class BasicBranch(_Branch):
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
+        stride_at_3x3: of no effect: the first convolution is 3x3.
+        norm_act: normalisation and activation.
     """
 
     def __init__(
@@ -55,14 +60,16 @@ class BasicBranch(_Branch):
         stride: int = 1,
         activate_first: bool = True,
         dropout: float = 0.0,
+        stride_at_3x3: bool = False,
+        norm_act: NormAct = RELEASE,
     ) -> None:
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if activate_first:
-            _append_activation(layers, 1, in_channels)
+            _append_activation(layers, 1, in_channels, norm_act)
         layers["conv1"] = conv2d(
             in_channels, out_channels=out_channels, kernel_size=3, stride=stride
         )
-        _append_activation(layers, 2, out_channels, dropout)
+        _append_activation(layers, 2, out_channels, norm_act, dropout)
         layers["conv2"] = conv2d(out_channels, out_channels=out_channels, kernel_size=3)
         super().__init__(layers)
 
@@ -78,6 +85,8 @@ class BottleneckBranch(_Branch):
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
+        stride_at_3x3: give the stride to the 3x3 convolution instead.
+        norm_act: normalisation and activation.
 
     Raises:
         ValueError: ``out_channels`` is no multiple of 4.
@@ -91,6 +100,8 @@ class BottleneckBranch(_Branch):
         stride: int = 1,
         activate_first: bool = True,
         dropout: float = 0.0,
+        stride_at_3x3: bool = False,
+        norm_act: NormAct = RELEASE,
     ) -> None:
         inner, remainder = divmod(out_channels, BOTTLENECK_EXPANSION)
         if remainder or inner < 1:
@@ -98,19 +109,57 @@ class BottleneckBranch(_Branch):
                 f"A bottleneck branch got out_channels={out_channels}; its inner width is a "
                 f"quarter of that, so give a positive multiple of {BOTTLENECK_EXPANSION}."
             )
+        strides = (1, stride) if stride_at_3x3 else (stride, 1)
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         if activate_first:
-            _append_activation(layers, 1, in_channels)
-        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=1, stride=stride)
-        _append_activation(layers, 2, inner)
-        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
-        _append_activation(layers, 3, inner, dropout)
+            _append_activation(layers, 1, in_channels, norm_act)
+        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=1, stride=strides[0])
+        _append_activation(layers, 2, inner, norm_act)
+        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3, stride=strides[1])
+        _append_activation(layers, 3, inner, norm_act, dropout)
         layers["conv3"] = conv2d(inner, out_channels=out_channels, kernel_size=1)
         super().__init__(layers)
 
 
+class TripleBranch(_Branch):
+    """Three 3x3 convolutions, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
+
+    Args:
+        in_channels: channels of the stream read.
+        out_channels: channels of the stream added to.
+        inner: channels between the convolutions.
+        stride: stride of the first convolution.
+        activate_first: whether BN-ReLU comes before the first convolution.
+        dropout: probability of zeroing a value of the second convolution.
+        norm_act: normalisation and activation.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        *,
+        out_channels: int,
+        inner: int,
+        stride: int = 1,
+        activate_first: bool = True,
+        dropout: float = 0.0,
+        norm_act: NormAct = RELEASE,
+    ) -> None:
+        layers: OrderedDict[str, nn.Module] = OrderedDict()
+        if activate_first:
+            _append_activation(layers, 1, in_channels, norm_act)
+        layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=3, stride=stride)
+        _append_activation(layers, 2, inner, norm_act)
+        layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
+        if dropout != 0.0:
+            layers["dropout2"] = nn.Dropout(dropout)
+        _append_activation(layers, 3, inner, norm_act)
+        layers["conv3"] = conv2d(inner, out_channels=out_channels, kernel_size=3)
+        super().__init__(layers)
+
+
 class BranchFactory(Protocol):
-    """What both branch classes are called with."""
+    """What the branches of ResNets and RevNets are called with."""
 
     def __call__(
         self,
@@ -120,6 +169,8 @@ class BranchFactory(Protocol):
         stride: int = 1,
         activate_first: bool = True,
         dropout: float = 0.0,
+        stride_at_3x3: bool = False,
+        norm_act: NormAct = RELEASE,
     ) -> nn.Module: ...
 
 
@@ -130,10 +181,14 @@ BRANCHES: dict[BranchKind, BranchFactory] = {
 
 
 def _append_activation(
-    layers: OrderedDict[str, nn.Module], index: int, channels: int, dropout: float = 0.0
+    layers: OrderedDict[str, nn.Module],
+    index: int,
+    channels: int,
+    norm_act: NormAct,
+    dropout: float = 0.0,
 ) -> None:
     """Append BN, ReLU and, where asked for, dropout, named after the convolution they precede."""
-    layers[f"norm{index}"] = batch_norm(channels)
-    layers[f"relu{index}"] = nn.ReLU()
+    layers[f"norm{index}"] = norm_act.normalise(channels)
+    layers[f"relu{index}"] = norm_act.activate()
     if dropout != 0.0:
         layers[f"dropout{index}"] = nn.Dropout(dropout)

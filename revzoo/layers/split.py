@@ -2,6 +2,10 @@
 
 Being steps themselves, they let a chain of sequences that pass one tensor on keep one state in
 all.
+
+The halves are copies, dense in memory as reconstructed streams are. torch sums over a view with
+gaps in another order than over a dense tensor, so a branch that begins with a normalisation would
+not repeat its value bit for bit, as mode ``exact`` needs.
 """
 
 from __future__ import annotations
@@ -13,6 +17,11 @@ from torch import Tensor
 
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.streams import no_change_of_volume
+
+
+def halves(x: Tensor, dim: int = 1) -> State:
+    """The two halves of ``x`` along ``dim``, dense, with the order of its strides."""
+    return tuple(t.clone(memory_format=torch.preserve_format) for t in x.chunk(2, dim=dim))
 
 
 class Split(Invertible):
@@ -37,8 +46,7 @@ class Split(Invertible):
                 f"{self.dim}: expected an even number of channels there; choose dim, pad the "
                 "channels or pass two streams"
             )
-        x1, x2 = x.chunk(2, dim=self.dim)
-        return x1, x2
+        return halves(x, self.dim)
 
     def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         return (torch.cat((x1, x2), dim=self.dim),)
@@ -61,8 +69,7 @@ class Merge(Invertible):
         return (torch.cat((x1, x2), dim=self.dim),)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
-        y1, y2 = y.chunk(2, dim=self.dim)
-        return y1, y2
+        return halves(y, self.dim)
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return no_change_of_volume(x1)

@@ -24,6 +24,9 @@ from torch.nn import functional
 from revzoo.layers.streams import Streamwise
 
 
+Order = Literal["torch", "irevnet"]
+
+
 class Squeeze(Streamwise):
     """``(B, C, H, W) -> (B, b*b*C, H/b, W/b)`` for each stream of the state.
 
@@ -43,16 +46,14 @@ class Squeeze(Streamwise):
 
     exact = True
 
-    def __init__(
-        self, factor: int = 2, *, order: Literal["torch", "irevnet"] = "torch", streams: int = 2
-    ) -> None:
+    def __init__(self, factor: int = 2, *, order: Order = "torch", streams: int = 2) -> None:
         super().__init__(streams=streams)
         if factor < 2:
             raise ValueError(f"factor={factor}: expected a whole number of at least 2")
         if order not in ("torch", "irevnet"):
             raise ValueError(f"order={order!r}: expected 'torch' or 'irevnet'")
         self.factor = factor
-        self.order = order
+        self.order: Order = order
 
     def transform(self, x: Tensor) -> Tensor:
         b = self.factor
@@ -65,10 +66,8 @@ class Squeeze(Streamwise):
         return y if self.order == "torch" else _transposed(y, x.shape[1], b * b)
 
     def restore(self, y: Tensor) -> Tensor:
-        b = self.factor
         self.check_squeezed(y)
-        x = y if self.order == "torch" else _transposed(y, b * b, y.shape[1] // (b * b))
-        return functional.pixel_shuffle(x, b)
+        return unsqueezed(y, self.factor, order=self.order)
 
     def check_squeezed(self, y: Tensor) -> None:
         """Raise a ValueError if ``y`` cannot have come out of :meth:`transform`."""
@@ -81,6 +80,13 @@ class Squeeze(Streamwise):
 
     def extra_repr(self) -> str:
         return f"{self.factor}, order={self.order!r}"
+
+
+def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
+    """``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``, b the ``factor``: what :class:`Squeeze` inverts to."""
+    rows = factor * factor
+    x = y if order == "torch" else _transposed(y, rows, y.shape[1] // rows)
+    return functional.pixel_shuffle(x, factor)
 
 
 def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:

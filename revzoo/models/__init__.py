@@ -1,16 +1,26 @@
 """The zoo: networks built from the layers, and their registry."""
 
+from revzoo.models.classifier import ImageClassifier
+from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
 from revzoo.models.registry import create_model, list_models
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
+from revzoo.models.revvit import REVVITS, RevViT, RevViTVariant
 from revzoo.models.staged import StagedNetwork
 from revzoo.models.variant import Variant
 
 __all__ = [
+    "IREVNETS",
     "RESNETS",
     "REVNETS",
+    "REVVITS",
+    "IRevNet",
+    "IRevNetVariant",
+    "ImageClassifier",
     "ResNet",
     "RevNet",
+    "RevViT",
+    "RevViTVariant",
     "StagedNetwork",
     "Variant",
     "create_model",

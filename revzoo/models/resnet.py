@@ -11,6 +11,7 @@ torchvision's ``resnet50`` is the post-activation network of arXiv 1512.03385: a
 whose weights do not fit here.
 """
 
+from dataclasses import replace
 from typing import ClassVar
 
 from revzoo.core.invertible import Step
@@ -40,6 +41,10 @@ RESNETS: dict[str, Variant] = {
     ),
     "resnet50": _imagenet(units=(3, 4, 6, 3)),
     "resnet101": _imagenet(units=(3, 4, 23, 3)),
+}
+RESNETS |= {
+    f"{name}_memcnn": replace(RESNETS[name], convention="memcnn")
+    for name in ("resnet32", "resnet110", "resnet164")
 }
 
 

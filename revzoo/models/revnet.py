@@ -20,7 +20,7 @@ from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleBlock
 from revzoo.models.shortcut import shortcut
 from revzoo.models.staged import StagedNetwork
-from revzoo.models.unit import Transition, branch
+from revzoo.models.unit import MergedUnit, Transition, branch
 from revzoo.models.variant import UnitPlan, Variant
 
 
@@ -44,6 +44,10 @@ REVNETS: dict[str, Variant] = {
     "revnet56": _imagenet(units=(2, 2, 3, 2)),
     "revnet104": _imagenet(units=(2, 2, 11, 2)),
 }
+REVNETS |= {
+    f"{name}_memcnn": replace(REVNETS[name], convention="memcnn")
+    for name in ("revnet38", "revnet110", "revnet164")
+}
 
 
 class RevNet(StagedNetwork):
@@ -65,9 +69,12 @@ class RevNet(StagedNetwork):
     @staticmethod
     def build_unit(plan: UnitPlan) -> Step:
         half = plan.per_stream(RevNet.streams)
+        if plan.convention.merges and not plan.keeps_shape:
+            return MergedUnit(branch(plan), shortcut=shortcut(plan))
         f = branch(half)
         # G reads the new first stream: output shape, no stride, and never activated before.
-        g = branch(replace(half, in_channels=half.out_channels, stride=1, activate_first=True))
+        first = plan.activate_first or not plan.convention.g_skips_too
+        g = branch(replace(half, in_channels=half.out_channels, stride=1, activate_first=first))
         if plan.keeps_shape:
             return ReversibleBlock(f, g)
         return Transition(f, g=g, shortcuts=(shortcut(half), shortcut(half)))

@@ -3,8 +3,12 @@
     basic       average pool by the stride, then zero channels, half before and half after
     bottleneck  1x1 convolution with the stride, without normalisation
 
-as in the TensorFlow release of the RevNet paper (arXiv 1707.04585). In a RevNet each stream has a
-shortcut of its own. A unit that keeps the shape has the identity.
+as in the TensorFlow release of the RevNet paper (arXiv 1707.04585), where each stream of a RevNet
+has a shortcut of its own; or, where the variant's convention projects,
+
+    either      1x1 convolution with the stride, then normalisation
+
+A unit that keeps the shape has the identity.
 """
 
 import torch.nn.functional as F
@@ -51,8 +55,11 @@ def shortcut(plan: UnitPlan) -> nn.Module:
     """The shortcut of one stream for ``plan``, whose channels are those of that stream."""
     if plan.keeps_shape:
         return nn.Identity()
-    if plan.branch == "bottleneck":
-        return conv2d(
-            plan.in_channels, out_channels=plan.out_channels, kernel_size=1, stride=plan.stride
-        )
-    return PoolAndPad(plan.in_channels, out_channels=plan.out_channels, stride=plan.stride)
+    if plan.branch == "basic" and not plan.convention.projects:
+        return PoolAndPad(plan.in_channels, out_channels=plan.out_channels, stride=plan.stride)
+    projection = conv2d(
+        plan.in_channels, out_channels=plan.out_channels, kernel_size=1, stride=plan.stride
+    )
+    if not plan.convention.projects:
+        return projection
+    return nn.Sequential(projection, plan.norm_act.normalise(plan.out_channels))

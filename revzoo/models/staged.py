@@ -9,23 +9,20 @@ streams and without a memory mode.
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
-import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from typing import ClassVar
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from revzoo.core.invertible import Step, as_state, label_steps
-from revzoo.core.memory import set_memory
-from revzoo.layers.norm import batch_norm
+from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.models.checks import check_count, check_probability
+from revzoo.models.checks import check_probability
+from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.stem import Stem
 from revzoo.models.variant import UnitPlan, Variant
 
 
-class StagedNetwork(nn.Module, ABC):
+class StagedNetwork(ConvolutionalClassifier):
     """Image classifier of stages of residual units, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Args:
@@ -41,8 +38,7 @@ class StagedNetwork(nn.Module, ABC):
         ValueError: an argument is out of range, or the memory mode does not apply.
     """
 
-    default_memory: ClassVar[str]
-    streams: ClassVar[int]
+    size_reason: ClassVar[str] = "halves the size with pooling shortcuts"
 
     def __init__(
         self,
@@ -54,18 +50,16 @@ class StagedNetwork(nn.Module, ABC):
         drop_rate: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
-        super().__init__()
-        check_count("in_chans", in_chans)
-        check_probability("drop_rate", drop_rate)
+        super().__init__(in_chans=in_chans)
         check_probability("dropout", dropout)
         self.variant = variant
-        self.in_chans = in_chans
         self.num_features = variant.stage_channels[-1]
         stem = Stem(
             in_chans,
             channels=variant.stem_width,
             out_streams=self.streams,
             downsample=variant.downsampling_stem,
+            norm_act=variant.norm_act,
         )
         self.stem = ReversibleSequence([stem], memory=self.default_memory)
         self.stages = nn.ModuleList(
@@ -74,89 +68,10 @@ class StagedNetwork(nn.Module, ABC):
             )
             for stage in variant.stages(dropout=dropout)
         )
-        self.norm = batch_norm(self.num_features)
-        self.relu = nn.ReLU()
-        self.pool = nn.AdaptiveAvgPool2d(1)
-        self.drop = nn.Dropout(drop_rate)
-        self.reset_classifier(num_classes)
-        label_steps(self)
-        if memory is not None:  # refuses what does not apply; the default needs no refusal
-            set_memory(self, memory)
+        self._append_norm(variant.norm_act, size_multiple=variant.size_multiple)
+        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
 
     @staticmethod
     @abstractmethod
     def build_unit(plan: UnitPlan) -> Step:
         """One residual unit; the plan's channels count all streams together."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
-        return self.forward_head(self.forward_features(x))
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
-
-        Raises:
-            ValueError: the images' channels or size do not fit.
-        """
-        self._check_images(x)
-        state = as_state(self.stem(x))
-        for stage in self.stages:
-            state = as_state(stage(*state))
-        return self.relu(self.norm(torch.cat(state, dim=1)))
-
-    def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:
-        """Pool features ``(B, num_features, H', W')`` and classify them: ``(B, num_classes)``.
-
-        With ``pre_logits`` the pooled features ``(B, num_features)`` are returned instead.
-        """
-        pooled: Tensor = self.drop(self.pool(features).flatten(1))
-        return pooled if pre_logits else self.fc(pooled)
-
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifier by a fresh one with ``num_classes`` outputs, on the same device.
-
-        Raises:
-            ValueError: ``num_classes`` is no positive whole number.
-        """
-        check_count("num_classes", num_classes)
-        self.num_classes = num_classes
-        like = self.norm.weight
-        classifier = _linear(self.num_features, num_classes).train(self.training)
-        self.fc = classifier.to(like.device, like.dtype)
-
-    def _check_images(self, x: Tensor) -> None:
-        if x.dim() != 4:
-            raise ValueError(
-                f"Got a tensor of shape {tuple(x.shape)}; expected images "
-                f"(B, {self.in_chans}, H, W). Give one image a batch dimension: x.unsqueeze(0)."
-            )
-        channels, height, width = x.shape[1:]
-        if channels != self.in_chans:
-            raise ValueError(
-                f"Got images of {channels} channels; this model expects {self.in_chans}. Create it "
-                f"with in_chans={channels}, or convert the images."
-            )
-        multiple = self.variant.size_multiple
-        if height < 1 or width < 1 or height % multiple or width % multiple:
-            raise ValueError(
-                f"Got images of {height}x{width} pixels; this model halves the size with pooling "
-                f"shortcuts and expects height and width to be positive multiples of {multiple}. "
-                "Resize or pad the images."
-            )
-
-
-def _linear(in_features: int, out_features: int) -> nn.Linear:
-    """Classifier initialised as in the TensorFlow release of arXiv 1707.04585.
-
-    Weights uniform in +-sqrt(3 / in_features), i.e. of variance 1 / in_features
-    (tf.uniform_unit_scaling_initializer with factor 1), biases zero.
-    """
-    layer = nn.Linear(in_features, out_features)
-    bound = math.sqrt(3.0 / in_features)
-    nn.init.uniform_(layer.weight, -bound, bound)
-    nn.init.zeros_(layer.bias)
-    return layer

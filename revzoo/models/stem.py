@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.conv import conv2d
-from revzoo.layers.norm import batch_norm
+from revzoo.layers.norm import RELEASE, NormAct
 
 
 class Stem(Step):
@@ -22,17 +22,26 @@ class Stem(Step):
         channels: channels of all streams together.
         out_streams: number of streams, split along the channels.
         downsample: the ImageNet stem, whose output is ``(H/4, W/4)`` (rounded up), where true.
+        norm_act: normalisation and activation.
     """
 
     streams = 1
 
-    def __init__(self, in_chans: int, *, channels: int, out_streams: int, downsample: bool) -> None:
+    def __init__(
+        self,
+        in_chans: int,
+        *,
+        channels: int,
+        out_streams: int,
+        downsample: bool,
+        norm_act: NormAct = RELEASE,
+    ) -> None:
         super().__init__()
         self.out_streams = out_streams
         kernel_size, stride = (7, 2) if downsample else (3, 1)
         self.conv = conv2d(in_chans, out_channels=channels, kernel_size=kernel_size, stride=stride)
-        self.norm = batch_norm(channels)
-        self.relu = nn.ReLU()
+        self.norm = norm_act.normalise(channels)
+        self.relu = norm_act.activate()
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
 
     def forward(self, *state: Tensor) -> State:

@@ -1,17 +1,20 @@
 """Residual units that have no inverse, and the branch every unit is made of.
 
     ResidualUnit    y  = s(x)   + F(x)                              one stream
+    MergedUnit      y  = s(x)   + F(x),  x and y of all channels    two streams, merged and split
     Transition      y1 = s1(x1) + F(x2),  y2 = s2(x2) + G(y1)       two streams
 
 with shortcuts ``s`` that may change width and resolution (arXiv 1707.04585). Such a unit loses
-information, so its input has to be kept; being steps, both can be recomputed from it, and are where
+information, so its input has to be kept; being steps, all can be recomputed from it, and are where
 the memory mode is ``recompute`` or ``invert``.
 """
 
+import torch
 from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.branch import BRANCHES
+from revzoo.layers.split import halves
 from revzoo.models.variant import UnitPlan
 
 
@@ -33,6 +36,21 @@ class ResidualUnit(Step):
     def forward(self, *state: Tensor) -> State:
         (x,) = state
         return (self.shortcut(x) + self.branch(x),)
+
+
+class MergedUnit(ResidualUnit):
+    """A residual unit on both streams merged, ``(B, C/2, H, W)`` each; its output is split again.
+
+    Args:
+        branch: residual function F from all channels to an even number of them.
+        shortcut: what gives the branch's output shape.
+    """
+
+    streams = 2
+
+    def forward(self, *state: Tensor) -> State:
+        (y,) = super().forward(torch.cat(state, dim=1))
+        return halves(y)
 
 
 class Transition(Step):
@@ -69,4 +87,6 @@ def branch(plan: UnitPlan) -> nn.Module:
         stride=plan.stride,
         activate_first=plan.activate_first,
         dropout=plan.dropout,
+        stride_at_3x3=plan.convention.stride_at_3x3,
+        norm_act=plan.norm_act,
     )

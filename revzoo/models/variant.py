@@ -7,11 +7,45 @@ its activation) are written once, here. Channels count all streams together.
 """
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from revzoo.layers.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
-from revzoo.models.checks import check_count, is_count
+from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
+from revzoo.models.checks import check_choice, check_count, positive_tuple
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Convention:
+    """What implementations of the same networks do differently.
+
+    Attributes:
+        projects: shortcuts are a 1x1 convolution and a normalisation, whatever the branch.
+        merges: a RevNet unit that changes shape is one residual unit on all channels.
+        stride_at_3x3: a bottleneck's 3x3 convolution carries the stride, not its first 1x1.
+        g_skips_too: G of the first unit has no leading activation either.
+        momentum: of batch normalisation, in torch's sense.
+        epsilon: of the normalisation.
+    """
+
+    projects: bool = False
+    merges: bool = False
+    stride_at_3x3: bool = False
+    g_skips_too: bool = False
+    momentum: float = MOMENTUM
+    epsilon: float = EPSILON
+
+
+_MEMCNN = Convention(
+    projects=True, merges=True, stride_at_3x3=True, g_skips_too=True, momentum=0.1, epsilon=1e-5
+)
+# gomez: the TensorFlow release of arXiv 1707.04585. memcnn: van de Leemput et al., "MemCNN: A
+# Python/PyTorch package for creating memory-efficient invertible neural networks", JOSS 2019, doi
+# 10.21105/joss.01576; its CIFAR configurations, and the normalisation that it calls a fix.
+CONVENTIONS: dict[str, Convention] = {
+    "gomez": Convention(),
+    "memcnn": _MEMCNN,
+    "memcnn_fix": replace(_MEMCNN, momentum=0.99, epsilon=1e-3),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +58,8 @@ class UnitPlan:
     branch: BranchKind
     activate_first: bool
     dropout: float
+    convention: Convention = CONVENTIONS["gomez"]
+    norm_act: NormAct = RELEASE
 
     @property
     def keeps_shape(self) -> bool:
@@ -61,6 +97,9 @@ class Variant:
         branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
         downsampling_stem: 7x7 stride-2 convolution and 3x3 stride-2 max pool (ImageNet) where true,
             one 3x3 convolution (CIFAR) where false.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
+        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        convention: a name in :data:`CONVENTIONS`, whose implementation is followed.
 
     Raises:
         ValueError: a field is out of range or the sequences differ in length.
@@ -72,10 +111,13 @@ class Variant:
     strides: tuple[int, ...] = (1, 2, 2)
     branch: BranchKind = "basic"
     downsampling_stem: bool = False
+    norm: NormKind = "batch"
+    activation: str = "relu"
+    convention: str = "gomez"
 
     def __post_init__(self) -> None:
         for field in ("widths", "units", "strides"):
-            object.__setattr__(self, field, _positive_tuple(field, getattr(self, field)))
+            object.__setattr__(self, field, positive_tuple(field, getattr(self, field)))
         check_count("stem_width", self.stem_width)
         lengths = len(self.widths), len(self.units), len(self.strides)
         if len(set(lengths)) != 1:
@@ -83,11 +125,15 @@ class Variant:
                 f"widths, units and strides have {lengths[0]}, {lengths[1]} and {lengths[2]} "
                 "values; give one of each per stage."
             )
-        if self.branch not in BRANCHES:
-            raise ValueError(
-                f"branch={self.branch!r} is not a kind of residual function; choose one of "
-                f"{', '.join(map(repr, BRANCHES))}."
-            )
+        check_choice("branch", self.branch, BRANCHES)
+        check_choice("convention", self.convention, CONVENTIONS)
+        NormAct(self.norm, self.activation)  # refuses what is not known
+
+    @property
+    def norm_act(self) -> NormAct:
+        """Normalisation and activation, with the constants of the convention."""
+        constants = CONVENTIONS[self.convention]
+        return NormAct(self.norm, self.activation, constants.momentum, constants.epsilon)
 
     @property
     def stage_channels(self) -> tuple[int, ...]:
@@ -102,26 +148,19 @@ class Variant:
         The basic shortcut average-pools without padding, which fits the branch's padded strided
         convolution on even sizes only; a strided 1x1 convolution fits any size.
         """
-        if self.branch == "bottleneck":
+        if self.branch == "bottleneck" or CONVENTIONS[self.convention].projects:
             return 1
         return math.prod(self.strides) * (4 if self.downsampling_stem else 1)
 
     def stages(self, *, dropout: float = 0.0) -> list[list[UnitPlan]]:
         """One list of unit plans per stage; the first unit of a stage changes width and stride."""
         plans: list[list[UnitPlan]] = []
+        shared = dropout, CONVENTIONS[self.convention], self.norm_act
         channels = self.stem_width
         for width, units, stride in zip(self.stage_channels, self.units, self.strides, strict=True):
             # The stem ends in BN-ReLU, so the very first branch would repeat it.
-            first = UnitPlan(channels, width, stride, self.branch, bool(plans), dropout)
-            rest = UnitPlan(width, width, 1, self.branch, True, dropout)
+            first = UnitPlan(channels, width, stride, self.branch, bool(plans), *shared)
+            rest = UnitPlan(width, width, 1, self.branch, True, *shared)
             plans.append([first] + [rest] * (units - 1))
             channels = width
         return plans
-
-
-def _positive_tuple(name: str, values: Iterable[int] | int) -> tuple[int, ...]:
-    # Any iterable: configuration files give lists, or list types of their own.
-    numbers = tuple(values) if isinstance(values, Iterable) else ()
-    if not numbers or not all(map(is_count, numbers)):
-        raise ValueError(f"{name} got {values!r}; expected one positive whole number per stage.")
-    return numbers

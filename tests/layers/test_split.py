@@ -39,3 +39,12 @@ def test_gradients_pass_through(mode):
     x = torch.randint(-9, 9, (3, 4, 2), generator=torch.Generator().manual_seed(0)).float()
     (gradient,) = torch.autograd.grad(net(x.requires_grad_()).square().sum(), x)
     assert error([gradient], [2 * x.detach()]) == 0
+
+
+def test_halves_are_dense_as_reconstructed_streams_are():
+    x = torch.randn(2, 4, 3, 3)
+    for kind in (torch.contiguous_format, torch.channels_last):
+        y = x.to(memory_format=kind)
+        for half in (*Split()(y), *Merge().inverse(y)):
+            assert half.is_contiguous(memory_format=kind)
+        assert torch.equal(torch.cat(Split()(y), dim=1), x)

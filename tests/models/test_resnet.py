@@ -10,6 +10,12 @@ CIFAR10 = {
     "resnet110": (1_727_962, 64),
     "resnet164": (1_703_258, 256),
 }
+# Counts of MemCNN 1.5.2's models.
+MEMCNN = {
+    "resnet32_memcnn": (466_906, 472_756),
+    "resnet110_memcnn": (1_730_714, 1_736_564),
+    "resnet164_memcnn": (1_704_154, 1_727_284),
+}
 IMAGENET = {"resnet50": (3, 4, 6, 3), "resnet101": (3, 4, 23, 3)}
 
 
@@ -45,8 +51,13 @@ def test_parameters_of_the_imagenet_variants(name):
     assert count(name, 1000) == imagenet_count(IMAGENET[name])
 
 
+@pytest.mark.parametrize("name", MEMCNN)
+def test_parameters_of_memcnns_variants(name):
+    assert (count(name, 10), count(name, 100)) == MEMCNN[name]
+
+
 def test_every_variant_is_counted():
-    assert set(RESNETS) == {*CIFAR10, *IMAGENET}
+    assert set(RESNETS) == {*CIFAR10, *IMAGENET, *MEMCNN}
 
 
 def test_units_have_one_stream_and_no_inverse():

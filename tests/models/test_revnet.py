@@ -2,7 +2,7 @@ import pytest
 import torch
 from compare import error, twin
 
-from revzoo import ReversibleBlock
+from revzoo import ReversibleBlock, set_memory
 from revzoo.models import REVNETS, RevNet, create_model
 from revzoo.models.unit import Transition
 
@@ -13,6 +13,12 @@ CIFAR10 = {
     "revnet164": (1_748_778, 512),
 }
 IMAGENET = {"revnet56": 27_553_128, "revnet104": 45_428_072}
+# Counts of MemCNN 1.5.2's models.
+MEMCNN = {
+    "revnet38_memcnn": (573_994, 584_164),
+    "revnet110_memcnn": (1_854_890, 1_866_500),
+    "revnet164_memcnn": (1_983_786, 2_029_956),
+}
 
 
 def count(name, num_classes):
@@ -33,8 +39,42 @@ def test_parameters_of_the_imagenet_variants(name):
     assert count(name, 1000) == IMAGENET[name]
 
 
+@pytest.mark.parametrize("name", MEMCNN)
+def test_parameters_of_memcnns_variants(name):
+    assert (count(name, 10), count(name, 100)) == MEMCNN[name]
+
+
 def test_every_variant_is_counted():
-    assert set(REVNETS) == {*CIFAR10, *IMAGENET}
+    assert set(REVNETS) == {*CIFAR10, *IMAGENET, *MEMCNN}
+
+
+@pytest.mark.parametrize("branch", ["basic", "bottleneck"])
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_memcnns_transitions_train_as_stored(branch, mode):
+    torch.manual_seed(0)
+    model = create_model("revnet38_memcnn", units=(2, 2, 1), branch=branch, memory="store").double()
+    other = twin(model, mode)
+    set_memory(model, "store", grid=14 if mode == "exact" else None)
+    x = torch.randn(4, 3, 9, 10, dtype=torch.float64)
+    for net in (model, other):
+        torch.nn.functional.cross_entropy(net(x), torch.arange(4)).backward()
+    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
+    assert error(actual, expected) <= (0 if mode == "exact" else 1e-10)
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+@pytest.mark.parametrize("name", ["revnet38", "revnet164_memcnn", "resnet32", "irevnet163"])
+def test_normalisation_and_activation_are_chosen_by_keyword(name, norm):
+    model = create_model(name, units=(2, 1, 1), norm=norm, activation="silu")
+    kinds = {"batch": torch.nn.BatchNorm2d, "group": torch.nn.GroupNorm, "none": ()}
+    modules = list(model.modules())
+    assert any(isinstance(m, kinds[norm]) for m in modules) is (norm != "none")
+    assert not any(isinstance(m, torch.nn.modules.batchnorm._NormBase) for m in modules) or (
+        norm == "batch"
+    )
+    assert not any(isinstance(m, torch.nn.ReLU) for m in modules)
+    model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,106 @@
+"""Injective padding: channels of zeros that a wider network starts from.
+
+    (B, C, H, W) -> (B, C + extra, H, W)
+
+A reversible network keeps the number of values, so its width is that of its input. Zeros appended
+behind the channels widen it and lose nothing: the inverse strips them (the injective i-RevNet,
+Jacobsen et al. 2018, arXiv 1802.07088). ``torch.nn.functional.pad`` has no inverse.
+
+NOTE [ Zeros are not reconstructed ]
+    Reconstructed in floating point, the zeros become noise of some 1e-6. A branch that reads them
+    normalises that noise: the variance of zeros is 0, so a batch normalisation in training
+    multiplies by ``1 / sqrt(eps)``, 316 at torch's default, and what two of them make of 1e-6 is
+    0.1. Its recomputed activations, and its gradients, would be wrong. After two couplings every
+    channel of both streams carries some of the image. So the two that follow a padding are
+    recomputed from their inputs, which are kept, where the mode is ``invert``; ``exact`` needs no
+    such care.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from torch.nn import functional
+
+from revzoo.core.invertible import Invertible, State
+from revzoo.layers.coupling import AdditiveCoupling
+
+
+class ChannelPadding(Invertible):
+    """``(B, C, H, W) -> (B, C + extra, H, W)``, zeros last.
+
+    Injective, not bijective: the inverse of what no image was mapped to drops the extra channels,
+    whatever they hold.
+
+    Args:
+        extra: number of channels to append, at least 1.
+        tolerance: largest magnitude in the extra channels that :meth:`inverse` accepts as zero (0
+            where reconstruction is exact); it reads them on the host. None for no check.
+
+    Raises:
+        ValueError: an argument is out of range; in the inverse, too few channels, or values beyond
+            ``tolerance``.
+
+    Example::
+
+        ChannelPadding(29)(torch.zeros(1, 3, 32, 32))  # (1, 32, 32, 32)
+    """
+
+    streams = 1
+    exact = True
+
+    def __init__(self, extra: int, *, tolerance: float | None = None) -> None:
+        super().__init__()
+        if extra < 1:
+            raise ValueError(f"extra={extra}: expected a positive number of channels to append")
+        if tolerance is not None and not tolerance >= 0:
+            raise ValueError(f"tolerance={tolerance}: expected a magnitude, 0 or more, or None")
+        self.extra = extra
+        self.tolerance = tolerance
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        (x,) = state
+        return (functional.pad(x, (0, 0, 0, 0, 0, self.extra)),)
+
+    def inverse(self, *state: Tensor, **context: Any) -> State:
+        (y,) = state
+        if y.dim() != 4 or y.shape[1] <= self.extra:
+            raise ValueError(
+                f"the inverse of ChannelPadding({self.extra}) got a stream of shape "
+                f"{tuple(y.shape)}: expected (B, C, H, W) with more than {self.extra} channels"
+            )
+        if self.tolerance is not None:
+            self._check_zero(y[:, -self.extra :], self.tolerance)
+        return (y[:, : -self.extra],)
+
+    def _check_zero(self, stripped: Tensor, tolerance: float) -> None:
+        largest = stripped.abs().max().item() if stripped.numel() else 0.0
+        if not largest <= tolerance:
+            raise ValueError(
+                f"the inverse of ChannelPadding({self.extra}) found {largest:.3g} where the "
+                f"padding was zero, more than tolerance={tolerance:g}: no input of the network is "
+                "mapped to this, or the reconstruction is inexact (memory mode 'exact' helps)"
+            )
+
+    def extra_repr(self) -> str:
+        return f"{self.extra}, tolerance={self.tolerance}"
+
+
+class PaddedCoupling(AdditiveCoupling):
+    """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
+
+    Its memory mode reads ``recompute`` where ``invert`` was set.
+    """
+
+    @property
+    def memory(self) -> str:
+        return "recompute" if self._mode == "invert" else self._mode
+
+    @memory.setter
+    def memory(self, mode: str) -> None:
+        self._mode = mode
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__(branch)
+        self._mode = "invert"

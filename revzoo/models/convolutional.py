@@ -1,0 +1,53 @@
+"""The end of a convolutional network, and the image sizes that its strides allow.
+
+streams -> BN - ReLU -> average pool -> [dropout] -> linear
+"""
+
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from revzoo.layers.norm import NormAct
+from revzoo.models.classifier import ImageClassifier
+
+
+class ConvolutionalClassifier(ImageClassifier):
+    """Image classifier whose streams are feature maps ``(B, C, H, W)``.
+
+    Subclasses call :meth:`_append_norm` before :meth:`_assemble`.
+    """
+
+    size_multiple: int
+    """What height and width of an image must be multiples of."""
+
+    size_reason: ClassVar[str]
+    """What the network does that needs it, for the error message."""
+
+    def _append_norm(self, norm_act: NormAct, *, size_multiple: int) -> None:
+        self.size_multiple = size_multiple
+        self.norm = norm_act.normalise(self.num_features)
+        self.relu = norm_act.activate()
+        self.pool = nn.AdaptiveAvgPool2d(1)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
+        return self._activated(self.encode(x))
+
+    def pooled(self, features: Tensor) -> Tensor:
+        return self.pool(features).flatten(1)
+
+    def check_size(self, height: int, width: int) -> None:
+        multiple = self.size_multiple
+        if height < 1 or width < 1 or height % multiple or width % multiple:
+            raise ValueError(
+                f"Got images of {height}x{width} pixels; this model {self.size_reason} and expects "
+                f"height and width to be positive multiples of {multiple}. Resize or pad the "
+                "images."
+            )
+
+    def _activated(self, z: Tensor) -> Tensor:
+        return self.relu(self.norm(z))

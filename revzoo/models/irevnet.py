@@ -1,0 +1,247 @@
+"""i-RevNets: networks that are invertible from the image to the last feature map.
+
+    (x1, x2) -> (psi(x2), psi(x1) + F(x2))      psi: squeeze, at the first block of a stage
+
+J.-H. Jacobsen, A. Smeulders, E. Oyallon, "i-RevNet: Deep Invertible Networks", ICLR 2018, arXiv
+1802.07088, and its PyTorch release, whose channel orders, constants and places of dropout are kept:
+its weights fit (see :func:`revzoo.load_published`). A network is *bijective*, its widths following
+from the image's channels, or *injective*: wider, by channels of zeros after the image's.
+
+F is three 3x3 convolutions, the first with the stride. A block that squeezes is written as a
+squeeze of both streams and a coupling whose branch reads the stream as it was before::
+
+    (u1, u2) = (psi(x1), psi(x2)),   (u1, u2) -> (u2, u1 + F(psi^-1(u2)))
+
+so that one coupling, with its one rule of replaying, serves all blocks.
+
+The release averages over a window of the size that its training images end in; here the average is
+over the whole map, the same for those images and defined for any other size. Its inverse of the
+padding keeps the wrong channels (29 of 32 for CIFAR); ours strips the zeros.
+"""
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from revzoo.core.invertible import Step
+from revzoo.layers.branch import TripleBranch
+from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.norm import NormAct, NormKind
+from revzoo.layers.padding import ChannelPadding, PaddedCoupling
+from revzoo.layers.sequence import ReversibleSequence
+from revzoo.layers.split import Merge, Split
+from revzoo.layers.squeeze import Squeeze, unsqueezed
+from revzoo.models.checks import check_count, check_probability, positive_tuple
+from revzoo.models.convolutional import ConvolutionalClassifier
+
+# The release leaves its BatchNorms at torch's defaults, but for the head's momentum. That is 0.9 in
+# torch's sense: its running statistics follow the last few batches.
+MOMENTUM = 0.1
+HEAD_MOMENTUM = 0.9
+EPSILON = 1e-5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IRevNetVariant:
+    """One row of the table of i-RevNets.
+
+    Attributes:
+        units: number of blocks of each stage.
+        strides: stride of the first block of each stage, 1 or 2.
+        channels: channels *per stream* of each stage, four times those before it where the stride
+            is 2, and at least those before it where it is 1 (zeros are appended); None for the
+            bijective network: as many as the image's channels give.
+        squeeze: factor of the squeeze before the first block; 1 for none.
+        bottleneck: output width of a branch over its inner width.
+        dropout: probability of dropping a value of a branch's second convolution.
+        norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
+        activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+
+    Raises:
+        ValueError: a field is out of range or the sequences differ in length.
+    """
+
+    units: tuple[int, ...]
+    strides: tuple[int, ...]
+    channels: tuple[int, ...] | None = None
+    squeeze: int = 1
+    bottleneck: int = 4
+    dropout: float = 0.0
+    norm: NormKind = "batch"
+    activation: str = "relu"
+
+    def __post_init__(self) -> None:
+        for field in ("units", "strides", "channels"):
+            if getattr(self, field) is not None or field != "channels":
+                object.__setattr__(self, field, positive_tuple(field, getattr(self, field)))
+        check_count("squeeze", self.squeeze)
+        check_count("bottleneck", self.bottleneck)
+        check_probability("dropout", self.dropout)
+        NormAct(self.norm, self.activation)  # refuses what is not known
+        lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
+        if len(lengths) != 1:
+            raise ValueError(
+                f"units={self.units}, strides={self.strides} and channels={self.channels} differ "
+                "in length; give one value of each per stage."
+            )
+        if not set(self.strides) <= {1, 2}:
+            raise ValueError(f"strides={self.strides}: expected 1 (none) or 2 (a squeeze).")
+
+    @property
+    def size_multiple(self) -> int:
+        """What height and width of an image must be multiples of, for the squeezes."""
+        return self.squeeze * math.prod(self.strides)
+
+    def norm_act(self, momentum: float) -> NormAct:
+        """Normalisation and activation, the former with ``momentum``."""
+        return NormAct(self.norm, self.activation, momentum, EPSILON)
+
+    def widths(self, in_chans: int) -> list[tuple[int, int]]:
+        """Channels of both streams before and after each stage's zero padding, squeezes included.
+
+        Raises:
+            ValueError: the channels do not fit the image's, or the ones before them.
+        """
+        found = []
+        width = in_chans * self.squeeze**2
+        for stage, stride in enumerate(self.strides):
+            width *= stride**2
+            after = width if self.channels is None else 2 * self.channels[stage]
+            if after < width or (stride > 1 and after != width):
+                raise ValueError(
+                    f"channels={self.channels}: stage {stage} gets {width} channels (images of "
+                    f"{in_chans}, squeezed) and cannot have 2x{self.channels and after // 2}. A "
+                    "stage of stride 2 has four times the channels before it, one of stride 1 at "
+                    "least as many. channels=None takes what the image gives."
+                )
+            if after // stride**2 % 2:  # only the first stage can start from an odd number
+                raise ValueError(
+                    f"images of {in_chans} channels, squeezed by {self.squeeze}, give "
+                    f"{after // stride**2} channels, which cannot be split in two streams: use "
+                    "squeeze=2, or a first stage of stride 1 with channels=(...), which appends "
+                    "zeros."
+                )
+            if after // 2 < self.bottleneck:
+                raise ValueError(
+                    f"bottleneck={self.bottleneck} leaves no channel inside the branches of stage "
+                    f"{stage}, whose streams have {after // 2}: choose a smaller one."
+                )
+            found.append((width, after))
+            width = after
+        return found
+
+
+# The release's networks; named after their depth, three convolutions a block and the linear layer.
+# 163: CIFAR, injective. 301: ImageNet, bijective, (b) in the paper. 13: small, for 8x8 digits.
+IREVNETS: dict[str, IRevNetVariant] = {
+    "irevnet163": IRevNetVariant(
+        units=(18, 18, 18), strides=(1, 2, 2), channels=(16, 64, 256), dropout=0.1
+    ),
+    "irevnet301": IRevNetVariant(units=(6, 16, 72, 6), strides=(2, 2, 2, 2), squeeze=2),
+    "irevnet13": IRevNetVariant(units=(2, 2), strides=(1, 2), channels=(16, 64)),
+}
+
+
+class IRevNet(ConvolutionalClassifier):
+    """i-RevNet, ``(B, in_chans, H, W) -> (B, num_classes)``; every step has an inverse.
+
+    Height and width must be multiples of the squeezes' product (4 for CIFAR, 32 for ImageNet).
+
+    Args:
+        variant: widths, depths and strides.
+        num_classes: number of logits.
+        in_chans: channels of the image.
+        memory: memory mode of all steps, see :func:`revzoo.set_memory`.
+        drop_rate: probability of dropping a pooled feature before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
+
+    Example:
+        >>> import torch
+        >>> from revzoo.models.irevnet import IREVNETS, IRevNet
+        >>> model = IRevNet(IREVNETS["irevnet13"], in_chans=1, memory="exact").eval()
+        >>> x = torch.randint(256, (2, 1, 8, 8)) / 256
+        >>> torch.equal(model.inverse(model.encode(x)), x)
+        True
+    """
+
+    default_memory: ClassVar[str] = "invert"
+    size_reason: ClassVar[str] = "squeezes them"
+
+    def __init__(
+        self,
+        variant: IRevNetVariant,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        self.variant = variant
+        widths = variant.widths(in_chans)
+        self.num_features = widths[-1][1]
+        self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
+        self.stages = nn.ModuleList(
+            ReversibleSequence(_stage(variant, i, widths), memory=self.default_memory)
+            for i in range(len(widths))
+        )
+        self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
+        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+
+    def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The logits and what :meth:`encode` gives, from one pass: the release's ``forward``.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
+        z = self.encode(x)
+        return self.forward_head(self._activated(z)), z
+
+
+def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
+    """From an image to two streams: squeeze, padding where the first stage does not squeeze."""
+    if variant.squeeze > 1:
+        yield Squeeze(variant.squeeze, order="irevnet", streams=1)
+    if width[1] > width[0]:
+        yield ChannelPadding(width[1] - width[0])
+    yield Split()
+
+
+def _stage(variant: IRevNetVariant, index: int, widths: list[tuple[int, int]]) -> Iterator[Step]:
+    before, width = widths[index]
+    stream = width // 2
+    if width > before and index > 0:
+        yield from (Merge(), ChannelPadding(width - before), Split())
+    if variant.strides[index] > 1:
+        yield Squeeze(2, order="irevnet")
+    for block in range(variant.units[index]):
+        stride = variant.strides[index] if block == 0 else 1
+        branch = TripleBranch(
+            stream // stride**2,
+            out_channels=stream,
+            inner=stream // variant.bottleneck,
+            stride=stride,
+            activate_first=bool(index or block),
+            dropout=variant.dropout,
+            norm_act=variant.norm_act(MOMENTUM),
+        )
+        coupling = PaddedCoupling if width > before and block < 2 else AdditiveCoupling
+        yield coupling(branch if stride == 1 else _before_squeeze(branch))
+
+
+class _Unsqueezed(nn.Module):
+    """The stream before its squeeze."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return unsqueezed(x, 2, order="irevnet")
+
+
+def _before_squeeze(branch: nn.Module) -> nn.Module:
+    """``branch`` of the stream before its squeeze."""
+    return nn.Sequential(OrderedDict(unsqueeze=_Unsqueezed(), branch=branch))

@@ -1,0 +1,205 @@
+"""Reversible vision transformers.
+
+    y1 = x1 + Attention(LN(x2))
+    y2 = x2 + MLP(LN(y1))
+
+K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
+Transformers", CVPR 2022, arXiv 2302.04869: Rev-ViT, with the widths, depths and heads of the ViTs
+and DeiTs it is compared with. Both streams start as the patch embedding and are fused at the end:
+concatenated, normalised, averaged over the tokens, classified by a linear layer of width 2 D.
+
+Tokens are averaged and there is no class token. It would be one more token in both streams whose
+two halves the head would read alone, while the fused patch tokens, half of the last layers' work,
+were computed for nothing; the average reads them all and has no parameters.
+
+Shapes: B batch, N patches, D width of a token in one stream.
+"""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import State, Step
+from revzoo.layers.attention import EPSILON, MLP, Attention
+from revzoo.layers.norm import ACTIVATIONS
+from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.models.checks import check_choice, check_count, check_probability
+from revzoo.models.classifier import ImageClassifier
+
+# Standard deviation of the initial weights, cut at two of them, as for DeiT (arXiv 2012.12877).
+STD = 0.02
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RevViTVariant:
+    """One row of the table of reversible vision transformers.
+
+    Attributes:
+        width: width D of a token in one stream.
+        depth: number of blocks, each of an attention and an MLP.
+        heads: heads of the attention, a divisor of ``width``.
+        img_size: height and width of the images in pixels, a multiple of ``patch_size``; the
+            positions' embeddings are learned for it.
+        patch_size: side of a patch in pixels.
+        mlp_ratio: hidden width of an MLP over ``width``.
+        activation: that of the MLPs, a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        dropout: probability of zeroing a value that a branch computes.
+        drop_path_rate: probability of dropping a sample's whole branch, in the last block; it grows
+            linearly with depth from 0 (stochastic depth).
+
+    Raises:
+        ValueError: a field is out of range or does not fit another.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    img_size: int = 224
+    patch_size: int = 16
+    mlp_ratio: int = 4
+    activation: str = "gelu"
+    dropout: float = 0.0
+    drop_path_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        for field in ("width", "depth", "heads", "img_size", "patch_size", "mlp_ratio"):
+            check_count(field, getattr(self, field))
+        for field in ("dropout", "drop_path_rate"):
+            check_probability(field, getattr(self, field))
+        check_choice("activation", self.activation, ACTIVATIONS)
+        if self.width % self.heads:
+            raise ValueError(
+                f"width={self.width} cannot be divided among heads={self.heads}; choose a width "
+                "that is a multiple of the heads."
+            )
+        if self.img_size % self.patch_size:
+            raise ValueError(
+                f"img_size={self.img_size} is no multiple of patch_size={self.patch_size}; choose "
+                "a patch_size that divides it, or resize the images."
+            )
+
+    @property
+    def patches(self) -> int:
+        """Number N of patches of an image."""
+        return (self.img_size // self.patch_size) ** 2
+
+
+# The first three are Rev-ViT-S, -B and -L of the paper; the last is for images of 32x32.
+REVVITS: dict[str, RevViTVariant] = {
+    "revvit_small": RevViTVariant(width=384, depth=12, heads=6),
+    "revvit_base": RevViTVariant(width=768, depth=12, heads=12),
+    "revvit_large": RevViTVariant(width=1024, depth=24, heads=16),
+    "revvit_cifar": RevViTVariant(width=128, depth=6, heads=4, img_size=32, patch_size=4),
+}
+
+
+class PatchEmbedding(Step):
+    """``(B, in_chans, H, W)`` -> two streams ``(B, N, D)``, both the embedded patches.
+
+    Args:
+        in_chans: channels of the image.
+        variant: width, and sizes of image and patch.
+    """
+
+    streams = 1
+
+    def __init__(self, in_chans: int, *, variant: RevViTVariant) -> None:
+        super().__init__()
+        side = variant.patch_size
+        self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
+        self.positions = nn.Parameter(torch.empty(1, variant.patches, variant.width))
+        nn.init.trunc_normal_(self.positions, std=STD)
+
+    def forward(self, *state: Tensor) -> State:
+        (x,) = state
+        tokens = self.conv(x).flatten(2).transpose(1, 2) + self.positions
+        return tokens, tokens
+
+
+class RevViT(ImageClassifier):
+    """Reversible ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``; two streams.
+
+    Every block is invertible. The patch embedding is not: the model has no :meth:`inverse`, but
+    ``model.stages[0]`` has.
+
+    Args:
+        variant: width, depth, heads and sizes.
+        num_classes: number of logits.
+        in_chans: channels of the image.
+        memory: memory mode of all steps, see :func:`revzoo.set_memory`.
+        drop_rate: probability of dropping a pooled feature before the classifier.
+
+    Raises:
+        ValueError: an argument is out of range.
+
+    Example:
+        >>> import torch
+        >>> from revzoo.models.revvit import REVVITS, RevViT
+        >>> RevViT(REVVITS["revvit_cifar"])(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    default_memory: ClassVar[str] = "invert"
+    channel_dim: ClassVar[int] = -1
+
+    def __init__(
+        self,
+        variant: RevViTVariant,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        drop_rate: float = 0.0,
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        self.variant = variant
+        self.num_features = self.streams * variant.width
+        embedding = PatchEmbedding(in_chans, variant=variant)
+        self.stem = ReversibleSequence([embedding], memory=self.default_memory)
+        blocks = [_block(variant, i) for i in range(variant.depth)]
+        self.stages = nn.ModuleList(
+            [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
+        )
+        self.stages.apply(_initialise)
+        self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
+        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Fused tokens ``(B, N, 2 D)``: streams concatenated and normalised.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
+        return self.norm(self.encode(x))
+
+    def pooled(self, features: Tensor) -> Tensor:
+        return features.mean(dim=1)
+
+    def check_size(self, height: int, width: int) -> None:
+        size = self.variant.img_size
+        if (height, width) != (size, size):
+            raise ValueError(
+                f"Got images of {height}x{width} pixels; this model was created for {size}x{size}. "
+                f"Resize them, or create it with img_size={height}"
+                + (" (images must be square)." if height != width else ".")
+            )
+
+
+def _block(variant: RevViTVariant, index: int) -> ReversibleBlock:
+    shared = {
+        "dropout": variant.dropout,
+        "drop_path": variant.drop_path_rate * index / max(variant.depth - 1, 1),
+    }
+    hidden = variant.mlp_ratio * variant.width
+    return ReversibleBlock(
+        Attention(variant.width, heads=variant.heads, **shared),
+        MLP(variant.width, hidden=hidden, activation=variant.activation, **shared),
+    )
+
+
+def _initialise(module: nn.Module) -> None:
+    if isinstance(module, nn.Linear):
+        nn.init.trunc_normal_(module.weight, std=STD, a=-2 * STD, b=2 * STD)
+        nn.init.zeros_(module.bias)

@@ -1,0 +1,48 @@
+"""Attention and MLP against their definitions; stochastic depth."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from revzoo.layers.attention import MLP, Attention, StochasticDepth
+
+
+def normed(x, norm):
+    centred = x - x.mean(-1, keepdim=True)
+    scale = (x.var(-1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+    return centred / scale * norm.weight + norm.bias
+
+
+def test_attention_is_softmax_of_scaled_products():
+    torch.manual_seed(0)
+    layer = Attention(8, heads=2).double()
+    torch.nn.init.normal_(layer.norm.weight)
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    q, k, v = (normed(x, layer.norm) @ layer.qkv.weight.T + layer.qkv.bias).split(8, dim=-1)
+    heads = []
+    for at in (slice(0, 4), slice(4, 8)):
+        weights = (q[..., at] @ k[..., at].mT / math.sqrt(4)).softmax(-1)
+        heads.append(weights @ v[..., at])
+    expected = torch.cat(heads, -1) @ layer.proj.weight.T + layer.proj.bias
+    assert torch.allclose(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_mlp_is_two_linear_layers_on_each_token():
+    layer = MLP(4, hidden=6).double()
+    x = torch.randn(2, 3, 4, dtype=torch.float64)
+    hidden = F.gelu(normed(x, layer.norm) @ layer.fc1.weight.T + layer.fc1.bias)
+    expected = hidden @ layer.fc2.weight.T + layer.fc2.bias
+    assert torch.allclose(layer(x), expected, rtol=0, atol=1e-12)
+
+
+def test_stochastic_depth_drops_whole_samples_and_keeps_the_mean():
+    torch.manual_seed(0)
+    layer, x = StochasticDepth(0.25), torch.ones(4000, 2, 3)
+    y = layer(x)
+    values = y[:, 0, 0]
+    assert torch.equal(y, values[:, None, None].expand_as(y))
+    assert sorted(set(values.tolist())) == [0.0, pytest.approx(4 / 3)]
+    assert values.mean().item() == pytest.approx(1, abs=0.05)
+    assert layer.eval()(x) is x

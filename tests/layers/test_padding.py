@@ -1,0 +1,55 @@
+"""Zero channels: appended, stripped, checked; the couplings that read them."""
+
+import pytest
+import torch
+from compare import assert_same_training, conv_branch, images, twin
+
+from revzoo import ChannelPadding, ReversibleSequence, set_memory
+from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.padding import PaddedCoupling
+from revzoo.layers.split import Merge, Split
+
+
+def test_zeros_come_last_and_are_stripped():
+    x = torch.randn(2, 3, 4, 5)
+    (y,) = ChannelPadding(5)(x)
+    assert y.shape == (2, 8, 4, 5)
+    assert torch.equal(y[:, :3], x)
+    assert not y[:, 3:].any()
+    (back,) = ChannelPadding(5).inverse(y)
+    assert torch.equal(back, x)
+
+
+def test_the_inverse_checks_the_zeros_where_asked():
+    y = torch.zeros(1, 5, 2, 2)
+    y[0, 3, 1, 1] = -0.25
+    assert ChannelPadding(2).inverse(y)[0].shape == (1, 3, 2, 2)
+    assert ChannelPadding(2, tolerance=0.25).inverse(y)[0].shape == (1, 3, 2, 2)
+    with pytest.raises(ValueError, match=r"found 0.25 where.*tolerance=0.2"):
+        ChannelPadding(2, tolerance=0.2).inverse(y)
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="extra=0"):
+        ChannelPadding(0)
+    with pytest.raises(ValueError, match="tolerance=-1"):
+        ChannelPadding(1, tolerance=-1)
+    with pytest.raises(ValueError, match=r"shape \(1, 2, 2, 2\).*more than 2 channels"):
+        ChannelPadding(2).inverse(torch.zeros(1, 2, 2, 2))
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert"])
+def test_inside_a_sequence(mode):
+    torch.manual_seed(0)
+    steps = [ChannelPadding(2), Split(), *(PaddedCoupling(conv_branch(4)) for _ in range(2))]
+    steps += [AdditiveCoupling(conv_branch(4)), Merge()]
+    net = ReversibleSequence(steps).double()
+    assert_same_training(twin(net, mode), twin(net, "store"), images(channels=6))
+
+
+def test_couplings_that_read_zeros_keep_their_input_where_others_are_inverted():
+    coupling = PaddedCoupling(conv_branch(4))
+    expected = {"store": "store", "exact": "exact", "invert": "recompute"}
+    for mode, read in expected.items():
+        set_memory(coupling, mode)
+        assert coupling.memory == read

@@ -1,0 +1,106 @@
+"""Reversible ViTs: parameters by formula, memory modes, stochastic depth, refusals."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import error, twin
+
+from revzoo import NotInvertibleError, set_memory
+from revzoo.models import create_model
+
+TINY = {"width": 8, "depth": 3, "heads": 2, "img_size": 8, "patch_size": 4}
+# width D, depth, patch p, image side: the paper's S, B and L, and ours for 32x32
+SIZES = {
+    "revvit_small": (384, 12, 16, 224),
+    "revvit_base": (768, 12, 16, 224),
+    "revvit_large": (1024, 24, 16, 224),
+    "revvit_cifar": (128, 6, 4, 32),
+}
+
+
+def parameters(d, depth, patch, side, classes=1000):
+    """Parameters from the definition, term by term."""
+    embedding = 3 * patch**2 * d + d + (side // patch) ** 2 * d
+    attention = 2 * d + (d * 3 * d + 3 * d) + (d * d + d)  # LN, queries to values, projection
+    mlp = 2 * d + (d * 4 * d + 4 * d) + (4 * d * d + d)
+    return embedding + depth * (attention + mlp) + 2 * (2 * d) + (2 * d + 1) * classes
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_parameters_follow_the_definition(name):
+    with torch.device("meta"):
+        model = create_model(name, num_classes=1000)
+    assert sum(p.numel() for p in model.parameters()) == parameters(*SIZES[name])
+
+
+def test_a_network_is_its_formula():
+    torch.manual_seed(0)
+    model = create_model("revvit_cifar", **TINY).double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    (stem,) = model.stem
+    patches = F.unfold(x, 4, stride=4).mT  # (B, N, 3 p p)
+    tokens = patches @ stem.conv.weight.flatten(1).T + stem.conv.bias + stem.positions
+    x1, x2 = tokens, tokens
+    for block in model.stages[0]:
+        x1 = x1 + block[0].branch(x2)
+        x2 = x2 + block[1].branch(x1)
+    fused = F.layer_norm(torch.cat((x1, x2), -1), (16,), model.norm.weight, model.norm.bias, 1e-6)
+    assert torch.allclose(model.forward_features(x), fused, rtol=0, atol=1e-12)
+    expected = fused.mean(1) @ model.fc.weight.T + model.fc.bias
+    assert torch.allclose(model(x), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "offload", "invert", "exact"])
+def test_training_equals_store_with_stochastic_depth_and_dropout(mode):
+    torch.manual_seed(0)
+    model = create_model("revvit_cifar", **TINY, drop_path_rate=0.5, dropout=0.2).double()
+    other = twin(model, mode)
+    set_memory(model, "store", grid=14 if mode == "exact" else None)
+    x, labels = torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.arange(4)
+    losses = []
+    for net in (model, other):
+        torch.manual_seed(1)
+        losses.append(F.cross_entropy(net(x), labels))
+        losses[-1].backward()
+    assert losses[0] == losses[1]
+    assert losses[0] != F.cross_entropy(model(x), labels)  # other masks
+    actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
+    assert error(actual, expected) <= (0 if mode == "exact" else 1e-12)
+
+
+def test_stochastic_depth_grows_linearly():
+    model = create_model("revvit_cifar", **TINY, drop_path_rate=0.4)
+    rates = [[c.branch.drop_path.p for c in block] for block in model.stages[0]]
+    assert rates == [[0.0] * 2, [0.2] * 2, [0.4] * 2]
+
+
+def test_blocks_are_inverted_and_the_embedding_is_named():
+    model = create_model("revvit_cifar", **TINY).double()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    tokens = model.stem(x)
+    back = model.stages[0].inverse(*model.stages[0](*tokens))
+    assert all(torch.allclose(b, t, rtol=0, atol=1e-12) for b, t in zip(back, tokens, strict=True))
+    with pytest.raises(NotInvertibleError, match=r"stem\.steps\.0 PatchEmbedding loses"):
+        model.inverse(model.encode(x))
+
+
+@pytest.mark.parametrize(
+    ("keywords", "message"),
+    [
+        ({"heads": 3}, "width=8 cannot be divided among heads=3"),
+        ({"patch_size": 3}, "img_size=8 is no multiple of patch_size=3"),
+        ({"depth": 0}, "depth=0"),
+        ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
+        ({"activation": "rely"}, "activation='rely'.*'gelu'"),
+        ({"units": 3}, "no keyword 'units'"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(keywords, message):
+    with pytest.raises(ValueError, match=message):
+        create_model("revvit_cifar", **{**TINY, **keywords})
+
+
+@pytest.mark.parametrize(("size", "remedy"), [((16, 16), r"img_size=16\."), ((8, 4), "square")])
+def test_images_of_another_size_are_refused(size, remedy):
+    with pytest.raises(ValueError, match=f"created for 8x8.*{remedy}"):
+        create_model("revvit_cifar", **TINY)(torch.randn(1, 3, *size))
