@@ -1,36 +1,25 @@
 """revzoo: reversible networks whose training memory does not grow with depth."""
 
-from revzoo.core.check import check_inverse
-from revzoo.core.function import invertible_checkpoint
-from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
-from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.memory import set_memory
-from revzoo.core.recording import ReplayMismatchError
-from revzoo.core.replay import is_replaying
-from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
-from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.squeeze import Squeeze
-from revzoo.models.registry import create_model, list_models
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "AdditiveCoupling",
-    "AffineCoupling",
-    "Coupling",
-    "DriftError",
-    "Invertible",
-    "NotInvertibleError",
-    "RangeError",
-    "ReplayMismatchError",
-    "ReversibleBlock",
-    "ReversibleSequence",
-    "Squeeze",
-    "Step",
-    "check_inverse",
-    "create_model",
-    "drift",
-    "invertible_checkpoint",
-    "is_replaying",
-    "list_models",
-    "set_drift_limit",
-    "set_memory",
-]
+if TYPE_CHECKING:
+    from revzoo.api import *  # noqa: F403  # its __all__ is the list
+
+
+def __getattr__(name: str) -> Any:
+    """A name of :mod:`revzoo.api`, loaded when first asked for: command lines need not load torch.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if not name.startswith("_"):
+        api = import_module("revzoo.api")
+        if name in api.__all__:
+            globals()[name] = value = getattr(api, name)
+            return value
+    raise AttributeError(f"module 'revzoo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("revzoo.api").__all__})

@@ -19,9 +19,10 @@ from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_
 from revzoo.cli.overrides import ConfigError
 from revzoo.data import ImageData
 from revzoo.training.callbacks import check_callbacks
-from revzoo.training.classifier import model_from
+from revzoo.training.classifier import WEIGHTS, model_from
 from revzoo.training.optim import OptimSpec
 from revzoo.training.spec import check_names, nearest
+from revzoo.weights.table import SHIPPED
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
@@ -53,8 +54,12 @@ def check_config(config: Mapping[str, Any]) -> None:
 def check_model(config: Mapping[str, Any]) -> None:
     """Let the zoo check the model's name and keywords, and the memory mode with them."""
     check_names(config["memory"], ("mode",), where="memory")
+    spec = model_spec(config, num_classes=10, in_chans=3)
+    start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     with torch.device("meta"):
-        model_from(model_spec(config, num_classes=10, in_chans=3))
+        model_from(spec)
+    if start.get("pretrained") and not start.get("checkpoint_path"):
+        SHIPPED.find(spec["name"])  # known, at least; it is fetched when the run begins
 
 
 def check_data(data: Mapping[str, Any]) -> None:

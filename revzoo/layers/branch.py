@@ -120,7 +120,7 @@ class BranchFactory(Protocol):
         stride: int = 1,
         activate_first: bool = True,
         dropout: float = 0.0,
-    ) -> nn.Module: ...
+    ) -> nn.Sequential: ...
 
 
 BRANCHES: dict[BranchKind, BranchFactory] = {

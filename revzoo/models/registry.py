@@ -7,14 +7,26 @@ shallower network needs no new name.
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
 
+from revzoo.models.features import FeatureNet
+from revzoo.models.network import ImageNetwork, Spec
+from revzoo.models.pretrained import (
+    Source,
+    find_source,
+    load_weights,
+    read_weights,
+    shape_of_weights,
+)
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.staged import StagedNetwork
+from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.models.variant import Variant
+from revzoo.weights.table import SHIPPED, WeightsTable
 
 
 class Entry(NamedTuple):
@@ -36,70 +48,165 @@ _NETWORK_KEYWORDS = tuple(
     if parameter.kind is parameter.KEYWORD_ONLY
 )
 
+# keywords of training, which weights do not depend on
+_SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
 
-def list_models(pattern: str = "*") -> list[str]:
+
+def list_models(
+    pattern: str = "*", *, pretrained: bool = False, table: WeightsTable | None = None
+) -> list[str]:
     """Names of the models that match ``pattern`` (``*``, ``?``, ``[...]``), sorted.
+
+    With ``pretrained``, names ``architecture.tag`` of weights, of the package or of ``table``.
 
     Example:
         >>> list_models("revnet1*")
         ['revnet104', 'revnet110', 'revnet164']
     """
+    if pretrained:
+        return (SHIPPED if table is None else table).names(pattern)
     return sorted(name for name in MODELS if fnmatch.fnmatchcase(name, pattern))
 
 
+@overload
 def create_model(
-    name: str,
+    name: str | Path, *, features_only: Literal[True], **keywords: Any
+) -> FeatureNet: ...
+
+
+@overload
+def create_model(
+    name: str | Path, *, features_only: Literal[False] = ..., **keywords: Any
+) -> ImageNetwork: ...
+
+
+def create_model(
+    name: str | Path,
     *,
-    num_classes: int = 10,
-    in_chans: int = 3,
-    memory: str | None = None,
-    drop_rate: float = 0.0,
-    **overrides: Any,
-) -> StagedNetwork:
-    """Create a model, randomly initialised, in training mode.
+    pretrained: bool = False,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    features_only: bool = False,
+    out_indices: Sequence[int] | None = None,
+    checkpoint_path: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    table: WeightsTable | None = None,
+    **keywords: Any,
+) -> ImageNetwork | FeatureNet:
+    """Create a model in training mode, randomly initialised or with trained weights.
 
     Args:
-        name: one of :func:`list_models`.
-        num_classes: number of logits.
-        in_chans: channels of the images.
-        memory: memory mode (see :func:`revzoo.set_memory`); None for the model's own default:
-            ``"invert"`` for reversible models, ``"store"`` for others.
-        drop_rate: probability of dropping a pooled feature before the classifier.
-        overrides: ``dropout`` (probability inside the residual functions), or fields of
-            :class:`~revzoo.models.variant.Variant`, such as ``units=(1, 1, 1)``.
+        name: one of :func:`list_models`, alone or with the tag of weights (``revnet38.cifar10``);
+            ``hf-hub:owner/name``; or a folder made by ``save_pretrained``.
+        pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
+            from the package, the cache, or downloaded into it, and verified.
+        num_classes: number of logits; None for that of the weights, or 10. If it differs from the
+            weights', the classifier starts afresh.
+        in_chans: channels of the images; None for that of the weights, or 3. If it differs, the
+            first convolution is adapted.
+        features_only: give a list of feature maps instead, see :class:`FeatureNet`.
+        out_indices: the stages whose maps are given, negative ones from the last; None for all.
+        checkpoint_path: a local file of weights, taken before those of ``name``: safetensors, a
+            ``state_dict`` (.pt, .pth) or a checkpoint of training (.ckpt).
+        cache_dir: where downloads are kept; None for ``$REVZOO_CACHE``, or the user's cache.
+        table: where names of weights are looked up; None for the package's own.
+        keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
+            default: ``"invert"`` for reversible models, ``"store"`` for others), ``drop_rate``
+            (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
+            (of dropping the last branch's value), ``dropout`` (inside the residual functions); or
+            fields of :class:`~revzoo.models.variant.Variant`, such as ``units=(1, 1, 1)``.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
 
     Raises:
         ValueError: unknown name or keyword, or a value out of range.
+        WeightsError: the weights are not known, not the described ones, or do not fit.
 
     Example:
         >>> create_model("revnet38", num_classes=100).num_classes
         100
     """
+    if out_indices is not None and not features_only:
+        raise ValueError(f"out_indices={out_indices} chooses feature maps: give features_only=True")
+    pretrained = pretrained and checkpoint_path is None
+    source = find_source(
+        name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
+    )
+    file = None
+    if checkpoint_path is not None:
+        file = read_checkpoint(Path(checkpoint_path))
+    elif pretrained and source.entry is not None:
+        file = read_weights(source.entry, cache_dir=cache_dir)
+    model = _build(source, file, num_classes=num_classes, in_chans=in_chans, keywords=keywords)
+    model.entry = source.entry if pretrained else None
+    return FeatureNet(model, out_indices) if features_only else model
+
+
+def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | FeatureNet:
+    """The model of ``save_pretrained``'s folder, or of ``hf-hub:owner/name``, with its weights.
+
+    Args:
+        source: folder or repository; a name of :func:`list_models` as well.
+        keywords: those of :func:`create_model`.
+
+    Raises:
+        WeightsError: as :func:`create_model`.
+    """
+    return create_model(source, pretrained=True, **keywords)
+
+
+def _build(
+    source: Source,
+    file: TensorFile | None,
+    *,
+    num_classes: int | None,
+    in_chans: int | None,
+    keywords: dict[str, Any],
+) -> ImageNetwork:
+    """The network with the weights of ``file``, if any; numbers left open are those of weights."""
+    network, variant = _entry_of(source.architecture)
+    known = (num_classes, in_chans)
+    if file is not None:
+        known = _first(known, shape_of_weights(network, file))
+    if source.entry is not None:
+        known = _first(known, (source.entry.num_classes, source.entry.in_chans))
+    num_classes, in_chans = _first(known, (10, 3))
+    options = {**source.options, **keywords}
+    _check_keywords(source.architecture, options)
+    changes = {key: options[key] for key in _VARIANT_KEYWORDS if key in options}
+    others = {key: value for key, value in options.items() if key not in changes}
+    model = network(
+        replace(variant, **changes), num_classes=num_classes, in_chans=in_chans, **others
+    )
+    shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
+    model.spec = Spec(source.architecture, shaping)
+    if file is not None:
+        load_weights(model, file, architecture=source.architecture)
+    return model
+
+
+def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(b if a is None else a for a, b in zip(given, others, strict=True))
+
+
+def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
             f"There is no model {name!r}; "
             f"{_nearest(name, MODELS)}list_models() gives all {len(MODELS)} names."
         )
-    network, variant = MODELS[name]
+    return MODELS[name]
+
+
+def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     known = (*_NETWORK_KEYWORDS, *_VARIANT_KEYWORDS)
-    for keyword in overrides:
+    for keyword in keywords:
         if keyword not in known:
             raise ValueError(
                 f"{name} takes no keyword {keyword!r}; {_nearest(keyword, known)}"
                 f"valid keywords are {', '.join(known)}."
             )
-    changes = {key: overrides.pop(key) for key in _VARIANT_KEYWORDS if key in overrides}
-    return network(
-        replace(variant, **changes),
-        num_classes=num_classes,
-        in_chans=in_chans,
-        memory=memory,
-        drop_rate=drop_rate,
-        **overrides,
-    )
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:

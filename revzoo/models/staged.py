@@ -10,22 +10,24 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Iterator
 from typing import ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from revzoo.core.invertible import Step, as_state, label_steps
+from revzoo.core.invertible import State, Step, as_state, label_steps
 from revzoo.core.memory import set_memory
 from revzoo.layers.norm import batch_norm
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.checks import check_count, check_probability
+from revzoo.models.network import FeatureInfo, ImageNetwork
 from revzoo.models.stem import Stem
 from revzoo.models.variant import UnitPlan, Variant
 
 
-class StagedNetwork(nn.Module, ABC):
+class StagedNetwork(ImageNetwork):
     """Image classifier of stages of residual units, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Args:
@@ -36,13 +38,15 @@ class StagedNetwork(nn.Module, ABC):
             default, :attr:`default_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
         dropout: probability of dropping an activation inside every residual function.
+        drop_path_rate: probability of dropping the value of the last residual function for an
+            image; it rises linearly from 0 at the first unit.
 
     Raises:
         ValueError: an argument is out of range, or the memory mode does not apply.
     """
 
-    default_memory: ClassVar[str]
     streams: ClassVar[int]
+    input_layer = "stem.steps.0.conv"
 
     def __init__(
         self,
@@ -53,26 +57,26 @@ class StagedNetwork(nn.Module, ABC):
         memory: str | None = None,
         drop_rate: float = 0.0,
         dropout: float = 0.0,
+        drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__()
         check_count("in_chans", in_chans)
-        check_probability("drop_rate", drop_rate)
-        check_probability("dropout", dropout)
+        rates = {"drop_rate": drop_rate, "dropout": dropout, "drop_path_rate": drop_path_rate}
+        for name, rate in rates.items():
+            check_probability(name, rate)
         self.variant = variant
         self.in_chans = in_chans
         self.num_features = variant.stage_channels[-1]
+        downsample = variant.downsampling_stem
         stem = Stem(
-            in_chans,
-            channels=variant.stem_width,
-            out_streams=self.streams,
-            downsample=variant.downsampling_stem,
+            in_chans, channels=variant.stem_width, out_streams=self.streams, downsample=downsample
         )
         self.stem = ReversibleSequence([stem], memory=self.default_memory)
         self.stages = nn.ModuleList(
             ReversibleSequence(
                 [self.build_unit(plan) for plan in stage], memory=self.default_memory
             )
-            for stage in variant.stages(dropout=dropout)
+            for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
         )
         self.norm = batch_norm(self.num_features)
         self.relu = nn.ReLU()
@@ -88,16 +92,29 @@ class StagedNetwork(nn.Module, ABC):
     def build_unit(plan: UnitPlan) -> Step:
         """One residual unit; the plan's channels count all streams together."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
 
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        return self.forward_head(self.forward_features(x))
+        state = deque(self.stage_states(x), maxlen=1).pop()
+        return self.relu(self.norm(self.merge(state)))
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """Each stage's last map, streams merged, as it is before the next BN-ReLU."""
+        variant = self.variant
+        sizes = zip(variant.stage_channels, variant.reductions, strict=True)
+        return tuple(FeatureInfo(c, r, f"stages.{i}") for i, (c, r) in enumerate(sizes))
+
+    @property
+    def image_size(self) -> int:
+        """Side in pixels of CIFAR's or ImageNet's images, as the stem tells."""
+        return 224 if self.variant.downsampling_stem else 32
+
+    def stage_states(self, x: Tensor) -> Iterator[State]:
+        """The streams after each stage.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -106,7 +123,11 @@ class StagedNetwork(nn.Module, ABC):
         state = as_state(self.stem(x))
         for stage in self.stages:
             state = as_state(stage(*state))
-        return self.relu(self.norm(torch.cat(state, dim=1)))
+            yield state
+
+    def keep_stages(self, count: int) -> None:
+        self.stages = self.stages[:count]
+        del self.norm, self.relu, self.pool, self.drop, self.fc
 
     def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:
         """Pool features ``(B, num_features, H', W')`` and classify them: ``(B, num_classes)``.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.branch import BRANCHES
+from revzoo.layers.droppath import add_drop_path
 from revzoo.models.variant import UnitPlan
 
 
@@ -63,10 +64,11 @@ class Transition(Step):
 
 def branch(plan: UnitPlan) -> nn.Module:
     """The residual function of ``plan``, whose channels are those of one stream."""
-    return BRANCHES[plan.branch](
+    layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
         stride=plan.stride,
         activate_first=plan.activate_first,
         dropout=plan.dropout,
     )
+    return add_drop_path(layers, plan.drop_path)
