@@ -43,12 +43,8 @@ from revzoo.weights.errors import WeightsError
 
 log = logging.getLogger(__name__)
 
-TOLD = (
-    ValueError,
-    DataError,
-    MisconfigurationException,
-    WeightsError,
-)  # while a run is being prepared
+# while a run is being prepared
+TOLD = (ValueError, DataError, MisconfigurationException, WeightsError)
 TOLD_IN_TRAINING = (FloatingPointError, DataError, DriftError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
