@@ -18,11 +18,12 @@ from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
 from revzoo.cli.overrides import ConfigError
 from revzoo.data import ImageData
+from revzoo.models.pretrained import find_source
+from revzoo.models.registry import MODELS
 from revzoo.training.callbacks import check_callbacks
 from revzoo.training.classifier import WEIGHTS, model_from
 from revzoo.training.optim import OptimSpec
 from revzoo.training.spec import check_names, nearest
-from revzoo.weights.table import SHIPPED
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
@@ -59,7 +60,8 @@ def check_model(config: Mapping[str, Any]) -> None:
     with torch.device("meta"):
         model_from(spec)
     if start.get("pretrained") and not start.get("checkpoint_path"):
-        SHIPPED.find(spec["name"])  # known, at least; it is fetched when the run begins
+        # known, at least; the package's weights are fetched when the run begins
+        find_source(spec["name"], known=MODELS, pretrained=True)
 
 
 def check_data(data: Mapping[str, Any]) -> None:

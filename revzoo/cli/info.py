@@ -14,7 +14,9 @@ from revzoo.core.memory import set_memory
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.costs import activation_bytes, forward_flops
+from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
+from revzoo.weights.table import WeightsTable
 
 MODES = ("store", "recompute", "invert", "exact")  # offload keeps the same, elsewhere
 
@@ -36,19 +38,26 @@ def run(args: argparse.Namespace) -> None:
     if args.batch < 1:
         raise ValueError(f"--batch {args.batch}: expected a positive whole number")
     table = table_of(args)
+    entry = _entry(table, args.name)
     torch.manual_seed(0)
-    model = create_model(args.name, table=table)
-    try:
-        entry = table.find(args.name)
-        size = args.size or entry.input_size[-1]
+    model = create_model(entry.name if entry else args.name, table=table)
+    if entry:
         rows = {key: _text(value) for key, value in entry.plain().items()}
-    except UnknownWeightsError:
-        size, rows = args.size or model.image_size, {"architecture": args.name, "weights": "none"}
+    else:
+        rows = {"architecture": args.name, "weights": "none"}
+    size = args.size or (entry.input_size[-1] if entry else model.image_size)
     images = torch.randn(args.batch, model.in_chans, size, size)
     for key, value in rows.items():
         _tell(key, value)
     for key, value in _costs(model, images):
         _tell(key, value)
+
+
+def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
+    try:
+        return table.find(name)
+    except UnknownWeightsError:
+        return None
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:

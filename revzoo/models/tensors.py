@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import pickle
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,10 +76,11 @@ def load_plain(path: Path) -> Mapping[str, Any]:
     """
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, EOFError, RuntimeError, ValueError, KeyError, pickle.UnpicklingError) as error:
+    except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnreadableWeightsError(
             f"{path} is damaged or holds more than tensors in plain containers, and was not "
-            f"loaded: {str(error).splitlines()[0]}"
+            f"loaded: {cause}"
         ) from error
     if not isinstance(content, Mapping):
         raise UnreadableWeightsError(
