@@ -55,18 +55,19 @@ def test_list_of_nothing_is_told(options: list[str]) -> None:
         main(["list", "vgg*", *options])
 
 
-def test_list_does_not_wait_for_torch() -> None:
+def test_list_does_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "revnet38.small.json").touch()  # names need no reading
     script = (
         "import sys; from revzoo.cli.main import main\n"
         "main(['list']); main(['list', '*', '--pretrained', '--weights', sys.argv[1]])\n"
         "heavy = {'torch', 'hydra', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )
-    folder = ROOT / "tests" / "cli" / "weights"
-    command = [sys.executable, "-c", script, str(folder)]
+    command = [sys.executable, "-c", script, str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.startswith("resnet101\n"), done.stderr
-    assert done.stderr == "revzoo: there is no folder " + str(folder) + " with entries of weights\n"
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("resnet101\n")
+    assert done.stdout.endswith("\nrevnet38.small\n")
 
 
 def test_info_of_weights_tells_entry_and_costs(
