@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 import revzoo
-from revzoo.profiling.live import LiveMemory
+from revzoo.profiling.costs import activation_bytes
 
 MODELS = ("resnet32", "revnet38", "resnet110", "revnet110", "resnet164", "revnet164")
 MODES = ("store", "recompute", "invert", "exact")
@@ -22,15 +22,7 @@ def peak(name: str, mode: str) -> int:
     """Bytes per image of 3x32x32 in float32."""
     torch.manual_seed(0)
     model = revzoo.create_model(name, memory=mode)
-    images, labels = torch.randn(BATCH, 3, 32, 32), torch.zeros(BATCH, dtype=torch.long)
-
-    def step() -> None:
-        torch.nn.functional.cross_entropy(model(images), labels).backward()
-
-    step()  # gradients exist from now on
-    with LiveMemory() as memory:
-        step()
-    return memory.peak // BATCH
+    return activation_bytes(model, torch.randn(BATCH, 3, 32, 32))
 
 
 def main() -> None:

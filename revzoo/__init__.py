@@ -1,63 +1,25 @@
 """revzoo: reversible networks whose training memory does not grow with depth."""
 
-from revzoo.core.check import check_inverse
-from revzoo.core.function import invertible_checkpoint
-from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
-from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.memory import set_memory
-from revzoo.core.recording import ReplayMismatchError
-from revzoo.core.replay import is_replaying
-from revzoo.layers.activation import InvertibleLeakyReLU
-from revzoo.layers.actnorm import ActNorm
-from revzoo.layers.batchnorm import InvertibleBatchNorm
-from revzoo.layers.conv1x1 import InvertibleConv1x1
-from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
-from revzoo.layers.flatten import InvertibleFlatten
-from revzoo.layers.haar import HaarSqueeze
-from revzoo.layers.linear import InvertibleLinear
-from revzoo.layers.padding import ChannelPadding
-from revzoo.layers.permute import ChannelPermutation
-from revzoo.layers.reversed import Reversed
-from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.split import Merge, Split
-from revzoo.layers.squeeze import Squeeze
-from revzoo.models.foreign import ConversionError
-from revzoo.models.published import load_published
-from revzoo.models.registry import create_model, list_models
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "ActNorm",
-    "AdditiveCoupling",
-    "AffineCoupling",
-    "ChannelPadding",
-    "ChannelPermutation",
-    "ConversionError",
-    "Coupling",
-    "DriftError",
-    "HaarSqueeze",
-    "Invertible",
-    "InvertibleBatchNorm",
-    "InvertibleConv1x1",
-    "InvertibleFlatten",
-    "InvertibleLeakyReLU",
-    "InvertibleLinear",
-    "Merge",
-    "NotInvertibleError",
-    "RangeError",
-    "ReplayMismatchError",
-    "Reversed",
-    "ReversibleBlock",
-    "ReversibleSequence",
-    "Split",
-    "Squeeze",
-    "Step",
-    "check_inverse",
-    "create_model",
-    "drift",
-    "invertible_checkpoint",
-    "is_replaying",
-    "list_models",
-    "load_published",
-    "set_drift_limit",
-    "set_memory",
-]
+if TYPE_CHECKING:
+    from revzoo.api import *  # noqa: F403  # its __all__ is the list
+
+
+def __getattr__(name: str) -> Any:
+    """A name of :mod:`revzoo.api`, loaded when first asked for: command lines need not load torch.
+
+    Raises:
+        AttributeError: there is no such name.
+    """
+    if not name.startswith("_"):
+        api = import_module("revzoo.api")
+        if name in api.__all__:
+            globals()[name] = value = getattr(api, name)
+            return value
+    raise AttributeError(f"module 'revzoo' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *import_module("revzoo.api").__all__})

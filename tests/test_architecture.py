@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "revzoo"
 FLOORS = {
     "core": 0,
+    "weights": 0,
     "layers": 1,
     "models": 2,
     "data": 2,
@@ -20,7 +21,11 @@ FLOORS = {
     "cli": 4,
 }
 # floors of the same height that know nothing of each other
-STRANGERS = {frozenset({"training", "profiling"}), frozenset({"models", "data"})}
+STRANGERS = {
+    frozenset({"training", "profiling"}),
+    frozenset({"models", "data"}),
+    frozenset({"core", "weights"}),
+}
 # where a library may be imported at all
 CONFINED = {
     "pytorch_lightning": {"data", "training", "cli"},

@@ -18,8 +18,10 @@ from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
 from revzoo.cli.overrides import ConfigError
 from revzoo.data import ImageData
+from revzoo.models.pretrained import find_source
+from revzoo.models.registry import MODELS
 from revzoo.training.callbacks import check_callbacks
-from revzoo.training.classifier import model_from
+from revzoo.training.classifier import WEIGHTS, model_from
 from revzoo.training.optim import OptimSpec
 from revzoo.training.spec import check_names, nearest
 
@@ -53,8 +55,13 @@ def check_config(config: Mapping[str, Any]) -> None:
 def check_model(config: Mapping[str, Any]) -> None:
     """Let the zoo check the model's name and keywords, and the memory mode with them."""
     check_names(config["memory"], ("mode",), where="memory")
+    spec = model_spec(config, num_classes=10, in_chans=3)
+    start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     with torch.device("meta"):
-        model_from(model_spec(config, num_classes=10, in_chans=3))
+        model_from(spec)
+    if start.get("pretrained") and not start.get("checkpoint_path"):
+        # known, at least; the package's weights are fetched when the run begins
+        find_source(spec["name"], known=MODELS, pretrained=True)
 
 
 def check_data(data: Mapping[str, Any]) -> None:

@@ -39,10 +39,12 @@ from revzoo.core.guard import DriftError
 from revzoo.data import DataError, ImageData
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
+from revzoo.weights.errors import WeightsError
 
 log = logging.getLogger(__name__)
 
-TOLD = (ValueError, DataError, MisconfigurationException)  # while a run is being prepared
+# while a run is being prepared
+TOLD = (ValueError, DataError, MisconfigurationException, WeightsError)
 TOLD_IN_TRAINING = (FloatingPointError, DataError, DriftError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any

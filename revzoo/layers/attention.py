@@ -13,35 +13,12 @@ Shapes: B batch, N tokens, D width of a token.
 
 from torch import Tensor, nn
 from torch.nn import functional
+from torchvision.ops import StochasticDepth
 
 from revzoo.layers.norm import ACTIVATIONS
 
 # ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
 EPSILON = 1e-6
-
-
-class StochasticDepth(nn.Module):
-    """In training, zeroes the whole value of a sample with probability ``p``, scaling the others.
-
-    The mask comes from torch's random state, so a replay draws it again. torchvision's is the same
-    computation; the models do without that library.
-
-    Args:
-        p: probability, in [0, 1).
-    """
-
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.p = p
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0.0:
-            return x
-        kept = x.new_ones(x.shape[0], *[1] * (x.dim() - 1))
-        return x * functional.dropout(kept, self.p)
-
-    def extra_repr(self) -> str:
-        return f"p={self.p}"
 
 
 class Attention(nn.Module):
@@ -63,7 +40,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.drop = nn.Dropout(dropout)
-        self.drop_path = StochasticDepth(drop_path)
+        self.drop_path = StochasticDepth(drop_path, mode="row")
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
@@ -100,7 +77,7 @@ class MLP(nn.Module):
         self.act = ACTIVATIONS[activation]()
         self.fc2 = nn.Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
-        self.drop_path = StochasticDepth(drop_path)
+        self.drop_path = StochasticDepth(drop_path, mode="row")
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop(self.act(self.fc1(self.norm(x))))

@@ -171,7 +171,7 @@ class BranchFactory(Protocol):
         dropout: float = 0.0,
         stride_at_3x3: bool = False,
         norm_act: NormAct = RELEASE,
-    ) -> nn.Module: ...
+    ) -> nn.Sequential: ...
 
 
 BRANCHES: dict[BranchKind, BranchFactory] = {

@@ -23,7 +23,6 @@ from torch.nn import functional
 
 from revzoo.layers.streams import Streamwise
 
-
 Order = Literal["torch", "irevnet"]
 
 
@@ -83,7 +82,7 @@ class Squeeze(Streamwise):
 
 
 def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
-    """``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``, b the ``factor``: what :class:`Squeeze` inverts to."""
+    """The inverse of a squeeze by b: ``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``."""
     rows = factor * factor
     x = y if order == "torch" else _transposed(y, rows, y.shape[1] // rows)
     return functional.pixel_shuffle(x, factor)

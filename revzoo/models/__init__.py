@@ -1,8 +1,9 @@
 """The zoo: networks built from the layers, and their registry."""
 
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet, IRevNetVariant
-from revzoo.models.registry import create_model, list_models
+from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, RevViT, RevViTVariant
@@ -14,9 +15,11 @@ __all__ = [
     "RESNETS",
     "REVNETS",
     "REVVITS",
+    "FeatureInfo",
+    "FeatureNet",
     "IRevNet",
     "IRevNetVariant",
-    "ImageClassifier",
+    "ImageNetwork",
     "ResNet",
     "RevNet",
     "RevViT",
@@ -24,5 +27,6 @@ __all__ = [
     "StagedNetwork",
     "Variant",
     "create_model",
+    "from_pretrained",
     "list_models",
 ]

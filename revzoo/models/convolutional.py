@@ -8,10 +8,10 @@ from typing import ClassVar
 from torch import Tensor, nn
 
 from revzoo.layers.norm import NormAct
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.network import ImageNetwork
 
 
-class ConvolutionalClassifier(ImageClassifier):
+class ConvolutionalClassifier(ImageNetwork):
     """Image classifier whose streams are feature maps ``(B, C, H, W)``.
 
     Subclasses call :meth:`_append_norm` before :meth:`_assemble`.

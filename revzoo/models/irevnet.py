@@ -22,7 +22,9 @@ padding keeps the wrong channels (29 of 32 for CIFAR); ours strips the zeros.
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -30,6 +32,7 @@ from torch import Tensor, nn
 from revzoo.core.invertible import Step
 from revzoo.layers.branch import TripleBranch
 from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.droppath import add_drop_path, drop_path_rates
 from revzoo.layers.norm import NormAct, NormKind
 from revzoo.layers.padding import ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
@@ -37,6 +40,7 @@ from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
 from revzoo.models.checks import check_count, check_probability, positive_tuple
 from revzoo.models.convolutional import ConvolutionalClassifier
+from revzoo.models.network import FeatureInfo, feature_infos
 
 # The release leaves its BatchNorms at torch's defaults, but for the head's momentum. That is 0.9 in
 # torch's sense: its running statistics follow the last few batches.
@@ -60,6 +64,7 @@ class IRevNetVariant:
         dropout: probability of dropping a value of a branch's second convolution.
         norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
         activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        image_size: side in pixels of the images that it was published for; others work too.
 
     Raises:
         ValueError: a field is out of range or the sequences differ in length.
@@ -73,12 +78,14 @@ class IRevNetVariant:
     dropout: float = 0.0
     norm: NormKind = "batch"
     activation: str = "relu"
+    image_size: int = field(default=32, compare=False)
 
     def __post_init__(self) -> None:
-        for field in ("units", "strides", "channels"):
-            if getattr(self, field) is not None or field != "channels":
-                object.__setattr__(self, field, positive_tuple(field, getattr(self, field)))
+        for name in ("units", "strides", "channels"):
+            if getattr(self, name) is not None or name != "channels":
+                object.__setattr__(self, name, positive_tuple(name, getattr(self, name)))
         check_count("squeeze", self.squeeze)
+        check_count("image_size", self.image_size)
         check_count("bottleneck", self.bottleneck)
         check_probability("dropout", self.dropout)
         NormAct(self.norm, self.activation)  # refuses what is not known
@@ -141,8 +148,10 @@ IREVNETS: dict[str, IRevNetVariant] = {
     "irevnet163": IRevNetVariant(
         units=(18, 18, 18), strides=(1, 2, 2), channels=(16, 64, 256), dropout=0.1
     ),
-    "irevnet301": IRevNetVariant(units=(6, 16, 72, 6), strides=(2, 2, 2, 2), squeeze=2),
-    "irevnet13": IRevNetVariant(units=(2, 2), strides=(1, 2), channels=(16, 64)),
+    "irevnet301": IRevNetVariant(
+        units=(6, 16, 72, 6), strides=(2, 2, 2, 2), squeeze=2, image_size=224
+    ),
+    "irevnet13": IRevNetVariant(units=(2, 2), strides=(1, 2), channels=(16, 64), image_size=8),
 }
 
 
@@ -157,6 +166,8 @@ class IRevNet(ConvolutionalClassifier):
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
+        drop_path_rate: probability of dropping the value of the last branch for an image; it rises
+            linearly from 0 at the first block.
 
     Raises:
         ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
@@ -181,18 +192,32 @@ class IRevNet(ConvolutionalClassifier):
         in_chans: int = 3,
         memory: str | None = None,
         drop_rate: float = 0.0,
+        drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__(in_chans=in_chans)
+        check_probability("drop_path_rate", drop_path_rate)
         self.variant = variant
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
         self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
+        rates = iter(drop_path_rates(drop_path_rate, sum(variant.units)))
         self.stages = nn.ModuleList(
-            ReversibleSequence(_stage(variant, i, widths), memory=self.default_memory)
+            ReversibleSequence(_stage(variant, i, widths, rates), memory=self.default_memory)
             for i in range(len(widths))
         )
         self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
         self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """Each stage's last map, streams merged."""
+        widths = (after for _, after in self.variant.widths(self.in_chans))
+        squeezes = accumulate(self.variant.strides, mul, initial=self.variant.squeeze)
+        return feature_infos(widths, list(squeezes)[1:])
+
+    @property
+    def image_size(self) -> int:
+        return self.variant.image_size
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The logits and what :meth:`encode` gives, from one pass: the release's ``forward``.
@@ -213,7 +238,9 @@ def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
     yield Split()
 
 
-def _stage(variant: IRevNetVariant, index: int, widths: list[tuple[int, int]]) -> Iterator[Step]:
+def _stage(
+    variant: IRevNetVariant, index: int, widths: list[tuple[int, int]], rates: Iterator[float]
+) -> Iterator[Step]:
     before, width = widths[index]
     stream = width // 2
     if width > before and index > 0:
@@ -231,6 +258,7 @@ def _stage(variant: IRevNetVariant, index: int, widths: list[tuple[int, int]]) -
             dropout=variant.dropout,
             norm_act=variant.norm_act(MOMENTUM),
         )
+        add_drop_path(branch, next(rates))
         coupling = PaddedCoupling if width > before and block < 2 else AdditiveCoupling
         yield coupling(branch if stride == 1 else _before_squeeze(branch))
 

@@ -21,8 +21,8 @@ import torch
 
 from revzoo.models import published_irevnet, published_memcnn
 from revzoo.models.checks import check_choice
-from revzoo.models.classifier import ImageClassifier
 from revzoo.models.foreign import ConversionError, Weights, read_tensors
+from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import create_model
 
 
@@ -32,7 +32,7 @@ class Source(NamedTuple):
     spec: Callable[[Weights], dict[str, Any]]
     """The arguments of :func:`revzoo.create_model` for a state dict."""
 
-    keys: Callable[[ImageClassifier], Iterator[tuple[str, str]]]
+    keys: Callable[[ImageNetwork], Iterator[tuple[str, str]]]
     """The program's name and ours of each module that holds tensors."""
 
 
@@ -42,17 +42,9 @@ SOURCES: Mapping[str, Source] = {
 }
 
 
-class Published(NamedTuple):
-    """A converted checkpoint."""
-
-    model: ImageClassifier
-    spec: dict[str, Any]
-    """The arguments of :func:`revzoo.create_model` that make the model, ``name`` among them."""
-
-
 def load_published(
     path: str | Path, source: str, *, name: str | None = None, **overrides: Any
-) -> ImageClassifier:
+) -> ImageNetwork:
     """The model in a checkpoint of another program, in evaluation mode, on the CPU.
 
     Args:
@@ -72,13 +64,6 @@ def load_published(
         model = revzoo.load_published("model_best.pth.tar", "irevnet")
         x = model.inverse(model.encode(images))
     """
-    return convert_published(path, source, name=name, **overrides).model
-
-
-def convert_published(
-    path: str | Path, source: str, *, name: str | None = None, **overrides: Any
-) -> Published:
-    """As :func:`load_published`, with the arguments that make the model."""
     check_choice("source", source, SOURCES)
     weights = read_tensors(path)
     try:
@@ -92,12 +77,10 @@ def convert_published(
     spec |= overrides
     model = create_model(**spec).eval()
     _fill(model, weights, dict(SOURCES[source].keys(model)), path)
-    return Published(model, spec)
+    return model
 
 
-def _fill(
-    model: ImageClassifier, weights: Weights, keys: Mapping[str, str], path: str | Path
-) -> None:
+def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: str | Path) -> None:
     """Copy the weights, each under the key that ``keys`` gives for its own."""
     renamed = {_rename(key, keys): value for key, value in weights.items()}
     expected = model.state_dict()

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from revzoo.layers.branch import TripleBranch
-from revzoo.models.classifier import ImageClassifier
 from revzoo.models.foreign import Weights
 from revzoo.models.irevnet import IREVNETS, IRevNetVariant
+from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
 
 # Places of the layers in a block's Sequential; the first block of all has no leading BN-ReLU.
@@ -21,7 +21,7 @@ FIRST_BLOCK = {"conv1": 0, "norm2": 1, "conv2": 3, "norm3": 5, "conv3": 7}
 OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "conv3": 9}
 
 
-def keys(model: ImageClassifier) -> Iterator[tuple[str, str]]:
+def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
     """The release's name and ours of each module that holds tensors."""
     branches = (name for name, m in model.named_modules() if isinstance(m, TripleBranch))
     for block, branch in enumerate(branches):

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from revzoo.layers.branch import BOTTLENECK_EXPANSION
-from revzoo.models.classifier import ImageClassifier
 from revzoo.models.foreign import Weights
+from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
 from revzoo.models.resnet import RESNETS
 from revzoo.models.revnet import REVNETS
@@ -21,7 +21,7 @@ _OURS = re.compile(r"stages\.(\d+)\.steps\.(\d+)\.(?:steps\.(\d)\.)?(branch|shor
 _THEIRS = re.compile(r"layer(\d+)\.(\d+)\.(?:revblock\.\w+\.)?([A-Za-z_]+)\.conv(\d)\.weight")
 
 
-def keys(model: ImageClassifier) -> Iterator[tuple[str, str]]:
+def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
     """MemCNN's names and ours of each module that holds tensors."""
     ends = {"conv1": "stem.steps.0.conv", "bn1": "stem.steps.0.norm", "bn_final": "norm"}
     yield from (*ends.items(), ("fc", "fc"))

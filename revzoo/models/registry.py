@@ -7,21 +7,32 @@ shallower network needs no new name.
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, overload
 
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
+from revzoo.models.network import ImageNetwork, Spec
+from revzoo.models.pretrained import (
+    Source,
+    find_source,
+    load_weights,
+    read_weights,
+    shape_of_weights,
+)
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, RevViT
+from revzoo.models.tensors import TensorFile, read_checkpoint
+from revzoo.weights.table import SHIPPED, WeightsTable
 
 
 class Entry(NamedTuple):
     """A network class and the row of its table."""
 
-    network: type[ImageClassifier]
+    network: type[ImageNetwork]
     variant: Any
 
     @property
@@ -43,37 +54,73 @@ MODELS: dict[str, Entry] = {
     **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
 }
 
+# keywords of training, which weights do not depend on
+_SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
 
-def list_models(pattern: str = "*") -> list[str]:
+
+def list_models(
+    pattern: str = "*", *, pretrained: bool = False, table: WeightsTable | None = None
+) -> list[str]:
     """Names of the models that match ``pattern`` (``*``, ``?``, ``[...]``), sorted.
+
+    With ``pretrained``, names ``architecture.tag`` of weights, of the package or of ``table``.
 
     Example:
         >>> list_models("revnet1*")
         ['revnet104', 'revnet110', 'revnet164']
     """
+    if pretrained:
+        return (SHIPPED if table is None else table).names(pattern)
     return sorted(name for name in MODELS if fnmatch.fnmatchcase(name, pattern))
 
 
+@overload
 def create_model(
-    name: str,
+    name: str | Path, *, features_only: Literal[True], **keywords: Any
+) -> FeatureNet: ...
+
+
+@overload
+def create_model(
+    name: str | Path, *, features_only: Literal[False] = ..., **keywords: Any
+) -> ImageNetwork: ...
+
+
+def create_model(
+    name: str | Path,
     *,
-    num_classes: int = 10,
-    in_chans: int = 3,
-    memory: str | None = None,
-    drop_rate: float = 0.0,
-    **overrides: Any,
-) -> ImageClassifier:
-    """Create a model, randomly initialised, in training mode.
+    pretrained: bool = False,
+    num_classes: int | None = None,
+    in_chans: int | None = None,
+    features_only: bool = False,
+    out_indices: Sequence[int] | None = None,
+    checkpoint_path: str | Path | None = None,
+    cache_dir: str | Path | None = None,
+    table: WeightsTable | None = None,
+    **keywords: Any,
+) -> ImageNetwork | FeatureNet:
+    """Create a model in training mode, randomly initialised or with trained weights.
 
     Args:
-        name: one of :func:`list_models`.
-        num_classes: number of logits.
-        in_chans: channels of the images.
-        memory: memory mode (see :func:`revzoo.set_memory`); None for the model's own default:
-            ``"invert"`` for reversible models, ``"store"`` for others.
-        drop_rate: probability of dropping a pooled feature before the classifier.
-        overrides: ``dropout`` (probability inside the residual functions), or fields of the
-            network's row (:class:`~revzoo.models.variant.Variant`,
+        name: one of :func:`list_models`, alone or with the tag of weights (``revnet38.cifar10``);
+            ``hf-hub:owner/name``; or a folder made by ``save_pretrained``.
+        pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
+            from the package, the cache, or downloaded into it, and verified.
+        num_classes: number of logits; None for that of the weights, or 10. If it differs from the
+            weights', the classifier starts afresh.
+        in_chans: channels of the images; None for that of the weights, or 3. If it differs, the
+            first convolution is adapted.
+        features_only: give a list of feature maps instead, see :class:`FeatureNet`.
+        out_indices: the stages whose maps are given, negative ones from the last; None for all.
+        checkpoint_path: a local file of weights, taken before those of ``name``: safetensors, a
+            ``state_dict`` (.pt, .pth) or a checkpoint of training (.ckpt).
+        cache_dir: where downloads are kept; None for ``$REVZOO_CACHE``, or the user's cache.
+        table: where names of weights are looked up; None for the package's own.
+        keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
+            default: ``"invert"`` for reversible models, ``"store"`` for others), ``drop_rate``
+            (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
+            (of dropping the last branch's value), ``dropout`` (inside the residual functions); or
+            fields of the network's row (:class:`~revzoo.models.variant.Variant`,
             :class:`~revzoo.models.irevnet.IRevNetVariant`,
             :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 
@@ -82,35 +129,93 @@ def create_model(
 
     Raises:
         ValueError: unknown name or keyword, or a value out of range.
+        WeightsError: the weights are not known, not the described ones, or do not fit.
 
     Example:
         >>> create_model("revnet38", num_classes=100).num_classes
         100
     """
+    if out_indices is not None and not features_only:
+        raise ValueError(f"out_indices={out_indices} chooses feature maps: give features_only=True")
+    pretrained = pretrained and checkpoint_path is None
+    source = find_source(
+        name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
+    )
+    file = None
+    if checkpoint_path is not None:
+        file = read_checkpoint(Path(checkpoint_path))
+    elif pretrained and source.entry is not None:
+        file = read_weights(source.entry, cache_dir=cache_dir)
+    model = _build(source, file, num_classes=num_classes, in_chans=in_chans, keywords=keywords)
+    model.entry = source.entry if pretrained else None
+    return FeatureNet(model, out_indices) if features_only else model
+
+
+def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | FeatureNet:
+    """The model of ``save_pretrained``'s folder, or of ``hf-hub:owner/name``, with its weights.
+
+    Args:
+        source: folder or repository; a name of :func:`list_models` as well.
+        keywords: those of :func:`create_model`.
+
+    Raises:
+        WeightsError: as :func:`create_model`.
+    """
+    return create_model(source, pretrained=True, **keywords)
+
+
+def _build(
+    source: Source,
+    file: TensorFile | None,
+    *,
+    num_classes: int | None,
+    in_chans: int | None,
+    keywords: dict[str, Any],
+) -> ImageNetwork:
+    """The network with the weights of ``file``, if any; numbers left open are those of weights."""
+    entry = _entry_of(source.architecture)
+    known = (num_classes, in_chans)
+    if file is not None:
+        known = _first(known, shape_of_weights(entry.network, file))
+    if source.entry is not None:
+        known = _first(known, (source.entry.num_classes, source.entry.in_chans))
+    num_classes, in_chans = _first(known, (10, 3))
+    options = {**source.options, **keywords}
+    _check_keywords(source.architecture, options)
+    changes = {key: options[key] for key in entry.variant_keywords if key in options}
+    others = {key: value for key, value in options.items() if key not in changes}
+    network: Any = entry.network
+    row = replace(entry.variant, **changes)
+    model: ImageNetwork = network(row, num_classes=num_classes, in_chans=in_chans, **others)
+    shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
+    model.spec = Spec(source.architecture, shaping)
+    if file is not None:
+        load_weights(model, file, architecture=source.architecture)
+    return model
+
+
+def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(b if a is None else a for a, b in zip(given, others, strict=True))
+
+
+def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
             f"There is no model {name!r}; "
             f"{_nearest(name, MODELS)}list_models() gives all {len(MODELS)} names."
         )
+    return MODELS[name]
+
+
+def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     entry = MODELS[name]
     known = (*entry.network_keywords, *entry.variant_keywords)
-    for keyword in overrides:
+    for keyword in keywords:
         if keyword not in known:
             raise ValueError(
                 f"{name} takes no keyword {keyword!r}; {_nearest(keyword, known)}"
                 f"valid keywords are {', '.join(known)}."
             )
-    changes = {key: overrides.pop(key) for key in entry.variant_keywords if key in overrides}
-    network: Any = entry.network
-    model: ImageClassifier = network(
-        replace(entry.variant, **changes),
-        num_classes=num_classes,
-        in_chans=in_chans,
-        memory=memory,
-        drop_rate=drop_rate,
-        **overrides,
-    )
-    return model
 
 
 def arguments_of(variant: Any, names: Iterable[str], **given: Any) -> dict[str, Any]:
@@ -125,7 +230,7 @@ def arguments_of(variant: Any, names: Iterable[str], **given: Any) -> dict[str, 
     names = list(names)
     name = next((name for name in names if MODELS[name].variant == variant), names[0])
     row = MODELS[name].variant
-    changes = {f.name: getattr(variant, f.name) for f in fields(variant)}
+    changes = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
     differing = {key: value for key, value in changes.items() if value != getattr(row, key)}
     return {"name": name, **given, **differing}
 

@@ -23,10 +23,11 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.attention import EPSILON, MLP, Attention
+from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.models.checks import check_choice, check_count, check_probability
-from revzoo.models.classifier import ImageClassifier
+from revzoo.models.network import FeatureInfo, ImageNetwork, feature_infos
 
 # Standard deviation of the initial weights, cut at two of them, as for DeiT (arXiv 2012.12877).
 STD = 0.02
@@ -118,7 +119,7 @@ class PatchEmbedding(Step):
         return tokens, tokens
 
 
-class RevViT(ImageClassifier):
+class RevViT(ImageNetwork):
     """Reversible ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``; two streams.
 
     Every block is invertible. The patch embedding is not: the model has no :meth:`inverse`, but
@@ -143,6 +144,7 @@ class RevViT(ImageClassifier):
 
     default_memory: ClassVar[str] = "invert"
     channel_dim: ClassVar[int] = -1
+    input_layer = "stem.steps.0.conv"
 
     def __init__(
         self,
@@ -158,7 +160,8 @@ class RevViT(ImageClassifier):
         self.num_features = self.streams * variant.width
         embedding = PatchEmbedding(in_chans, variant=variant)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
-        blocks = [_block(variant, i) for i in range(variant.depth)]
+        rates = drop_path_rates(variant.drop_path_rate, variant.depth)
+        blocks = [_block(variant, rate) for rate in rates]
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
         )
@@ -174,6 +177,20 @@ class RevViT(ImageClassifier):
         """
         return self.norm(self.encode(x))
 
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """The tokens after the last block as one map."""
+        return feature_infos([self.num_features], [self.variant.patch_size])
+
+    @property
+    def image_size(self) -> int:
+        return self.variant.img_size
+
+    def feature_map(self, state: State) -> Tensor:
+        tokens = super().feature_map(state)
+        side = self.variant.img_size // self.variant.patch_size
+        return tokens.transpose(1, 2).reshape(len(tokens), self.num_features, side, side)
+
     def pooled(self, features: Tensor) -> Tensor:
         return features.mean(dim=1)
 
@@ -187,11 +204,8 @@ class RevViT(ImageClassifier):
             )
 
 
-def _block(variant: RevViTVariant, index: int) -> ReversibleBlock:
-    shared = {
-        "dropout": variant.dropout,
-        "drop_path": variant.drop_path_rate * index / max(variant.depth - 1, 1),
-    }
+def _block(variant: RevViTVariant, drop_path: float) -> ReversibleBlock:
+    shared = {"dropout": variant.dropout, "drop_path": drop_path}
     hidden = variant.mlp_ratio * variant.width
     return ReversibleBlock(
         Attention(variant.width, heads=variant.heads, **shared),

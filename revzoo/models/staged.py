@@ -18,6 +18,7 @@ from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.checks import check_probability
 from revzoo.models.convolutional import ConvolutionalClassifier
+from revzoo.models.network import FeatureInfo, feature_infos
 from revzoo.models.stem import Stem
 from revzoo.models.variant import UnitPlan, Variant
 
@@ -33,12 +34,15 @@ class StagedNetwork(ConvolutionalClassifier):
             default, :attr:`default_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
         dropout: probability of dropping an activation inside every residual function.
+        drop_path_rate: probability of dropping the value of the last residual function for an
+            image; it rises linearly from 0 at the first unit.
 
     Raises:
         ValueError: an argument is out of range, or the memory mode does not apply.
     """
 
     size_reason: ClassVar[str] = "halves the size with pooling shortcuts"
+    input_layer = "stem.steps.0.conv"
 
     def __init__(
         self,
@@ -49,9 +53,11 @@ class StagedNetwork(ConvolutionalClassifier):
         memory: str | None = None,
         drop_rate: float = 0.0,
         dropout: float = 0.0,
+        drop_path_rate: float = 0.0,
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("dropout", dropout)
+        check_probability("drop_path_rate", drop_path_rate)
         self.variant = variant
         self.num_features = variant.stage_channels[-1]
         stem = Stem(
@@ -66,7 +72,7 @@ class StagedNetwork(ConvolutionalClassifier):
             ReversibleSequence(
                 [self.build_unit(plan) for plan in stage], memory=self.default_memory
             )
-            for stage in variant.stages(dropout=dropout)
+            for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
         )
         self._append_norm(variant.norm_act, size_multiple=variant.size_multiple)
         self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
@@ -75,3 +81,13 @@ class StagedNetwork(ConvolutionalClassifier):
     @abstractmethod
     def build_unit(plan: UnitPlan) -> Step:
         """One residual unit; the plan's channels count all streams together."""
+
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """Each stage's last map, streams merged, as it is before the next BN-ReLU."""
+        return feature_infos(self.variant.stage_channels, self.variant.reductions)
+
+    @property
+    def image_size(self) -> int:
+        """Side in pixels of CIFAR's or ImageNet's images, as the stem tells."""
+        return 224 if self.variant.downsampling_stem else 32

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import State, Step
 from revzoo.layers.branch import BRANCHES
+from revzoo.layers.droppath import add_drop_path
 from revzoo.layers.split import halves
 from revzoo.models.variant import UnitPlan
 
@@ -81,7 +82,7 @@ class Transition(Step):
 
 def branch(plan: UnitPlan) -> nn.Module:
     """The residual function of ``plan``, whose channels are those of one stream."""
-    return BRANCHES[plan.branch](
+    layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
         stride=plan.stride,
@@ -90,3 +91,4 @@ def branch(plan: UnitPlan) -> nn.Module:
         stride_at_3x3=plan.convention.stride_at_3x3,
         norm_act=plan.norm_act,
     )
+    return add_drop_path(layers, plan.drop_path)

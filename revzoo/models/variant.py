@@ -6,10 +6,12 @@ that all networks of the release share (where a stage changes width and stride, 
 its activation) are written once, here. Channels count all streams together.
 """
 
-import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
+from operator import mul
 
 from revzoo.layers.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
+from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
 from revzoo.models.checks import check_choice, check_count, positive_tuple
 
@@ -60,6 +62,7 @@ class UnitPlan:
     dropout: float
     convention: Convention = CONVENTIONS["gomez"]
     norm_act: NormAct = RELEASE
+    drop_path: float = 0.0
 
     @property
     def keeps_shape(self) -> bool:
@@ -150,17 +153,28 @@ class Variant:
         """
         if self.branch == "bottleneck" or CONVENTIONS[self.convention].projects:
             return 1
-        return math.prod(self.strides) * (4 if self.downsampling_stem else 1)
+        return self.reductions[-1]
 
-    def stages(self, *, dropout: float = 0.0) -> list[list[UnitPlan]]:
-        """One list of unit plans per stage; the first unit of a stage changes width and stride."""
+    @property
+    def reductions(self) -> tuple[int, ...]:
+        """How many times smaller than the image the maps of each stage are."""
+        stem = 4 if self.downsampling_stem else 1
+        return tuple(stem * product for product in accumulate(self.strides, mul))
+
+    def stages(self, *, dropout: float = 0.0, drop_path_rate: float = 0.0) -> list[list[UnitPlan]]:
+        """One list of unit plans per stage; the first unit of a stage changes width and stride.
+
+        The probability of dropping a branch's value rises linearly to ``drop_path_rate``.
+        """
         plans: list[list[UnitPlan]] = []
         shared = dropout, CONVENTIONS[self.convention], self.norm_act
         channels = self.stem_width
+        rates = iter(drop_path_rates(drop_path_rate, sum(self.units)))
         for width, units, stride in zip(self.stage_channels, self.units, self.strides, strict=True):
             # The stem ends in BN-ReLU, so the very first branch would repeat it.
             first = UnitPlan(channels, width, stride, self.branch, bool(plans), *shared)
             rest = UnitPlan(width, width, 1, self.branch, True, *shared)
-            plans.append([first] + [rest] * (units - 1))
+            stage = [first] + [rest] * (units - 1)
+            plans.append([replace(plan, drop_path=next(rates)) for plan in stage])
             channels = width
         return plans

@@ -21,9 +21,13 @@ from torchmetrics import Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from revzoo.models import create_model
+from revzoo.models.network import ImageNetwork
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 
 Batch = tuple[Tensor, Tensor]
+
+# keywords of create_model that say where a model's first weights are from
+WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table")
 
 
 class Classifier(pl.LightningModule):
@@ -58,10 +62,10 @@ class Classifier(pl.LightningModule):
         super().__init__()
         self.optim = OptimSpec.of(optim)
         plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
-        if not isinstance(model, nn.Module):
-            plain["model"] = dict(model) if isinstance(model, Mapping) else model
-        self.save_hyperparameters(plain)
         self.model = model if isinstance(model, nn.Module) else model_from(model)
+        if not isinstance(model, nn.Module):
+            plain["model"] = _without_weights(model, self.model)
+        self.save_hyperparameters(plain)
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
         self.metrics = make_metrics(class_count(self.model))
@@ -145,6 +149,15 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
     if name is None:
         raise ValueError("model.name is missing: give the name of a model, such as revnet38")
     return create_model(name, **options)
+
+
+def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """The specification that a checkpoint keeps: it brings its own weights, of the same shapes."""
+    kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
+    if kept != spec and isinstance(model, ImageNetwork) and model.spec is not None:
+        sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
+        kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
+    return kept
 
 
 def class_count(model: nn.Module) -> int:

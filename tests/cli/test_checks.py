@@ -1,12 +1,17 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+from small_weights import write_entry
 
 from revzoo.cli import checks
 from revzoo.cli.checks import check_config, check_precision, device_kind
 from revzoo.data import ImageData
+from revzoo.models import pretrained
+from revzoo.weights.errors import UnknownWeightsError
+from revzoo.weights.table import WeightsTable
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +29,18 @@ def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("prepare_data", "setup"):
         monkeypatch.setattr(ImageData, name, touched)
+
+
+def test_pretrained_weights_must_be_known(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
+    with pytest.raises(UnknownWeightsError, match="Known for revnet38: none"):
+        check_config(compose("model.pretrained=true"))
+    write_entry(tmp_path)
+    monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
+    (tmp_path / "revnet38.small.safetensors").unlink()  # the check does not fetch them
+    check_config(compose("model.pretrained=true"))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,10 @@
-"""``revzoo convert``: the files it writes make the model again; failures leave nothing."""
-
-import json
+"""``revzoo convert``: the folder it writes makes the model again; failures leave nothing."""
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
-from revzoo import create_model
-from revzoo.cli.convert import main
+from revzoo import create_model, from_pretrained
+from revzoo.cli.main import main
 
 
 @pytest.fixture
@@ -36,51 +33,29 @@ def checkpoint(tmp_path):
     return path, model.eval()
 
 
-def test_the_files_make_the_model_again(checkpoint, tmp_path):
+def test_the_folder_makes_the_model_again(checkpoint, tmp_path, capsys):
     path, model = checkpoint
-    assert main(["memcnn", str(path), str(tmp_path / "r.safetensors")]) == 0
-    spec = json.loads((tmp_path / "r.json").read_text())
-    assert spec["name"] == "resnet32_memcnn"
-    again = create_model(**spec).eval()
-    again.load_state_dict(load_file(tmp_path / "r.safetensors"))
+    main(["convert", "memcnn", str(path), str(tmp_path / "r")])
+    assert capsys.readouterr().out == f"{tmp_path / 'r'}: resnet32_memcnn, 10 classes\n"
     x = torch.randn(2, 3, 8, 8)
-    assert torch.equal(again(x), model(x))
+    assert torch.equal(from_pretrained(tmp_path / "r").eval()(x), model(x))
 
 
 def test_overrides_reach_the_description(checkpoint, tmp_path):
-    arguments = ["memcnn", str(checkpoint[0]), str(tmp_path / "r.safetensors")]
-    assert main([*arguments, "strides=1,1", "convention=memcnn_fix"]) == 0
-    spec = json.loads((tmp_path / "r.json").read_text())
-    assert (spec["strides"], spec["convention"]) == ([1, 1], "memcnn_fix")
+    arguments = ["convert", "memcnn", str(checkpoint[0]), str(tmp_path / "r")]
+    main([*arguments, "strides=1,1", "convention=memcnn_fix"])
+    variant = from_pretrained(tmp_path / "r").variant
+    assert (variant.strides, variant.convention) == ((1, 1), "memcnn_fix")
 
 
 @pytest.mark.parametrize(
-    ("source", "name", "output", "message"),
+    ("source", "name", "message"),
     [
-        ("irevnet", "60000.pt", "r.safetensors", "no checkpoint of 'irevnet'"),
-        ("memcnn", "gone.pt", "r.safetensors", "No such file"),
-        ("memcnn", "60000.pt", "r.pt", r"ends in .safetensors"),
-        ("memcnn", "60000.pt", "gone/r.safetensors", "No such file"),
+        ("irevnet", "60000.pt", "no checkpoint of 'irevnet'"),
+        ("memcnn", "gone.pt", "No such file"),
     ],
 )
-def test_failures_say_why_and_leave_nothing(
-    source, name, output, message, checkpoint, tmp_path, capsys
-):
-    assert main([source, str(tmp_path / name), str(tmp_path / output)]) == 2
-    assert message in capsys.readouterr().err
+def test_failures_say_why_and_leave_nothing(source, name, message, checkpoint, tmp_path):
+    with pytest.raises(SystemExit, match=message):
+        main(["convert", source, str(tmp_path / name), str(tmp_path / "r")])
     assert [path.name for path in tmp_path.iterdir()] == ["60000.pt"]
-
-
-def test_a_write_that_fails_leaves_the_old_file(checkpoint, tmp_path, monkeypatch):
-    path, _ = checkpoint
-    output = tmp_path / "r.safetensors"
-    output.write_text("old")
-
-    def full(tensors, path):
-        path.write_text("half")
-        raise OSError("no space left")
-
-    monkeypatch.setattr("revzoo.cli.convert.save_file", full)
-    assert main(["memcnn", str(path), str(output)]) == 2
-    assert output.read_text() == "old"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["60000.pt", "r.safetensors"]

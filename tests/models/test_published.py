@@ -6,7 +6,6 @@ from torch import nn
 
 from revzoo import ConversionError, create_model, load_published
 from revzoo.models import published_irevnet
-from revzoo.models.published import convert_published
 from revzoo.models.published_irevnet import FIRST_BLOCK, OTHER_BLOCKS
 
 BLOCKS = {"resnet": ("BasicBlock", "Bottleneck"), "revnet": ("RevBasicBlock", "RevBottleneck")}
@@ -59,12 +58,13 @@ def test_memcnns_networks_compute_the_same(name, tmp_path):
     torch.manual_seed(0)
     theirs = memcnn(name, num_classes=7)
     torch.save(theirs.state_dict(), tmp_path / "60000.pt")
-    published = convert_published(tmp_path / "60000.pt", "memcnn")
-    assert published.spec == {"name": f"{name}_memcnn", "num_classes": 7, "in_chans": 3}
+    ours = load_published(tmp_path / "60000.pt", "memcnn")
+    assert ours.spec == (f"{name}_memcnn", {})
+    assert (ours.num_classes, ours.in_chans) == (7, 3)
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
         expected = theirs(x)
-        actual = published.model.double()(x)
+        actual = ours.double()(x)
     # the weights were rounded to float32 on the way
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -119,12 +119,13 @@ def test_irevnets_are_recognised_by_their_shapes(kind, tmp_path):
     path = tmp_path / "model_best.pth.tar"
     kept = {k: v for k, v in release_keys(model).items() if "num_batches" not in k}
     torch.save({"epoch": 90, "arch": "i-revnet", "state_dict": kept}, path)
-    published = convert_published(path, "irevnet", memory="store")
-    assert published.spec == {**spec, "memory": "store"}
-    assert not published.model.training
+    ours = load_published(path, "irevnet", memory="store")
+    assert (ours.num_classes, ours.in_chans) == (model.num_classes, model.in_chans)
+    assert ours.variant == model.variant
+    assert not ours.training
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        assert torch.equal(published.model(x), model(x))
+        assert torch.equal(ours(x), model(x))
 
 
 def test_the_bijective_imagenet_network_is_recognised():

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from torchvision.ops import StochasticDepth
 
 from revzoo.core.memory import MODES, set_memory
 from revzoo.models import create_model
@@ -175,3 +176,12 @@ def test_sizes_that_pooling_shortcuts_cannot_halve_are_refused(name, size):
 def test_projecting_shortcuts_take_odd_sizes(name):
     model = create_model(name, units=(1, 1, 1)).eval()
     assert model.forward_features(torch.randn(1, 3, 7, 9)).shape[2:] == (2, 3)
+
+
+def test_drop_path_rate_reaches_both_branches_of_every_unit():
+    model = create_model("revnet38", units=(1, 1, 1), drop_path_rate=0.4)
+    rates = [m.p for m in model.modules() if isinstance(m, StochasticDepth)]
+    assert rates == [0.2, 0.2, 0.4, 0.4]  # the first unit drops nothing
+    assert (
+        model.state_dict().keys() == create_model("revnet38", units=(1, 1, 1)).state_dict().keys()
+    )

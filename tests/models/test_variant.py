@@ -68,3 +68,13 @@ def test_fields_out_of_range_are_refused(change, message):
 )
 def test_only_pooling_shortcuts_restrict_the_image_size(change, multiple):
     assert Variant(**SMALL, **change).size_multiple == multiple
+
+
+def test_dropping_of_branches_rises_linearly_over_all_units():
+    plans = Variant(**SMALL).stages(drop_path_rate=0.4)
+    assert [[plan.drop_path for plan in stage] for stage in plans] == [[0.0, 0.2], [0.4]]
+
+
+def test_reductions_multiply_up():
+    assert Variant(**SMALL).reductions == (1, 2)
+    assert Variant(**SMALL, downsampling_stem=True).reductions == (4, 8)

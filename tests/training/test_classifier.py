@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,13 @@ import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
 from pytorch_lightning.loggers import CSVLogger
 from small_task import TINY, TinyNet, halves, loader, trainer
+from small_weights import OPTIONS, small, write_entry
 from torch import nn
 from torch.nn import functional
 
 from revzoo.training import Classifier, OptimSpec
 from revzoo.training.classifier import at_least_float32
+from revzoo.weights.table import WeightsTable
 
 CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
 
@@ -118,6 +121,17 @@ def test_checkpoint_loads_as_weights_only(tmp_path: Path) -> None:
     images = halves().tensors[0]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(images), module.eval()(images))
+
+
+def test_a_checkpoint_needs_no_pretrained_weights(tmp_path: Path) -> None:
+    write_entry(tmp_path)
+    start = {"pretrained": True, "table": WeightsTable(tmp_path), "num_classes": 2}
+    module = Classifier({"name": "revnet38.small", **start})
+    assert torch.equal(module.model.state_dict()["norm.running_var"], small().norm.running_var)
+    spec = module.hparams["model"]
+    shape = json.loads(json.dumps(OPTIONS))
+    assert spec == {**shape, "name": "revnet38", "num_classes": 2, "in_chans": 3}
+    Classifier(spec).load_state_dict(module.state_dict())
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")

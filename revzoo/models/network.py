@@ -4,14 +4,20 @@
 
 Stem and stages are sequences of steps on one state, so the streams of the last stage are a
 *representation* of the image, from which it can be computed again where every step has an inverse.
+Feature extraction, pretrained weights and saving are built on the states after the stages, once for
+all networks.
 
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
 
+from __future__ import annotations
+
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import ClassVar
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,16 +33,38 @@ from revzoo.core.invertible import (
 from revzoo.core.memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.models.checks import check_count, check_probability
+from revzoo.weights.entry import WeightsEntry
 
 
-class ImageClassifier(nn.Module, ABC):
+class FeatureInfo(NamedTuple):
+    """A feature map: its channels, by how much it is smaller than the image, and where it ends."""
+
+    num_chs: int
+    reduction: int
+    module: str
+
+
+class Spec(NamedTuple):
+    """How ``create_model`` made a network: the architecture and the keywords that shape it."""
+
+    architecture: str
+    options: Mapping[str, Any]
+
+
+class ImageNetwork(nn.Module, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
-    constructor, and define :meth:`forward_features`, :meth:`pooled` and :meth:`check_size`.
+    constructor, and define what is abstract here.
 
     Args:
-        in_chans: channels of the image.
+        in_chans: channels of the images.
+
+    Attributes:
+        num_classes: number of logits.
+        num_features: channels of what :meth:`forward_features` gives.
+        spec: how it was made; None for a network built from its class.
+        entry: the weights it was created with, if any.
 
     Raises:
         ValueError: ``in_chans`` is no positive whole number.
@@ -51,10 +79,18 @@ class ImageClassifier(nn.Module, ABC):
     channel_dim: ClassVar[int] = 1
     """The dimension along which the streams are merged."""
 
-    num_features: int
+    classifier: ClassVar[str] = "fc"
+    """Path of the last linear layer."""
+
+    input_layer: ClassVar[str | None] = None
+    """Path of the first convolution, whose weights can be adapted to other image channels."""
+
     num_classes: int
+    num_features: int
     stem: ReversibleSequence
     stages: nn.ModuleList
+    spec: Spec | None = None
+    entry: WeightsEntry | None = None
 
     def __init__(self, *, in_chans: int) -> None:
         super().__init__()
@@ -69,6 +105,16 @@ class ImageClassifier(nn.Module, ABC):
         label_steps(self)
         if memory is not None:  # refuses what does not apply; the default needs no refusal
             set_memory(self, memory)
+
+    @property
+    @abstractmethod
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """The feature map at the end of each stage."""
+
+    @property
+    @abstractmethod
+    def image_size(self) -> int:
+        """Side in pixels of the images that the architecture was published for."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
@@ -120,7 +166,7 @@ class ImageClassifier(nn.Module, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        return torch.cat(self._streams_of(x), dim=self.channel_dim)
+        return torch.cat(deque(self.stage_states(x), maxlen=1).pop(), dim=self.channel_dim)
 
     def inverse(self, z: Tensor) -> Tensor:
         """The images ``(B, in_chans, H, W)`` whose representation :meth:`encode` gives as ``z``.
@@ -137,12 +183,27 @@ class ImageClassifier(nn.Module, ABC):
             state = as_state(sequence.inverse(*state))
         return state[0]
 
-    def _streams_of(self, x: Tensor) -> State:
+    def stage_states(self, x: Tensor) -> Iterator[State]:
+        """The streams after each stage, computed as they are asked for.
+
+        Raises:
+            ValueError: the images' channels or size do not fit.
+        """
         self._check_images(x)
         state = as_state(self.stem(x))
         for stage in self.stages:
             state = as_state(stage(*state))
-        return state
+            yield state
+
+    def feature_map(self, state: State) -> Tensor:
+        """The streams after a stage as one map ``(B, C, H, W)``."""
+        return torch.cat(state, dim=self.channel_dim)
+
+    def keep_stages(self, count: int) -> None:
+        """Remove what comes after the first ``count`` stages, the head included."""
+        self.stages = self.stages[:count]
+        for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
+            delattr(self, name)
 
     def _steps(self) -> Iterator[Step]:
         for sequence in (self.stem, *self.stages):
@@ -178,6 +239,24 @@ class ImageClassifier(nn.Module, ABC):
                 f"with in_chans={channels}, or convert the images."
             )
         self.check_size(height, width)
+
+    def save_pretrained(self, folder: str | Path, **facts: Any) -> WeightsEntry:
+        """Write weights, entry and model card; see :func:`revzoo.models.saving.save_pretrained`."""
+        from revzoo.models.saving import save_pretrained
+
+        return save_pretrained(self, Path(folder), **facts)
+
+    def push_to_hub(self, repository: str, *, private: bool = False, **facts: Any) -> str:
+        """Upload to ``owner/name``; see :func:`revzoo.models.saving.push_to_hub`."""
+        from revzoo.models.saving import push_to_hub
+
+        return push_to_hub(self, repository, private=private, **facts)
+
+
+def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[FeatureInfo, ...]:
+    """One for each stage."""
+    pairs = zip(channels, reductions, strict=True)
+    return tuple(FeatureInfo(c, r, f"stages.{i}") for i, (c, r) in enumerate(pairs))
 
 
 def _linear(in_features: int, out_features: int) -> nn.Linear:

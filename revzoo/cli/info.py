@@ -1,0 +1,82 @@
+"""``revzoo info NAME``: what is known of a model and its weights, and what it costs."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+
+import torch
+
+from revzoo.cli.tables import add_table, table_of
+from revzoo.core.memory import set_memory
+from revzoo.models import create_model
+from revzoo.models.network import ImageNetwork
+from revzoo.profiling.costs import activation_bytes, forward_flops
+from revzoo.weights.entry import WeightsEntry
+from revzoo.weights.errors import UnknownWeightsError
+from revzoo.weights.table import WeightsTable
+
+MODES = ("store", "recompute", "invert", "exact")  # offload keeps the same, elsewhere
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("name", help="a model (revnet38), or its weights (revnet38.cifar10)")
+    parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
+    parser.add_argument("--size", type=int, help="side of the images in pixels")
+    add_table(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print what is known, then what is measured, line by line as it comes.
+
+    Raises:
+        ValueError: there is no such model, or the batch or the size is not possible.
+    """
+    if args.batch < 1:
+        raise ValueError(f"--batch {args.batch}: expected a positive whole number")
+    table = table_of(args)
+    entry = _entry(table, args.name)
+    torch.manual_seed(0)
+    model = create_model(entry.name if entry else args.name, table=table)
+    if entry:
+        rows = {key: _text(value) for key, value in entry.plain().items()}
+    else:
+        rows = {"architecture": args.name, "weights": "none"}
+    size = args.size or (entry.input_size[-1] if entry else model.image_size)
+    images = torch.randn(args.batch, model.in_chans, size, size)
+    for key, value in rows.items():
+        _tell(key, value)
+    for key, value in _costs(model, images):
+        _tell(key, value)
+
+
+def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
+    try:
+        return table.find(name)
+    except UnknownWeightsError:
+        return None
+
+
+def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
+    yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
+    shape = "x".join(map(str, images.shape[1:]))
+    yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
+    for mode in MODES:
+        try:
+            set_memory(model, mode)
+        except ValueError:
+            continue  # nothing to invert
+        found = activation_bytes(model, images) / 1024
+        yield f"training, {mode}", f"{found:,.0f} KiB of activations an image"
+
+
+def _tell(key: str, value: str) -> None:
+    sys.stdout.write(f"{key:24}{value}\n")
+    sys.stdout.flush()
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

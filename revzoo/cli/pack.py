@@ -1,0 +1,124 @@
+"""``revzoo pack RUN/checkpoints/best.ckpt revnet38.cifar10``: weights to publish from a training.
+
+Writes ``NAME.safetensors`` and ``NAME.json``. What the checkpoint knows is taken from it: model,
+classes, normalisation; the figures of the test from the run's ``summary.json``, where there is one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from revzoo.models import create_model
+from revzoo.models.pretrained import load_weights
+from revzoo.models.saving import json_of, pack
+from revzoo.models.tensors import (
+    TensorFile,
+    load_plain,
+    model_spec_of,
+    tensors_in,
+    write_atomically,
+)
+from revzoo.weights.entry import WeightsEntry
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("checkpoint", type=Path, help="written by revzoo-train")
+    parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
+    parser.add_argument("--recipe", required=True, help="the exact command that trained it")
+    parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
+    parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
+    parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
+    parser.add_argument("--size", type=int, help="side of the images; default the architecture's")
+    parser.add_argument("--pixel-max", type=float, default=255, help="of the stored pixels")
+    parser.add_argument("--url", help="where the file will be downloaded from")
+    parser.add_argument("--default", action="store_true", help="what the bare name will mean")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write both files and print their paths.
+
+    Raises:
+        ValueError: a metric is no number.
+        WeightsError: the checkpoint is not one, or a field is not valid; nothing is written.
+    """
+    given = {"license": args.license, "recipe": args.recipe, "measured_on": args.measured_on}
+    facts: dict[str, Any] = {**given, "url": args.url, "default": args.default}
+    metrics = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
+    facts |= {"name": args.name, "metrics": metrics}
+    for path in publish(args.checkpoint, args.out, facts, size=args.size, pixel_max=args.pixel_max):
+        sys.stdout.write(f"{path}\n")
+
+
+def publish(
+    checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None, pixel_max: float
+) -> list[Path]:
+    """Write ``NAME.safetensors`` and ``NAME.json``, the weights before what describes them.
+
+    Args:
+        checkpoint: of :class:`revzoo.training.Classifier`, with its data's state if Lightning
+            wrote it.
+        folder: made if need be.
+        facts: fields of the entry; ``name`` among them.
+        size: side of the images in pixels; None for the architecture's.
+        pixel_max: what the stored pixels are divided by to lie in [0, 1].
+
+    Raises:
+        ValueError: the checkpoint names no model.
+        WeightsError: it is damaged, does not fit its model, or a fact is not valid.
+    """
+    content = load_plain(checkpoint)
+    spec = dict(model_spec_of(content))
+    architecture = spec.pop("name", None)
+    if architecture is None:
+        raise ValueError(
+            f"{checkpoint} does not say which model it is of: expected a checkpoint of revzoo-train"
+        )
+    model = create_model(architecture, **spec)
+    tensors = TensorFile(tensors_in(content, str(checkpoint)), str(checkpoint))
+    load_weights(model, tensors, architecture=architecture)
+    side = size or model.image_size
+    described = {**_data_facts(content, pixel_max), "input_size": (model.in_chans, side, side)}
+    name = facts["name"]
+    data, entry = pack(model, file=f"{name}.safetensors", facts={**described, **facts})
+    return _write(folder, entry, data)
+
+
+def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]
+    for path, content in zip(paths, (data, json_of(entry)), strict=True):
+        write_atomically(path, content)
+    return paths
+
+
+def _data_facts(content: Mapping[str, Any], pixel_max: float) -> dict[str, Any]:
+    """Class names and normalisation, from the state of the data module in the checkpoint."""
+    for state in content.values():
+        if isinstance(state, Mapping) and {"classes", "normalisation"} <= state.keys():
+            facts = {k: [v / pixel_max for v in state["normalisation"][k]] for k in ("mean", "std")}
+            return {**facts, "classes": list(state["classes"])}
+    return {}
+
+
+def _summary(checkpoint: Path) -> dict[str, float]:
+    """The figures of the run's test."""
+    path = checkpoint.absolute().parent.parent / "summary.json"
+    if not path.is_file():
+        return {}
+    figures = json.loads(path.read_text())["metrics"]
+    return {k: v for k, v in figures.items() if k.startswith("test/")}
+
+
+def _metric(text: str) -> tuple[str, float]:
+    name, _, value = text.partition("=")
+    try:
+        return name, float(value)
+    except ValueError:
+        raise ValueError(f"--metric {text}: expected NAME=VALUE, e.g. test/acc=0.931") from None

@@ -1,0 +1,22 @@
+"""Stochastic depth: in training, whole branch values are dropped, image by image.
+
+Huang et al. 2016, arXiv 1603.09382: a branch is dropped with a probability that grows linearly with
+its depth, and is divided by the probability of being kept otherwise. The layer is torchvision's,
+at the end of the branch: a coupling's stream then passes unchanged, which inverts as ever, and a
+replay draws the same images again. Streams on a grid round the value after the division.
+"""
+
+from torch import nn
+from torchvision.ops import StochasticDepth
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """The probabilities of ``depth`` units: 0 for the first, ``rate`` for the last."""
+    return [rate * i / (depth - 1) if depth > 1 else rate for i in range(depth)]
+
+
+def add_drop_path(branch: nn.Sequential, rate: float) -> nn.Sequential:
+    """Append stochastic depth to ``branch``, if ``rate`` is not 0; no key of it changes."""
+    if rate:
+        branch.add_module("drop_path", StochasticDepth(rate, mode="row"))
+    return branch

@@ -1,0 +1,169 @@
+"""Trained weights into a network: found, verified, fitted, and only then loaded.
+
+Two things may differ from what the weights were trained for, as in a transfer to other data:
+
+* image channels: the first convolution's weights are summed to one channel, or repeated and
+  scaled, so that its activations keep their size (the rule of the library timm);
+* classes: the classifier stays as it was initialised, everything else is loaded.
+
+Everything else must fit, name by name and shape by shape.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from revzoo.models.network import ImageNetwork
+from revzoo.models.tensors import TensorFile, parse_safetensors
+from revzoo.weights.entry import HUB, WeightsEntry, read_entry
+from revzoo.weights.errors import ArchitectureMismatchError, StateMismatchError
+from revzoo.weights.files import read_bytes
+from revzoo.weights.hub import CONFIG_FILE, fetch_folder
+from revzoo.weights.table import SHIPPED, WeightsTable
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a name given to ``create_model`` means."""
+
+    architecture: str
+    entry: WeightsEntry | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def find_source(
+    name: str | Path,
+    *,
+    known: Container[str],
+    pretrained: bool,
+    cache_dir: str | Path | None = None,
+    table: WeightsTable | None = None,
+) -> Source:
+    """``architecture``, ``architecture.tag``, ``hf-hub:owner/name`` or a saved folder.
+
+    Args:
+        name: one of these; names of architectures go before folders.
+        known: the architectures.
+        pretrained: whether weights are wanted, so that a bare architecture means its default ones.
+        cache_dir: for what the hub sends.
+        table: where names are looked up; None for the package's entries.
+
+    Raises:
+        WeightsError: there are no such weights, or their entry is not valid.
+    """
+    text = str(name)
+    if text.startswith(HUB):
+        folder = fetch_folder(text, cache_dir=cache_dir, tensors=pretrained)
+    elif text.partition(".")[0] not in known and (Path(name) / CONFIG_FILE).is_file():
+        folder = Path(name)
+    elif not pretrained and "." not in text:
+        return Source(text)
+    else:
+        return _of((SHIPPED if table is None else table).find(text))
+    return _of(read_entry(folder / CONFIG_FILE))
+
+
+def _of(entry: WeightsEntry) -> Source:
+    return Source(entry.architecture, entry, entry.options)
+
+
+def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> TensorFile:
+    """The tensors of ``entry``, verified.
+
+    Raises:
+        WeightsError: the file is missing, cannot be fetched, or is not the one described.
+    """
+    return parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
+
+
+def load_weights(network: ImageNetwork, file: TensorFile, *, architecture: str) -> None:
+    """Load ``file`` into ``network``, fitted to its classes and image channels.
+
+    Raises:
+        ArchitectureMismatchError: the file says that it is of another architecture.
+        StateMismatchError: lists the tensors that do not fit; nothing is loaded.
+    """
+    if file.architecture not in (None, architecture):
+        raise ArchitectureMismatchError(
+            f"{file.where} holds weights of {file.architecture}, expected {architecture}: create "
+            f"{file.architecture!r} instead"
+        )
+    own = network.state_dict()
+    tensors = dict(file.tensors)
+    _adapt_input(network, tensors)
+    head = _fresh_head(network, own, tensors)
+    if head:
+        log.warning(
+            "%s has another number of classes than %d: the classifier starts afresh",
+            file.where,
+            network.num_classes,
+        )
+    fitted = {**tensors, **head}
+    _check(own, fitted, file.where)
+    network.load_state_dict(fitted)
+
+
+def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int | None, ...]:
+    """Classes and image channels that the tensors are for; None where they do not tell."""
+    head = file.tensors.get(f"{network.classifier}.weight")
+    first = file.tensors.get(f"{network.input_layer}.weight")
+    return (
+        head.shape[0] if head is not None and head.dim() == 2 else None,
+        first.shape[1] if first is not None and first.dim() == 4 else None,
+    )
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Weights ``(out, C, h, w)`` of a convolution for ``channels`` instead of C channels.
+
+    One channel: the sum, which is what C equal channels would give. Others: repeated, times
+    ``C / channels``, so that the sum over channels is about that of before.
+    """
+    old = weight.shape[1]
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]
+    return repeated * (old / channels)
+
+
+def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
+    key = f"{network.input_layer}.weight"
+    weight = tensors.get(key)
+    if weight is not None and weight.dim() == 4 and weight.shape[1] != network.in_chans:
+        tensors[key] = adapt_channels(weight, network.in_chans)
+
+
+def _fresh_head(
+    network: ImageNetwork, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """The network's own classifier, where the file's has another number of classes."""
+    weight = tensors.get(f"{network.classifier}.weight")
+    if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
+        return {}
+    prefix = f"{network.classifier}."
+    return {key: value for key, value in own.items() if key.startswith(prefix)}
+
+
+def _check(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    shared = own.keys() & tensors.keys()
+    misshapen = [
+        f"{key} (file: {_kind(tensors[key])}, model: {_kind(own[key])})"
+        for key in shared
+        if tensors[key].shape != own[key].shape
+        or tensors[key].is_floating_point() != own[key].is_floating_point()
+    ]
+    missing, unexpected = own.keys() - shared, tensors.keys() - shared
+    if missing or unexpected or misshapen:
+        raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
+
+
+def _kind(t: Tensor) -> str:
+    return f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}"

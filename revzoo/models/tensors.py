@@ -1,0 +1,138 @@
+"""Files of tensors: read without running anything, written whole or not at all.
+
+safetensors files hold bytes and shapes. torch's own files are pickles; they are read by
+``torch.load(weights_only=True)``, which refuses everything but tensors and plain containers, and by
+nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from revzoo.weights.errors import UnreadableWeightsError
+
+PICKLED = (".pt", ".pth", ".ckpt")
+
+
+class TensorFile(NamedTuple):
+    """Tensors by name, what they are called in errors, and their architecture, if it is known."""
+
+    tensors: dict[str, Tensor]
+    where: str
+    architecture: str | None = None
+
+
+def parse_safetensors(data: bytes, where: str) -> TensorFile:
+    """The tensors in the bytes of a safetensors file.
+
+    Raises:
+        UnreadableWeightsError: the bytes are no complete safetensors file.
+    """
+    try:
+        tensors = load(data)
+    except (SafetensorError, ValueError) as error:
+        raise UnreadableWeightsError(
+            f"{where} is no complete safetensors file: {error}. Fetch it again"
+        ) from error
+    size = int.from_bytes(data[:8], "little")  # of the header, which load() has checked
+    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    return TensorFile(tensors, where, metadata.get("architecture"))
+
+
+def read_checkpoint(path: Path) -> TensorFile:
+    """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
+
+    Raises:
+        UnreadableWeightsError: missing, damaged, of another format, or with more than tensors.
+    """
+    if not path.is_file():
+        raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
+    if path.suffix == ".safetensors":
+        return parse_safetensors(path.read_bytes(), str(path))
+    if path.suffix not in PICKLED:
+        raise UnreadableWeightsError(
+            f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
+        )
+    content = load_plain(path)
+    architecture = model_spec_of(content).get("name")
+    return TensorFile(tensors_in(content, str(path)), str(path), architecture)
+
+
+def load_plain(path: Path) -> Mapping[str, Any]:
+    """The content of a file of torch, which must be plain containers of tensors.
+
+    Raises:
+        UnreadableWeightsError: damaged, or it holds other objects, which could run code.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
+        cause = next(iter(str(error).splitlines()), type(error).__name__)
+        raise UnreadableWeightsError(
+            f"{path} is damaged or holds more than tensors in plain containers, and was not "
+            f"loaded: {cause}"
+        ) from error
+    if not isinstance(content, Mapping):
+        raise UnreadableWeightsError(
+            f"{path} holds a {type(content).__name__}, expected tensors by name: save "
+            "model.state_dict()"
+        )
+    return content
+
+
+def model_spec_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The keywords of ``create_model`` in a checkpoint of training; empty for other files."""
+    spec = content.get("hyper_parameters", {}).get("model", {})
+    return spec if isinstance(spec, Mapping) else {}
+
+
+def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
+    """The model's tensors, under the model's own names.
+
+    Wrappers (Lightning's module, DDP, compilation) put their names before the model's.
+
+    Raises:
+        UnreadableWeightsError: there is something else among the tensors.
+    """
+    tensors = dict(content.get("state_dict", content))
+    if "hyper_parameters" in content:  # a Lightning module: the model, beside states of metrics
+        tensors = {k: v for k, v in tensors.items() if k.startswith("model.")}
+        tensors = {k.removeprefix("model."): v for k, v in tensors.items()}
+    tensors = {k.removeprefix("module.").replace("_orig_mod.", ""): v for k, v in tensors.items()}
+    others = sorted(k for k, v in tensors.items() if not isinstance(v, Tensor))
+    if others:
+        raise UnreadableWeightsError(
+            f"{where} holds other things than tensors: {', '.join(others)}; expected a state_dict"
+        )
+    return tensors
+
+
+def safetensors_bytes(tensors: Mapping[str, Tensor], architecture: str) -> bytes:
+    """A safetensors file that says which architecture its tensors are of."""
+    own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    return save(own, metadata={"format": "pt", "architecture": architecture})
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = Path(name)
+    try:
+        with os.fdopen(file, "wb") as stream:
+            stream.write(data)
+            stream.flush()
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)  # temporary files are for their owner alone
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)

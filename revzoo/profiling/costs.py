@@ -1,0 +1,42 @@
+"""What one image costs: floating-point operations, and bytes of activations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from revzoo.profiling.live import LiveMemory
+
+
+def forward_flops(model: nn.Module, images: Tensor) -> int:
+    """Floating-point operations of a forward pass in evaluation mode, per image.
+
+    As torch counts them: matrix products and convolutions, a multiplication and an addition as two.
+    """
+    training = model.training
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(images)
+    model.train(training)
+    return counter.get_total_flops() // len(images)
+
+
+def activation_bytes(model: nn.Module, images: Tensor) -> int:
+    """Peak bytes of all tensors alive during a training step, per image.
+
+    Counted, not sampled (see :mod:`revzoo.profiling.live`): the same on every machine. Weights and
+    gradients exist before and are left out.
+
+    Args:
+        model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
+        images: a batch; small ones are biased by what does not grow with it.
+    """
+    labels = torch.zeros(len(images), dtype=torch.long)
+
+    def step() -> None:
+        torch.autograd.backward(nn.functional.cross_entropy(model(images), labels))
+
+    step()  # gradients exist from now on
+    with LiveMemory() as memory:
+        step()
+    return memory.peak // len(images)

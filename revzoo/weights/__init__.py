@@ -1,0 +1,1 @@
+"""Floor 0, without torch at import: what is known of trained weights, and where their bytes are."""

@@ -1,0 +1,167 @@
+"""One set of trained weights, as data: which network, which file, how it was made and measured.
+
+An entry is a JSON object with the fields of :class:`WeightsEntry`. It stands beside its file, in
+the package, in a folder made by ``save_pretrained`` or in a repository of the hub.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from revzoo.weights.errors import EntryError
+
+HUB = "hf-hub:"
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsEntry:
+    """What is known of one set of weights.
+
+    Attributes:
+        name: ``architecture.dataset_recipe``, e.g. ``revnet38.cifar10``; also the JSON file's stem.
+        architecture: name for ``create_model``.
+        options: further keywords of ``create_model`` that the network was built with.
+        num_classes: rows of the classifier.
+        input_size: channels, height and width of the images trained on.
+        sha256: of the whole file, 64 hexadecimal digits.
+        file: name of a safetensors file, beside the entry or in the hub's repository.
+        url: ``https://...`` of the file, or ``hf-hub:owner/name``.
+        default: whether the architecture's bare name means this entry.
+        classes: names of the classes by label.
+        mean: per channel, of pixels scaled to [0, 1].
+        std: as ``mean``.
+        license: SPDX identifier of the weights' licence.
+        recipe: the exact command that trained them.
+        metrics: measured figures by name, in parts of one.
+        measured_on: what they were measured on: set, split, number of images, precision.
+        folder: where the entry was read; no part of the JSON.
+
+    Raises:
+        EntryError: lists every field that is not valid.
+    """
+
+    name: str
+    architecture: str
+    num_classes: int
+    input_size: tuple[int, ...]
+    sha256: str
+    file: str | None = None
+    url: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    default: bool = False
+    classes: tuple[str, ...] | None = None
+    mean: tuple[float, ...] | None = None
+    std: tuple[float, ...] | None = None
+    license: str | None = None
+    recipe: str | None = None
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    measured_on: str | None = None
+    folder: Path | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("input_size", "classes", "mean", "std"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
+        wrong = list(self._faults())
+        if wrong:
+            raise EntryError(f"the entry of weights {self.name!r} is not valid: {'; '.join(wrong)}")
+
+    @property
+    def in_chans(self) -> int:
+        """Channels of the images."""
+        return self.input_size[0]
+
+    def undescribed(self) -> list[str]:
+        """The fields that a published entry must have and this one leaves out."""
+        names = ("mean", "std", "license", "recipe", "metrics", "measured_on")
+        return [name for name in names if not getattr(self, name)]
+
+    def plain(self) -> dict[str, Any]:
+        """As plain containers for JSON, without what is left out."""
+        values = {k: v for k, v in asdict(self).items() if k != "folder"}
+        return {k: v for k, v in values.items() if v not in (None, {}, False)}
+
+    def _faults(self) -> Iterator[str]:
+        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+            yield f"name={self.name!r}, expected architecture.dataset_recipe"
+        elif self.name.partition(".")[0] != self.architecture:
+            yield f"architecture={self.architecture!r} is not what the name begins with"
+        if not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
+            yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
+        if not isinstance(self.options, Mapping) or not isinstance(self.metrics, Mapping):
+            yield "options and metrics must be objects"
+        elif not all(_is_number(v) for v in self.metrics.values()):
+            yield f"metrics={dict(self.metrics)}, expected finite numbers"
+        yield from self._faults_of_place()
+        yield from self._faults_of_shape()
+
+    def _faults_of_place(self) -> Iterator[str]:
+        if self.file is None and self.url is None:
+            yield "file and url are both missing: give one"
+        if self.file is not None and (
+            Path(self.file).name != self.file or not self.file.endswith(".safetensors")
+        ):
+            yield f"file={self.file!r}, expected the name of a .safetensors file, without folders"
+        if self.url is not None and not (
+            self.url.startswith(HUB) or urlsplit(self.url).scheme in ("http", "https")
+        ):
+            yield f"url={self.url!r}, expected https://... or {HUB}owner/name"
+
+    def _faults_of_shape(self) -> Iterator[str]:
+        if not _is_count(self.num_classes):
+            yield f"num_classes={self.num_classes!r}, expected a positive whole number"
+        elif self.classes is not None and len(self.classes) != self.num_classes:
+            yield f"classes has {len(self.classes)} names, expected num_classes={self.num_classes}"
+        if len(self.input_size) != 3 or not all(map(_is_count, self.input_size)):
+            yield f"input_size={self.input_size}, expected [channels, height, width]"
+            return
+        for name in ("mean", "std"):
+            values = getattr(self, name)
+            if values is not None and (
+                len(values) != self.in_chans or not all(map(_is_number, values))
+            ):
+                yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
+
+
+def read_entry(path: Path) -> WeightsEntry:
+    """The entry in a JSON file.
+
+    Raises:
+        EntryError: the file is no JSON object, or has unknown, missing or invalid fields.
+    """
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise EntryError(f"{path} is no readable JSON file: {error}") from error
+    if not isinstance(values, dict):
+        raise EntryError(f"{path} holds a {type(values).__name__}, expected a JSON object")
+    known = {f.name for f in fields(WeightsEntry)} - {"folder"}
+    needed = {"name", "architecture", "num_classes", "input_size", "sha256"}
+    unknown, missing = sorted(values.keys() - known), sorted(needed - values.keys())
+    if unknown or missing:
+        raise EntryError(
+            f"{path}: unknown fields {unknown}, missing fields {missing}; the fields are "
+            f"{', '.join(sorted(known))}"
+        )
+    try:
+        return WeightsEntry(**values, folder=path.parent)
+    except TypeError as error:  # a number where there should be a list
+        raise EntryError(f"{path}: a field has another type than expected: {error}") from error
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: object) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)  # type: ignore[arg-type]

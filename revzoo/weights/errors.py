@@ -1,0 +1,71 @@
+"""What can be wrong with weights; one base class, so that a caller can catch them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class WeightsError(RuntimeError):
+    """Weights cannot be used; no model has been changed."""
+
+
+class EntryError(WeightsError):
+    """The description of weights (a JSON file) is not valid; the message lists what is wrong."""
+
+
+class UnknownWeightsError(WeightsError):
+    """No weights of that name are known, or their file is nowhere to be found."""
+
+
+class DownloadError(WeightsError):
+    """A download failed or ended early."""
+
+
+class HashMismatchError(WeightsError):
+    """A file is not the one that its entry describes: altered, truncated or another one."""
+
+
+class UnreadableWeightsError(WeightsError):
+    """A file is damaged, or holds more than plain tensors."""
+
+
+class ArchitectureMismatchError(WeightsError):
+    """The weights are those of another architecture."""
+
+
+class HubError(WeightsError):
+    """The Hugging Face hub cannot be used, or has no such repository."""
+
+
+class StateMismatchError(WeightsError):
+    """Tensors do not fit the model.
+
+    Attributes:
+        missing: names that the model has and the file has not.
+        unexpected: names that the file has and the model has not.
+        misshapen: lines ``name: shape in the file, shape in the model``.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        missing: Iterable[str] = (),
+        unexpected: Iterable[str] = (),
+        misshapen: Iterable[str] = (),
+    ) -> None:
+        self.missing = sorted(missing)
+        self.unexpected = sorted(unexpected)
+        self.misshapen = sorted(misshapen)
+        found = {
+            "missing": self.missing,
+            "unexpected": self.unexpected,
+            "of another shape or type": self.misshapen,
+        }
+        lines = [
+            f"  {len(names)} {what}: {', '.join(names)}" for what, names in found.items() if names
+        ]
+        super().__init__(
+            f"the tensors of {where} do not fit the model; nothing was loaded. Create the model "
+            "with the keywords that the weights were trained with\n" + "\n".join(lines)
+        )

@@ -1,0 +1,80 @@
+"""The Hugging Face hub, through ``huggingface_hub`` where it is installed (the extra ``hub``).
+
+A repository holds ``config.json`` (the entry), ``model.safetensors`` and ``README.md`` (the card).
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+from revzoo.weights.entry import HUB
+from revzoo.weights.errors import HubError
+
+CONFIG_FILE = "config.json"
+TENSORS_FILE = "model.safetensors"
+
+
+def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Path:
+    """The path of one file of ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``.
+
+    Raises:
+        HubError: huggingface_hub is not installed, the name is none, or the hub refuses.
+    """
+    name, _, revision = source.removeprefix(HUB).partition("@")
+    _check_repository(name)
+    hub = _library()
+    try:
+        path = hub.hf_hub_download(
+            repo_id=name, filename=file, revision=revision or None, cache_dir=cache_dir
+        )
+    except (OSError, ValueError) as error:  # its errors derive from these
+        raise HubError(f"{source}: {file} could not be fetched from the hub: {error}") from error
+    return Path(path)
+
+
+def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: bool) -> Path:
+    """A folder with the entry of ``hf-hub:owner/name`` and, if wanted, its tensors.
+
+    Raises:
+        HubError: as :func:`fetch`.
+    """
+    config = fetch(source, CONFIG_FILE, cache_dir=cache_dir)
+    if tensors:
+        fetch(source, TENSORS_FILE, cache_dir=cache_dir)
+    return config.parent
+
+
+def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:
+    """Upload the files of ``folder`` to ``owner/name``, made if need be; returns its address.
+
+    Who is asking is known to huggingface_hub (``hf auth login``, or ``HF_TOKEN``).
+
+    Raises:
+        HubError: huggingface_hub is not installed, the name is none, or the hub refuses.
+    """
+    name = repository.removeprefix(HUB)
+    _check_repository(name)
+    api = _library().HfApi()
+    try:
+        api.create_repo(repo_id=name, private=private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message)
+    except (OSError, ValueError) as error:
+        raise HubError(f"{repository}: the hub refused the upload: {error}") from error
+    return f"https://huggingface.co/{name}"
+
+
+def _check_repository(name: str) -> None:
+    owner, slash, rest = name.partition("/")
+    if not (owner and slash and rest) or "/" in rest:
+        raise HubError(f"{name!r} is no repository of the hub: expected owner/name")
+
+
+def _library() -> Any:
+    try:
+        return importlib.import_module("huggingface_hub")
+    except ImportError as error:
+        raise HubError(
+            "models of the hub need the package huggingface_hub: pip install 'revzoo[hub]'"
+        ) from error

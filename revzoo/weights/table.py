@@ -1,0 +1,100 @@
+"""Which weights there are: the entries of the package, or of any folders."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+
+from revzoo.weights.entry import WeightsEntry, read_entry
+from revzoo.weights.errors import EntryError, UnknownWeightsError
+
+
+class WeightsTable:
+    """The entries ``*.json`` of some folders, read when first needed.
+
+    Args:
+        *folders: later ones may not repeat a name of earlier ones.
+
+    Example::
+
+        table = WeightsTable("my/weights")
+        model = revzoo.create_model("revnet38.mine", pretrained=True, table=table)
+    """
+
+    def __init__(self, *folders: str | Path) -> None:
+        self.folders = tuple(map(Path, folders))
+
+    @cached_property
+    def entries(self) -> dict[str, WeightsEntry]:
+        """Entries by name.
+
+        Raises:
+            EntryError: a folder is missing, a file is not valid, not named as its entry, or
+                repeats a name; or an architecture has two defaults.
+        """
+        found: dict[str, WeightsEntry] = {}
+        for path in self._files():
+            entry = read_entry(path)
+            if path.stem != entry.name or entry.name in found:
+                raise EntryError(
+                    f"{path} describes {entry.name!r}: expected a file named as its entry, once"
+                )
+            found[entry.name] = entry
+        for architecture in {entry.architecture for entry in found.values()}:
+            defaults = [e.name for e in _of(architecture, found.values()) if e.default]
+            if len(defaults) > 1:
+                raise EntryError(f"{' and '.join(defaults)} both say default: leave one")
+        return found
+
+    def names(self, pattern: str = "*") -> list[str]:
+        """Names, sorted, of which the whole or the architecture matches ``pattern``.
+
+        The files' names are enough: no entry is read.
+        """
+        return sorted(path.stem for path in self._files() if matches(path.stem, pattern))
+
+    def find(self, name: str) -> WeightsEntry:
+        """The entry of ``architecture.tag``, or the default one of ``architecture``.
+
+        Raises:
+            UnknownWeightsError: there is none; names the nearest and says what there is.
+        """
+        if name in self.entries:
+            return self.entries[name]
+        architecture = name.partition(".")[0]
+        candidates = _of(architecture, self.entries.values())
+        if name == architecture and candidates:
+            default = [e for e in candidates if e.default] or candidates
+            if len(default) == 1:
+                return default[0]
+        known = [e.name for e in candidates] or list(self.entries)
+        near = difflib.get_close_matches(name, known, n=1)
+        raise UnknownWeightsError(
+            f"there are no weights {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else "")
+            + f" Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
+            "list_models(pretrained=True) gives all. Use pretrained=False, or checkpoint_path for "
+            "a file of your own"
+        )
+
+    def _files(self) -> Iterable[Path]:
+        for folder in self.folders:
+            if not folder.is_dir():
+                raise EntryError(f"there is no folder {folder} with entries of weights")
+            yield from sorted(folder.glob("*.json"))
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether ``name``, or its part before the tag, matches (``*``, ``?``, ``[...]``)."""
+    return any(fnmatch.fnmatchcase(n, pattern) for n in (name, name.partition(".")[0]))
+
+
+def _of(architecture: str, entries: Iterable[WeightsEntry]) -> list[WeightsEntry]:
+    return [entry for entry in entries if entry.architecture == architecture]
+
+
+SHIPPED = WeightsTable(Path(__file__).parent / "entries")
+"""The entries inside the package."""

@@ -1,0 +1,104 @@
+"""The program revzoo: its overview, its subcommands, what it tells of mistakes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+from small_weights import change, small, write_entry
+
+from revzoo.cli.main import COMMANDS, main
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_row_is_a_command() -> None:
+    for name, row in COMMANDS.items():
+        module = import_module(row.module)
+        assert callable(module.run), name
+        assert callable(module.add_arguments), name
+        assert f"revzoo {name}" in (module.__doc__ or "")
+
+
+def test_the_overview_tells_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    assert all(name in told and row.help in told for name, row in COMMANDS.items())
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["lits"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'lits' (choose from" in capsys.readouterr().err
+
+
+def test_list_prints_names_that_match(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["list", "revnet1?0"])
+    assert capsys.readouterr().out == "revnet110\n"
+
+
+def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_entry(tmp_path)
+    main(["list", "revnet*", "--pretrained", "--weights", str(tmp_path)])
+    assert capsys.readouterr().out == "revnet38.small\n"
+
+
+@pytest.mark.parametrize("options", [[], ["--pretrained"]])
+def test_list_of_nothing_is_told(options: list[str]) -> None:
+    with pytest.raises(SystemExit, match=r"revzoo: no .* 'vgg\*'"):
+        main(["list", "vgg*", *options])
+
+
+def test_list_does_not_wait_for_torch(tmp_path: Path) -> None:
+    (tmp_path / "revnet38.small.json").touch()  # names need no reading
+    script = (
+        "import sys; from revzoo.cli.main import main\n"
+        "main(['list']); main(['list', '*', '--pretrained', '--weights', sys.argv[1]])\n"
+        "heavy = {'torch', 'hydra', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
+        "assert not heavy, heavy"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("irevnet13\n")
+    assert done.stdout.endswith("\nrevnet38.small\n")
+
+
+def test_info_of_weights_tells_entry_and_costs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    entry = write_entry(tmp_path)
+    main(["info", "revnet38", "--weights", str(tmp_path), "--batch", "2"])
+    told = {line[:24].strip(): line[24:] for line in capsys.readouterr().out.strip().splitlines()}
+    assert told["name"] == "revnet38.small"
+    assert told["sha256"] == entry.sha256
+    assert told["recipe"] == entry.recipe
+    assert told["parameters"] == f"{sum(p.numel() for p in small().parameters()):,}"
+    assert told["forward, 3x8x8"].endswith("MFLOP an image")
+    kib = {mode: float(told[f"training, {mode}"].split()[0]) for mode in ("store", "invert")}
+    assert kib["invert"] < kib["store"]
+
+
+def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["info", "resnet32", "--batch", "1", "--size", "8"])
+    told = capsys.readouterr().out
+    assert "weights                 none" in told
+    assert "training, recompute" in told
+    assert "training, invert" not in told
+
+
+def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="revzoo: There is no model 'revnet83'; did you mean"):
+        main(["info", "revnet83"])
+    with pytest.raises(SystemExit, match="--batch 0: expected"):
+        main(["info", "revnet38", "--batch", "0"])
+    write_entry(tmp_path)
+    change(tmp_path, "revnet38.small", sha256="0")
+    with pytest.raises(SystemExit, match="expected 64 hexadecimal digits"):
+        main(["info", "revnet38.small", "--weights", str(tmp_path)])

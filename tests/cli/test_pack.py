@@ -1,0 +1,91 @@
+"""From a run's folder to weights that can be published."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from small_task import TINY
+from torch import Tensor
+
+from revzoo.cli.main import main
+from revzoo.models import create_model
+from revzoo.training import Classifier
+from revzoo.weights.entry import read_entry
+from revzoo.weights.table import WeightsTable
+
+DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "64 images"]
+
+
+def state_of(module: Classifier) -> dict[str, Tensor]:
+    return {**module.state_dict(), "test_metrics.acc.tp": torch.ones(1)}
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """What Lightning leaves: the checkpoint of a classifier, and the state of its data."""
+    torch.manual_seed(0)
+    module = Classifier(TINY)
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    content = {
+        "state_dict": state_of(module),
+        "hyper_parameters": dict(module.hparams),
+        "Digits": {"classes": ["left", "right"], "normalisation": {"mean": [4.0], "std": [8.0]}},
+    }
+    torch.save(content, run / "checkpoints" / "best.ckpt")
+    figures = {"metrics": {"test/acc": 0.75, "train/loss": 0.1}}
+    (run / "summary.json").write_text(json.dumps(figures))
+    return run
+
+
+def pack(run_dir: Path, out: Path, *options: str, name: str = "revnet38.halves") -> None:
+    checkpoint = run_dir / "checkpoints" / "best.ckpt"
+    main(["pack", str(checkpoint), name, "--out", str(out), *DESCRIPTION, *options])
+
+
+def test_a_checkpoint_becomes_weights_with_their_entry(
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    pack(run_dir, out, "--size", "8", "--pixel-max", "16", "--metric", "test/acc5=1", "--default")
+    names = ["revnet38.halves.json", "revnet38.halves.safetensors"]
+    assert sorted(p.name for p in out.iterdir()) == names
+    assert sorted(capsys.readouterr().out.split()) == [str(out / name) for name in names]
+    entry = read_entry(out / names[0])
+    assert (entry.mean, entry.std) == ((0.25,), (0.5,))
+    assert entry.metrics == {"test/acc": 0.75, "test/acc5": 1}
+    assert (entry.input_size, entry.classes) == ((1, 8, 8), ("left", "right"))
+    assert (entry.license, entry.recipe, entry.default) == ("MIT", "python train.py", True)
+    assert entry.undescribed() == []
+    model = create_model("revnet38", pretrained=True, table=WeightsTable(out))
+    torch.manual_seed(0)
+    expected = Classifier(TINY).model.state_dict()
+    found = model.state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[k], expected[k]) for k in found)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "message"),
+    [
+        ((), "revnet110.halves", "of the weights 'revnet110.halves'|is not what the name begins"),
+        (("--metric", "acc=high"), "revnet38.halves", "--metric acc=high: expected NAME=VALUE"),
+        (("--url", "ftp://x"), "revnet38.halves", "expected https"),
+    ],
+)
+def test_what_is_not_valid_writes_nothing(
+    run_dir: Path, tmp_path: Path, options: tuple[str, ...], name: str, message: str
+) -> None:
+    with pytest.raises(SystemExit, match=message):
+        pack(run_dir, tmp_path / "out", *options, name=name)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_is_no_checkpoint_of_training_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "w.ckpt"
+    torch.save({"state_dict": {}}, path)
+    with pytest.raises(SystemExit, match="does not say which model it is of"):
+        main(["pack", str(path), "revnet38.x", *DESCRIPTION])

@@ -1,0 +1,219 @@
+"""Trained weights into models: found in order, fitted, checked before anything is loaded."""
+
+import hashlib
+import sys
+import types
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_weights import OPTIONS, change, small, write_entry
+
+import revzoo
+from revzoo.models import create_model, from_pretrained, list_models
+from revzoo.models.pretrained import adapt_channels, load_weights
+from revzoo.models.tensors import TensorFile
+from revzoo.weights.errors import (
+    ArchitectureMismatchError,
+    HashMismatchError,
+    StateMismatchError,
+    UnknownWeightsError,
+    UnreadableWeightsError,
+    WeightsError,
+)
+from revzoo.weights.table import WeightsTable
+
+
+@pytest.fixture
+def table(tmp_path):
+    write_entry(tmp_path, classes=tuple("abcde"))
+    return WeightsTable(tmp_path)
+
+
+@pytest.fixture
+def file(tmp_path, table):
+    return tmp_path / "revnet38.small.safetensors"
+
+
+def same(model, other, *, but=()):
+    own, others = model.state_dict(), other.state_dict()
+    assert own.keys() == others.keys()
+    differing = {k for k in own if not torch.equal(own[k], others[k])}
+    return differing == set(but)
+
+
+@pytest.mark.parametrize("name", ["revnet38", "revnet38.small"])
+def test_a_name_gives_its_weights(table, name):
+    model = create_model(name, pretrained=True, table=table)
+    assert same(model, small())
+    assert model.training
+    assert (model.num_classes, model.entry.classes) == (5, tuple("abcde"))
+
+
+def test_pretrained_models_are_listed(table):
+    assert list_models(pretrained=True, table=table) == ["revnet38.small"]
+    assert list_models("resnet*", pretrained=True, table=table) == []
+    assert set(list_models(pretrained=True)) == set(revzoo.weights.table.SHIPPED.entries)
+
+
+def test_without_weights_the_tag_gives_the_shape_and_the_bare_name_does_not(table):
+    torch.manual_seed(1)
+    tagged = create_model("revnet38.small", table=table)
+    assert (tagged.num_classes, tagged.variant.units, tagged.entry) == (5, (1, 2, 1), None)
+    assert not same(tagged, small())
+    assert create_model("revnet38", table=table).variant.units == (3, 3, 3)
+
+
+def test_other_classes_start_the_classifier_afresh_and_load_the_rest(table, caplog):
+    model = create_model("revnet38", pretrained=True, num_classes=7, table=table)
+    reference = small()
+    reference.reset_classifier(7)
+    assert same(model, reference, but=["fc.weight"])  # biases start at zero
+    assert model(torch.randn(2, 3, 8, 8)).shape == (2, 7)
+    assert "another number of classes than 7" in caplog.text
+
+
+@pytest.mark.parametrize("channels", [1, 2, 4, 7])
+def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels):
+    model = create_model("revnet38", pretrained=True, in_chans=channels, table=table)
+    reference = small(in_chans=channels)
+    reference.load_state_dict(
+        {**small().state_dict(), "stem.steps.0.conv.weight": model.stem[0].conv.weight}
+    )
+    assert same(model, reference)
+    gray = torch.randn(2, 1, 8, 8)
+    ours = model.stem[0].conv(gray.expand(-1, channels, -1, -1))
+    theirs = small().stem[0].conv(gray.expand(-1, 3, -1, -1))
+    if channels in (1, 3):
+        assert torch.allclose(ours, theirs, atol=1e-5)
+    assert 0.3 < ours.std() / theirs.std() < 3
+
+
+def test_one_channel_is_the_sum_and_more_are_repeated_at_the_same_scale():
+    weight = torch.tensor([1.0, 2.0, 6.0]).view(1, 3, 1, 1)
+    assert adapt_channels(weight, 1).flatten().tolist() == [9]
+    assert adapt_channels(weight, 4).flatten().tolist() == [0.75, 1.5, 4.5, 0.75]
+    assert adapt_channels(weight, 6).sum() == 9
+    assert adapt_channels(weight, 2).flatten().tolist() == [1.5, 3]
+    assert adapt_channels(weight[:, :1], 3).sum() == 1
+
+
+def test_options_of_the_entry_yield_to_the_callers(table):
+    model = create_model("revnet38", pretrained=True, memory="recompute", dropout=0.1, table=table)
+    assert model.stages[0].memory == "recompute"
+    with pytest.raises(StateMismatchError, match="missing"):
+        create_model("revnet38", pretrained=True, units=(2, 2, 1), table=table)
+
+
+def test_feature_maps_of_pretrained_weights(table):
+    net = create_model(
+        "revnet38", pretrained=True, features_only=True, out_indices=(0, -1), table=table
+    )
+    x = torch.randn(2, 3, 8, 8)
+    expected = small().eval().forward_features(x)
+    maps = net.eval()(x)
+    assert [y.shape[1] for y in maps] == net.feature_info.channels() == [4, 8]
+    assert torch.equal(small().eval().norm(maps[1]).relu(), expected)
+
+
+def test_a_damaged_file_gives_no_model(table, file):
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(HashMismatchError):
+        create_model("revnet38", pretrained=True, table=table)
+
+
+def test_weights_that_are_not_known_are_refused(table):
+    with pytest.raises(UnknownWeightsError, match=r"'revnet38\.tiny'; did you mean"):
+        create_model("revnet38.tiny", pretrained=True, table=table)
+    with pytest.raises(UnknownWeightsError, match="revnet110"):
+        create_model("revnet110", pretrained=True, table=table)
+
+
+def test_weights_of_another_architecture_are_refused(table, file):
+    with pytest.raises(ArchitectureMismatchError, match="of revnet38, expected resnet32"):
+        create_model("resnet32", checkpoint_path=file, **OPTIONS)
+
+
+def broken(tensors):
+    del tensors["norm.weight"]
+    tensors["extra"] = torch.ones(1)
+    tensors["stages.0.steps.0.steps.0.branch.conv1.weight"] = torch.ones(1, 2, 3, 3)
+    tensors["norm.num_batches_tracked"] = torch.tensor(1.0)
+    return tensors
+
+
+def test_what_does_not_fit_is_listed_and_nothing_is_loaded(file):
+    tensors = broken(load_file(file))
+    model = small(seed=1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(StateMismatchError) as caught:
+        load_weights(model, TensorFile(tensors, "here"), architecture="revnet38")
+    assert caught.value.missing == ["norm.weight"]
+    assert caught.value.unexpected == ["extra"]
+    first, second = caught.value.misshapen
+    assert first == "norm.num_batches_tracked (file: () float32, model: () int64)"
+    assert "conv1.weight (file: (1, 2, 3, 3) float32, model: (2, 2, 3, 3) float32)" in second
+    assert "here" in str(caught.value)
+    assert isinstance(caught.value, WeightsError)
+    after = model.state_dict()
+    assert all(torch.equal(before[k], after[k]) for k in before)
+
+
+def test_a_local_file_comes_before_everything(table, file, tmp_path):
+    other = small(seed=9)
+    save_file(other.state_dict(), tmp_path / "mine.safetensors")
+    path = tmp_path / "mine.safetensors"
+    model = create_model("revnet38.small", pretrained=True, checkpoint_path=path, table=table)
+    assert same(model, other)
+    assert model.entry is None
+
+
+def test_a_local_file_tells_classes_and_channels(tmp_path):
+    torch.save(small(in_chans=2).state_dict(), tmp_path / "w.pt")
+    model = create_model("revnet38", checkpoint_path=tmp_path / "w.pt", **OPTIONS)
+    assert (model.num_classes, model.in_chans) == (5, 2)
+    with pytest.raises(UnreadableWeightsError, match="no file"):
+        create_model("revnet38", checkpoint_path=tmp_path / "none.pt")
+
+
+def test_a_download_into_a_given_cache(tmp_path, table, file, monkeypatch):
+    data = file.read_bytes()
+    file.unlink()
+    change(tmp_path, "revnet38.small", url="https://host/w.safetensors")
+
+    def download(url, target, *, sha256):
+        assert (url, sha256) == ("https://host/w.safetensors", hashlib.sha256(data).hexdigest())
+        target.parent.mkdir(parents=True)
+        target.write_bytes(data)
+
+    monkeypatch.setattr("revzoo.weights.files.download", download)
+    cache = tmp_path / "cache"
+    model = create_model("revnet38", pretrained=True, cache_dir=cache, table=table)
+    assert same(model, small())
+    assert [p.suffix for p in cache.iterdir()] == [".safetensors"]
+
+
+@pytest.mark.parametrize("as_text", [True, False])
+def test_a_saved_folder_gives_the_model_back(tmp_path, as_text):
+    model = small(in_chans=2)
+    model.save_pretrained(tmp_path / "net")
+    source = str(tmp_path / "net") if as_text else tmp_path / "net"
+    assert same(from_pretrained(source), model)
+    assert not same(create_model(source), model)
+    assert from_pretrained(source, num_classes=3).num_classes == 3
+
+
+def test_a_repository_of_the_hub_gives_the_model_back(tmp_path, monkeypatch):
+    model = small()
+    model.save_pretrained(tmp_path)
+    hub = types.ModuleType("huggingface_hub")
+    hub.hf_hub_download = lambda *, filename, **_: str(tmp_path / filename)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    assert same(from_pretrained("hf-hub:me/net"), model)
+    assert same(create_model("hf-hub:me/net", pretrained=True), model)
+
+
+def test_a_folder_named_as_a_model_does_not_stand_in_for_it(tmp_path, monkeypatch):
+    small(num_classes=3).save_pretrained(tmp_path / "revnet38")
+    monkeypatch.chdir(tmp_path)
+    assert create_model("revnet38").num_classes == 10

@@ -1,0 +1,120 @@
+"""Files of tensors: what is read, and that nothing in them is run."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from revzoo.models.tensors import read_checkpoint, safetensors_bytes, write_atomically
+from revzoo.weights.errors import UnreadableWeightsError
+
+TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
+
+
+def assert_tensors(found):
+    assert found.keys() == TENSORS.keys()
+    assert all(torch.equal(found[k], TENSORS[k]) for k in TENSORS)
+
+
+def test_safetensors_tell_their_architecture(tmp_path):
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(safetensors_bytes(TENSORS, "revnet38"))
+    file = read_checkpoint(path)
+    assert_tensors(file.tensors)
+    assert (file.architecture, file.where) == ("revnet38", str(path))
+
+
+def test_safetensors_of_others_need_not(tmp_path):
+    save_file(TENSORS, tmp_path / "w.safetensors")
+    file = read_checkpoint(tmp_path / "w.safetensors")
+    assert_tensors(file.tensors)
+    assert file.architecture is None
+
+
+def test_tensors_that_share_memory_are_written_each():
+    shared = torch.ones(2, 2)
+    assert safetensors_bytes({"a": shared, "b": shared.t()}, "x")
+
+
+@pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
+@pytest.mark.parametrize("suffix", [".pt", ".pth"])
+def test_state_dicts_lose_the_names_of_wrappers(tmp_path, prefix, suffix):
+    path = tmp_path / f"w{suffix}"
+    torch.save({prefix + k: v for k, v in TENSORS.items()}, path)
+    assert_tensors(read_checkpoint(path).tensors)
+    torch.save({"state_dict": {prefix + k: v for k, v in TENSORS.items()}}, path)
+    assert_tensors(read_checkpoint(path).tensors)
+
+
+def test_a_checkpoint_of_training_gives_its_model_alone(tmp_path):
+    state = {**{f"model.{k}": v for k, v in TENSORS.items()}, "metrics.x": torch.ones(1)}
+    content = {"state_dict": state, "hyper_parameters": {"model": {"name": "revnet38"}}}
+    torch.save(content, tmp_path / "w.ckpt")
+    file = read_checkpoint(tmp_path / "w.ckpt")
+    assert_tensors(file.tensors)
+    assert file.architecture == "revnet38"
+
+
+class Payload:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
+    torch.save({"a": Payload(tmp_path / "run")}, tmp_path / "w.pt")
+    with pytest.raises(UnreadableWeightsError, match="more than tensors"):
+        read_checkpoint(tmp_path / "w.pt")
+    assert not (tmp_path / "run").exists()
+    torch.load(tmp_path / "w.pt", weights_only=False)
+    assert (tmp_path / "run").exists()  # it would have run
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
+@pytest.mark.parametrize("size", [0, 5, 100, -1])
+def test_a_truncated_file_is_refused(tmp_path, suffix, size):
+    path = tmp_path / f"w{suffix}"
+    if suffix == ".pt":
+        torch.save(TENSORS, path)
+    else:
+        path.write_bytes(safetensors_bytes(TENSORS, "revnet38"))
+    path.write_bytes(path.read_bytes()[:size])
+    with pytest.raises(UnreadableWeightsError, match=r"w\."):
+        read_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [([1, 2], "holds a list"), ({"a": torch.ones(1), "epoch": 3}, "other things.*: epoch")],
+)
+def test_what_is_no_state_dict_is_refused(tmp_path, content, message):
+    torch.save(content, tmp_path / "w.pt")
+    with pytest.raises(UnreadableWeightsError, match=message):
+        read_checkpoint(tmp_path / "w.pt")
+
+
+@pytest.mark.parametrize(("name", "message"), [("w.pt", "no file"), ("w.npz", "no known format")])
+def test_missing_and_unknown_files_are_told(tmp_path, name, message):
+    if name.endswith("npz"):
+        (tmp_path / name).touch()
+    with pytest.raises(UnreadableWeightsError, match=message):
+        read_checkpoint(tmp_path / name)
+
+
+def test_writing_replaces_at_once_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "f"
+    write_atomically(path, b"one")
+
+    def fail(self, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, b"two")
+    assert path.read_bytes() == b"one"
+    assert [p.name for p in tmp_path.iterdir()] == ["f"]
+    assert path.stat().st_mode & 0o777 == 0o644

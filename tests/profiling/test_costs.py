@@ -1,0 +1,26 @@
+import torch
+from torch import nn
+
+from revzoo.models import create_model
+from revzoo.profiling.costs import activation_bytes, forward_flops
+
+
+def test_flops_of_a_convolution_are_two_per_multiplication():
+    conv = nn.Conv2d(3, 5, 3, padding=1, bias=False)
+    assert forward_flops(conv, torch.zeros(4, 3, 8, 8)) == 2 * 3 * 5 * 9 * 64
+
+
+def test_counting_flops_leaves_the_model_as_it_was():
+    model = create_model("revnet38", units=(1, 1, 1))
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    forward_flops(model, torch.randn(2, 3, 8, 8))
+    assert model.training
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+def test_activations_are_counted_per_image():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(12, 100, bias=False), nn.ReLU(), nn.Linear(100, 2))
+    x = torch.zeros(64, 3, 2, 2)
+    stored = 2 * 400  # the linear layer's output and the ReLU's, in bytes of float32
+    assert stored <= activation_bytes(net, x) <= 2 * stored
+    assert activation_bytes(net, x) == activation_bytes(net, x)

@@ -1,0 +1,34 @@
+"""The facade hands out its names, and nothing else, without loading torch before it must."""
+
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+import revzoo
+
+API = import_module("revzoo.api")
+
+
+@pytest.mark.parametrize("name", API.__all__)
+def test_every_name_is_that_of_the_api(name):
+    assert getattr(revzoo, name) is getattr(API, name)
+    assert name in dir(revzoo)
+
+
+def test_the_list_of_names_is_sorted_and_whole():
+    assert API.__all__ == sorted(API.__all__)
+    public = {n for n in vars(API) if not n.startswith("_") and hasattr(vars(API)[n], "__module__")}
+    assert public == set(API.__all__)
+
+
+@pytest.mark.parametrize("name", ["nothing", "_private", "__nothing__"])
+def test_other_names_are_no_attributes(name):
+    with pytest.raises(AttributeError, match=f"'revzoo' has no attribute '{name}'"):
+        getattr(revzoo, name)
+
+
+def test_the_package_alone_does_not_load_torch():
+    script = "import sys, revzoo; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,76 @@
+"""A server of one file whose behaviour a test chooses, and small entries."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+
+class Served:
+    """What the server has, how it behaves, and the headers of the requests it got."""
+
+    def __init__(self) -> None:
+        self.content = bytes(range(256)) * 40
+        self.etag: str | None = '"one"'
+        self.status = 200
+        self.cut: int | None = None  # send so many bytes of what was promised
+        self.wrong_part = False
+        self.requests: list[dict[str, str]] = []
+        self.port = 0
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/weights.safetensors"
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.content).hexdigest()
+
+
+def _handler(served: Served) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            served.requests.append(dict(self.headers))
+            if served.status != 200:
+                self.send_error(served.status)
+                return
+            asked = self.headers.get("Range")
+            first = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
+            if first and first >= len(served.content):
+                self.send_error(416)
+                return
+            same = self.headers.get("If-Range") == served.etag
+            first = first if same else 0
+            body = served.content[first:]
+            self.send_response(206 if first else 200)
+            if served.etag:
+                self.send_header("ETag", served.etag)
+            if first:
+                start = first + 1 if served.wrong_part else first
+                end = len(served.content)
+                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{end}")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body[: served.cut])
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    return Handler
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    served = Served()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _handler(served))
+    served.port = server.server_port
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield served
+    server.shutdown()
+    thread.join()
+    server.server_close()
