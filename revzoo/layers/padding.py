@@ -12,7 +12,8 @@ NOTE [ Zeros are not reconstructed ]
     multiplies by ``1 / sqrt(eps)``, 316 at torch's default, and what two of them make of 1e-6 is
     0.1. Its recomputed activations, and its gradients, would be wrong. After two couplings every
     channel of both streams carries some of the image. So the two that follow a padding are
-    recomputed from their inputs, which are kept, where the mode is ``invert``; ``exact`` needs no
+    recomputed from their inputs, which are kept, where the mode is ``invert``; and the inverse of
+    the first puts the zeros back, which it knows, before its branch reads them. ``exact`` needs no
     such care.
 """
 
@@ -91,7 +92,17 @@ class PaddedCoupling(AdditiveCoupling):
     """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
 
     Its memory mode reads ``recompute`` where ``invert`` was set.
+
+    Args:
+        branch: the residual function.
+        filled: how many channels of the second input stream are not the padding's zeros; None for
+            all, which is so from the second coupling on.
     """
+
+    def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:
+        super().__init__(branch)
+        self._mode = "invert"
+        self.filled = filled
 
     @property
     def memory(self) -> str:
@@ -101,6 +112,8 @@ class PaddedCoupling(AdditiveCoupling):
     def memory(self, mode: str) -> None:
         self._mode = mode
 
-    def __init__(self, branch: nn.Module) -> None:
-        super().__init__(branch)
-        self._mode = "invert"
+    def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
+        if self.filled is not None:
+            y1 = y1.clone()
+            y1[:, self.filled :] = 0
+        return super().inverse(y1, y2, **context)

@@ -259,8 +259,12 @@ def _stage(
             norm_act=variant.norm_act(MOMENTUM),
         )
         add_drop_path(branch, next(rates))
-        coupling = PaddedCoupling if width > before and block < 2 else AdditiveCoupling
-        yield coupling(branch if stride == 1 else _before_squeeze(branch))
+        if stride > 1:
+            yield AdditiveCoupling(_before_squeeze(branch))
+        elif width > before and block < 2:
+            yield PaddedCoupling(branch, filled=None if block else max(0, before - stream))
+        else:
+            yield AdditiveCoupling(branch)
 
 
 class _Unsqueezed(nn.Module):

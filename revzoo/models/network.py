@@ -32,6 +32,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence
+from revzoo.layers.split import halves
 from revzoo.models.checks import check_count, check_probability
 from revzoo.weights.entry import WeightsEntry
 
@@ -177,7 +178,8 @@ class ImageNetwork(nn.Module, ABC):
             RangeError: on a grid, a stream is too large for its sums to have been exact.
         """
         self._check_invertible()
-        state: State = z.chunk(self.streams, dim=self.channel_dim)
+        # dense, as in the forward pass: kernels sum views in another order
+        state = halves(z, self.channel_dim) if self.streams == 2 else (z,)
         for sequence in reversed([self.stem, *self.stages]):
             assert isinstance(sequence, ReversibleSequence)
             state = as_state(sequence.inverse(*state))

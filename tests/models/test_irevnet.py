@@ -209,3 +209,17 @@ def test_every_variant_has_two_couplings_of_care_after_padding():
             model = create_model(name)
         modes = [step.memory for stage in model.stages for step in stage]
         assert modes.count("recompute") == (2 if variant.channels else 0)
+
+
+@pytest.mark.parametrize(("mode", "limit"), [("invert", 1e-5), ("exact", 0.0)])
+def test_the_image_comes_back_though_the_padding_has_no_variance(mode, limit):
+    torch.manual_seed(0)
+    model = create_model("irevnet13", in_chans=1, memory=mode)
+    x = torch.randint(256, (4, 1, 8, 8)) / 256
+    for module in model.modules():
+        if isinstance(module, torch.nn.BatchNorm2d):
+            module.momentum = 1.0  # the variance of the zeros' channels becomes that of zeros
+    with torch.no_grad():
+        model(x)
+        model.eval()
+        assert (model.inverse(model.encode(x)) - x).abs().max() <= limit

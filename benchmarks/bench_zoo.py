@@ -1,0 +1,64 @@
+"""What each model of the zoo costs: parameters, forward FLOPs, activation memory per image.
+
+    python benchmarks/bench_zoo.py
+
+Counted, not timed or sampled, so the figures are the same on every machine: FLOPs as torch counts
+them, memory as the peak of all tensors alive during one training step in float32
+(revzoo.profiling.costs). Weights and their gradients exist before and are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+
+import revzoo
+from revzoo.core.memory import MODES
+from revzoo.profiling.costs import activation_bytes, forward_flops
+
+MEASURED = [mode for mode in MODES if mode != "offload"]  # which keeps as much as store, elsewhere
+VARIANTS = "*_memcnn"
+
+
+def row(name: str) -> str:
+    """One line of the table."""
+    torch.manual_seed(0)
+    in_chans = 1 if name == "irevnet13" else 3  # the model for digits
+    model = revzoo.create_model(name, in_chans=in_chans, num_classes=classes_of(name))
+    size = model.image_size
+    images = torch.randn(2 if size > 64 else 8, in_chans, size, size)
+    peaks: dict[str, float] = {}
+    for mode in MEASURED if model.default_memory == "invert" else ["store", "recompute"]:
+        revzoo.set_memory(model, mode)
+        peaks[mode] = activation_bytes(model, images) / 2**20
+    cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in MEASURED]
+    gain = f"{peaks['store'] / peaks['invert']:.1f}x" if "invert" in peaks else "-"
+    parameters = sum(p.numel() for p in model.parameters())
+    flops = forward_flops(model, images) / 1e9
+    image = f"{in_chans}x{size}x{size}"
+    cells = [name, image, f"{parameters:,}", f"{flops:,.2f}", *cells, gain]
+    return "| " + " | ".join(cells) + " |"
+
+
+def classes_of(name: str) -> int:
+    """1000 for the networks that were published for ImageNet."""
+    return 1000 if revzoo.create_model(name, num_classes=10).image_size == 224 else 10
+
+
+def main() -> None:
+    """Print the table, memory in MiB per image."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's")
+    args = parser.parse_args()
+    heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in MEASURED)]
+    print(f"| {' | '.join(heads)} | `store` over `invert` |")
+    print("|---" * (len(heads) + 1) + "|")
+    for name in args.models or sorted(
+        set(revzoo.list_models()) - set(revzoo.list_models(VARIANTS))
+    ):
+        print(row(name), flush=True)
+
+
+if __name__ == "__main__":
+    main()
