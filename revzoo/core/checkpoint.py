@@ -88,10 +88,10 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = [version_of(t) for t in watched]
     if not _differentiates(step, state, context) or step.memory == "store":
-        outputs = as_state(step(*state, **context))
+        outputs = as_state(step(*state, **context), step)
     elif step.memory == "offload":
         with offloaded(step):
-            outputs = as_state(step(*state, **context))
+            outputs = as_state(step(*state, **context), step)
     else:
         outputs = _record(step, state, context)
     _refuse_changed_inputs(step, watched, versions)
@@ -104,7 +104,7 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
     entry = Entry(step, state, context)
     tape.close()  # steps that this one runs on its own input are no part of this chain
     with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
-        outputs = as_state(step(*state, **context))
+        outputs = as_state(step(*state, **context), step)
     entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
     entry.observe_grid(state, outputs)

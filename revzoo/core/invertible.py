@@ -168,6 +168,23 @@ def name_of(step: Step) -> str:
     return f"{step.label} {type(step).__name__}".strip()
 
 
-def as_state(outputs: Tensor | State) -> State:
-    """A step of one stream may return its tensor bare."""
-    return (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
+def as_state(outputs: Any, step: Step | None = None) -> State:
+    """What a step returned as a state; one of one stream may return its tensor bare.
+
+    Raises:
+        TypeError: it is neither a tensor nor a tuple of tensors; names ``step``.
+    """
+    if isinstance(outputs, Tensor):
+        return (outputs,)
+    if isinstance(outputs, (tuple, list)) and all(isinstance(t, Tensor) for t in outputs):
+        return tuple(outputs)
+    raise TypeError(
+        f"{name_of(step) if step is not None else 'a step'} returned {_kind(outputs)}, expected a "
+        "tensor or a tuple of tensors, one per stream"
+    )
+
+
+def _kind(outputs: Any) -> str:
+    if isinstance(outputs, (tuple, list)):
+        return f"({', '.join(type(t).__name__ for t in outputs)})"
+    return f"a {type(outputs).__name__}"

@@ -156,7 +156,17 @@ class Entry:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            return as_state(self.step.inverse(*self._laid_out(outputs), **self.context))
+            return self.inputs(self.step.inverse(*self._laid_out(outputs), **self.context))
+
+    def inputs(self, inverted: Any) -> State:
+        """What an inverse returned, if it is as many streams as the forward pass took."""
+        state = as_state(inverted, self.step)
+        if len(state) != len(self.needs):
+            raise ValueError(
+                f"the inverse of {self.name} returned {len(state)} streams, expected the "
+                f"{len(self.needs)} that its forward took, in their order"
+            )
+        return state
 
     def _laid_out(self, outputs: State) -> State:
         """The outputs with the strides of the forward pass, on which kernels' choices depend.
@@ -209,7 +219,7 @@ class Replayed:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
-            return as_state(inverse(*outputs, **context))
+            return self._entry.inputs(inverse(*outputs, **context))
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.core.fixedpoint import round_to_grid, round_to_grid_
-from revzoo.core.invertible import Invertible, Recording, State
+from revzoo.core.invertible import Invertible, Recording, State, name_of
 from revzoo.core.recording import unshared
 from revzoo.layers.streams import no_change_of_volume
 
@@ -54,10 +54,19 @@ class Coupling(Invertible):
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
-        return x2, self.combine(x1, self.branch(x2, **context))
+        return x2, self.combine(x1, self._value(x2, context))
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
-        return self.uncombine(y2, self.branch(y1, **context)), y1
+        return self.uncombine(y2, self._value(y1, context)), y1
+
+    def _value(self, x2: Tensor, context: Mapping[str, Any]) -> Tensor:
+        value = self.branch(x2, **context)
+        if not isinstance(value, Tensor):
+            raise TypeError(
+                f"{type(self.branch).__name__} returned a {type(value).__name__}, expected one "
+                f"tensor: wrap it in a module that picks the one to combine in {name_of(self)}"
+            )
+        return value
 
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs

@@ -7,7 +7,15 @@ import torch
 from compare import assert_same_training, conv_net, error, images, linear_net, twin
 from torch import nn
 
-from revzoo import AdditiveCoupling, ReversibleBlock, ReversibleSequence, is_replaying, set_memory
+from revzoo import (
+    AdditiveCoupling,
+    Invertible,
+    ReversibleBlock,
+    ReversibleSequence,
+    is_replaying,
+    set_memory,
+)
+from revzoo.core import replay
 
 MODES = ["recompute", "invert"]
 
@@ -219,3 +227,58 @@ def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
         y.sum().backward()
         assert torch.is_autocast_cache_enabled() != cached
     assert probe.seen == [(False, cached), (True, cached)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_converted_to_synchronised_statistics(mode):
+    """Where it runs without a GPU: in one process, torch takes the plain kernel."""
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(conv_net(depth=2))
+    assert any(isinstance(m, nn.SyncBatchNorm) for m in net.modules())
+    assert_same_training(twin(net, mode), twin(net, "store"), images())
+
+
+class Device:
+    """A device's random numbers: 1, 2, 3, ... from its state."""
+
+    def __init__(self):
+        self.state = torch.zeros(1, dtype=torch.long)
+
+    def get_rng_state(self, device):
+        return self.state.clone()
+
+    def set_rng_state(self, state, device):
+        self.state.copy_(state)
+
+    def draw(self):
+        return (self.state.add_(1)).item()
+
+
+class Scaled(Invertible):
+    """Multiplies the first stream by a random number of the second one's device."""
+
+    def __init__(self, device):
+        super().__init__()
+        self.device = device
+        self.drawn = []
+
+    def forward(self, x, other):
+        self.drawn.append(self.device.draw())
+        return x * self.drawn[-1], other
+
+    def inverse(self, y, other):
+        return y / self.device.draw(), other
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_of_another_device_are_drawn_again(mode, monkeypatch):
+    device = Device()
+    monkeypatch.setattr(replay, "_HOST", ("cpu",))  # "meta" stands for a device of its own
+    monkeypatch.setattr(torch, "get_device_module", lambda _: device)
+    steps = [Scaled(device) for _ in range(3)]
+    x, other = inputs(), torch.empty(2, device="meta")
+    y, _ = ReversibleSequence(steps, memory=mode)(x, other)
+    device.draw()  # the caller's
+    y.sum().backward()
+    assert [set(step.drawn) for step in steps] == [{1}, {2}, {3}]
+    assert device.state.item() == 4  # as if nothing had been replayed
+    assert torch.equal(x.grad, torch.full_like(x, 6))
