@@ -19,6 +19,7 @@ from revzoo.data.augment import Augment
 from revzoo.data.decode import open_image
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
+from revzoo.data.order import mixed, seeded
 
 _SAMPLE = 1000  # images, evenly spaced, that the pixel statistics are measured on
 
@@ -51,6 +52,9 @@ class FileImages(Dataset[Batch]):
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment
         self._transform = _training(size, augment) if training else _evaluation(size)
+        self._training = training
+        # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
+        self._epoch_seed = torch.tensor(-1).share_memory_()
         self.labels = torch.tensor(files.labels)
         self.classes = classes
 
@@ -67,13 +71,18 @@ class FileImages(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
-        return self._transform(open_image(self._files.paths[index], self._channels)), self.labels[
-            index
-        ]
+        image = open_image(self._files.paths[index], self._channels)
+        if not self._training or self._epoch_seed < 0:
+            return self._transform(image), self.labels[index]
+        with seeded(mixed(int(self._epoch_seed), index)):
+            return self._transform(image), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A whole batch."""
         return torch.stack([self[index][0] for index in indices]), self.labels[list(indices)]
+
+    def begin_epoch(self, seed: int) -> None:
+        self._epoch_seed.fill_(seed)
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, as read for evaluation."""
