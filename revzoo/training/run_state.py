@@ -67,13 +67,13 @@ class RunState(pl.Callback):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict
+        self.figures = dict(state_dict["figures"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore late: what sets the run up may draw, too."""
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None
-        self.figures = dict(state["figures"])
         if trainer.is_global_zero:  # the saved states are the sums over all processes
             for name, metric in self._metrics().items():
                 _set_state(metric, state["metrics"].get(name, {}))
