@@ -91,9 +91,7 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _changes(
-    args: Namespace, config: Mapping[str, Any], config_dir: Path | None
-) -> dict[str, Any]:
+def _changes(args: Namespace, config: Mapping[str, Any], config_dir: Path | None) -> dict[str, Any]:
     """The sections that the overrides replace."""
     for override in args.overrides:
         if override.partition("=")[0] not in ("memory", "precision"):

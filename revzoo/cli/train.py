@@ -50,6 +50,7 @@ from revzoo.training.stop import GracefulStop, RunStopped
 
 log = logging.getLogger(__name__)
 
+
 def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
     """Refuse a command line that cannot be run, before Hydra makes a folder for the run.
 

@@ -51,7 +51,7 @@ class FileImages(Dataset[Batch]):
         training: bool = False,
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment
-        self._transform = _training(size, augment) if training else _evaluation(size)
+        self._transform = _training(size, augment) if training else evaluation(size)
         self._training = training
         # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
         self._epoch_seed = torch.tensor(-1).share_memory_()
@@ -112,13 +112,14 @@ def _training(size: int, augment: Augment) -> Callable[[Image.Image], Tensor]:
     if augment.padding(size):
         steps.insert(0, v2.RandomResizedCrop(size, antialias=True))
     else:
-        steps = [_evaluation(size)]
+        steps = [evaluation(size)]
     if augment.flip:
         steps.append(v2.RandomHorizontalFlip())
     return v2.Compose(steps)
 
 
-def _evaluation(size: int) -> Callable[[Image.Image], Tensor]:
+def evaluation(size: int) -> Callable[[Image.Image], Tensor]:
+    """How an image is brought to bytes (C, size, size) where nothing is drawn at random."""
     return v2.Compose(
         [v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
     )

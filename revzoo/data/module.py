@@ -259,6 +259,7 @@ class ImageData(pl.LightningDataModule, ABC):
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,
             "in_chans": self.in_chans,
+            "in_memory": self._train is None or self._train.in_memory,
             "order_seed": self._order_seed,
         }
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def not_plain(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, type]]
     Exactly these types count: a subclass is written as itself, and reading it runs its code.
     """
     kind = type(value)
-    if kind in (dict, OrderedDict):
+    if kind in (dict, OrderedDict, Counter):  # all of which torch reads as plain
         for name, item in value.items():
             if type(name) not in PLAIN:
                 yield f"{key}: the key {name!r}", type(name)
@@ -65,8 +65,8 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """
     for key, kind in not_plain(state):
         raise CheckpointError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, numbers, "
-            "strings, lists and dictionaries only; convert it where the state is made"
+            f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
+            "numbers, strings, lists and dictionaries only; convert it where the state is made"
         )
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent)

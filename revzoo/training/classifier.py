@@ -125,7 +125,8 @@ class Classifier(pl.LightningModule):
         for name, module in self._metrics_of(split).items():
             metric = cast(Metric, module)
             if name == "loss":
-                metric.update(loss.detach(), weight=len(labels))
+                # a value per image, as MeanMetric takes no weights where it checks no values
+                metric.update(loss.detach().expand(len(labels)))
             else:
                 metric.update(logits.detach(), labels)
             self.log(
