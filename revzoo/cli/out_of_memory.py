@@ -101,6 +101,7 @@ def bytes_per_image(spec: Mapping[str, Any], image_size: int) -> float | None:
         labels = torch.zeros(count, dtype=torch.int64)
         model.zero_grad()
         with LiveMemory() as memory:
-            functional.cross_entropy(model(images), labels).backward()
+            loss = functional.cross_entropy(model(images), labels)
+            loss.backward()  # type: ignore[no-untyped-call]
         peaks.append(memory.peak)
     return (peaks[1] - peaks[0]) / (FEW[1] - FEW[0])

@@ -41,7 +41,7 @@ class ConfigError(ValueError):
 def compose_checked(
     overrides: Sequence[str], *, config_dir: Path | None = None, name: str = CONFIG_NAME
 ) -> DictConfig:
-    """The configuration of training, or the other one named, with ``overrides`` applied, every key and option checked.
+    """The configuration of training (or the one named) with ``overrides``, every key checked.
 
     Args:
         overrides: as on the command line, without sweeps.

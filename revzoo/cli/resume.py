@@ -54,6 +54,7 @@ def resume(arguments: Sequence[str], *, config_dir: Path | None = None) -> dict[
     run_dir = args.resume.absolute()
     with told_plainly():
         config = recorded_config(run_dir)
+        check_config(config)
         config = {**config, **_changes(args, config, config_dir)}
         check_config(config)
         log_to(run_dir)
@@ -102,8 +103,8 @@ def _changes(args: Namespace, config: Mapping[str, Any], config_dir: Path | None
     composed = to_plain(compose_checked(args.overrides, config_dir=config_dir))
     sections = {override.partition("=")[0] for override in args.overrides}
     changed = {section: composed[section] for section in sections}
-    precision = changed.get("precision", config.get("precision"))
-    if precision != config.get("precision") and not args.allow_precision_change:
+    precision = changed.get("precision", config["precision"])
+    if precision != config["precision"] and not args.allow_precision_change:
         raise ConfigError(
             f"the run computes in precision.trainer={config['precision']['trainer']}, "
             f"{precision['trainer']} would change its figures: add --allow-precision-change "
@@ -120,7 +121,7 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     """
     kept = state.get("hyper_parameters", {})
     model = dict(kept.get("model", {}))
-    same_size = {name: model.get(name) for name in ("num_classes", "in_chans")}
+    same_size = {name: int(model.get(name, 0)) for name in ("num_classes", "in_chans")}
     wanted = {
         "model": {**model_spec(config, **same_size), "memory": None},
         "optim": OptimSpec.of(config["optim"]).plain(),
@@ -136,5 +137,8 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
 
 def log_to(run_dir: Path) -> None:
     """Log to the terminal and to the run's log file, as Hydra does for a new run."""
-    handlers = [logging.StreamHandler(sys.stdout), logging.FileHandler(run_dir / LOG_FILE)]
+    handlers: list[logging.Handler] = [
+        logging.StreamHandler(sys.stdout),
+        logging.FileHandler(run_dir / LOG_FILE),
+    ]
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=handlers)

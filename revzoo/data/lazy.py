@@ -54,7 +54,7 @@ class FileImages(Dataset[Batch]):
         self._transform = _training(size, augment) if training else evaluation(size)
         self._training = training
         # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
-        self._epoch_seed = torch.tensor(-1).share_memory_()
+        self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
         self.labels = torch.tensor(files.labels)
         self.classes = classes
 

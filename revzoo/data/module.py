@@ -204,7 +204,7 @@ class ImageData(pl.LightningDataModule, ABC):
     @property
     def _learns_by_heart(self) -> bool:
         """Whether Lightning was asked to overfit a few batches: the same ones in every epoch."""
-        return self.trainer is not None and bool(self.trainer.overfit_batches)
+        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
 
     def _sampler(self, images: ImageSet) -> EpochSampler:
         trainer = self.trainer

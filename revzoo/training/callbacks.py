@@ -1,7 +1,8 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger` and what keeps checkpoints is Lightning's own.
+:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger` and what keeps checkpoints is
+Lightning's own.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ NOTE [ What is good at every instant ]
 2. If the file is ``last.ckpt``, the old one gets a second name, ``previous.ckpt``, in one rename.
 3. The temporary file takes the checkpoint's name, in one rename; the folder is synced.
 Before 3 the old file is complete, after it the new one is; a file that is not complete never has a
-name that ends in ``.ckpt``. Where the file system has no hard links, step 2 moves the old file: then
-``previous.ckpt`` alone is complete for the time of one rename.
+name that ends in ``.ckpt``. Where the file system has no hard links, step 2 moves the old file:
+then ``previous.ckpt`` alone is complete for the time of one rename.
 """
 
 from __future__ import annotations

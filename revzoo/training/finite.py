@@ -76,11 +76,11 @@ class FiniteLoss(pl.Callback):
         """Read a copy that has arrived; send for the next one."""
         assert self._first is not None
         if self._copied is not None:
-            if not self._copied.query():
+            if not self._copied.query():  # type: ignore[no-untyped-call]
                 return
             self._judge(module, self._copy)
         self._copy = self._first.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event()
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
     def _read(self, module: pl.LightningModule) -> None:

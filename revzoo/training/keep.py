@@ -1,7 +1,7 @@
 """Which states of a run are kept: the last one, to go on from, and the best one, to use.
 
-Why not Lightning's ``ModelCheckpoint`` for the last one: it has no notion of where in an epoch a run
-can be resumed exactly, nor of being asked to stop.
+Why not Lightning's ``ModelCheckpoint`` for the last one: it has no notion of where in an epoch a
+run can be resumed exactly, nor of being asked to stop.
 """
 
 from __future__ import annotations

@@ -37,8 +37,8 @@ class Restored:
     in_chans: int
 
 
-def check_hyperparameters(given: Any) -> None:
-    """Refuse hyperparameters that are not those of a classifier from the zoo.
+def check_hyperparameters(given: Any) -> dict[str, Any]:
+    """``given``, if it is what a classifier of the zoo takes, and nothing else.
 
     Names of models, keywords and options are checked by what they are given to; here it is made
     sure that there is nothing else: no other key, no mapping where a value belongs, no reference.
@@ -58,6 +58,7 @@ def check_hyperparameters(given: Any) -> None:
         _check_options(given.get(section, {}), section, nested=("schedule",))
     if not isinstance(given.get("channels_last", False), bool):
         raise _refused("channels_last", "expected true or false")
+    return given
 
 
 def _check_options(options: Any, where: str, *, nested: tuple[str, ...] = ()) -> None:
@@ -93,8 +94,7 @@ def restore(path: str | Path) -> Restored:
         CheckpointError: if the file is damaged, or is not such a checkpoint.
     """
     state = read_checkpoint(path)
-    hyper = state.get("hyper_parameters")
-    check_hyperparameters(hyper)
+    hyper = check_hyperparameters(state.get("hyper_parameters"))
     data = _data_state(state, path)
     try:
         module = Classifier(hyper["model"], optim=hyper.get("optim"))

@@ -17,8 +17,9 @@ from torchmetrics import Metric
 
 
 def random_states() -> dict[str, Any]:
-    """The states of torch's generators (CPU and CUDA devices), NumPy's and Python's, as plain data."""
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
+    numpy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = numpy
     assert name == "MT19937", "NumPy's global generator is of this kind always"
     version, internal, gauss = random.getstate()
     return {
@@ -83,14 +84,14 @@ class RunState(pl.Callback):
     def _half_made(self) -> dict[str, Metric]:
         """The training metrics, unless the epoch has ended: the next one begins with none."""
         assert self._trainer is not None, "setup() comes first"
-        epochs = self._trainer.fit_loop.epoch_progress.current
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
         return self._metrics() if epochs.processed == epochs.completed else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""
         assert self._module is not None, "setup() comes first"
-        found = getattr(self._module, "training_metrics", dict)()
-        return dict(found)
+        found: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
+        return found
 
 
 def _of_all_processes(state: dict[str, Any]) -> list[dict[str, Any]]:
@@ -103,7 +104,8 @@ def _of_all_processes(state: dict[str, Any]) -> list[dict[str, Any]]:
 
 def _state(metric: Metric) -> dict[str, Any]:
     with metric.sync_context():
-        values = {name: value.detach().clone().cpu() for name, value in metric.metric_state.items()}
+        state: dict[str, Any] = metric.metric_state
+        values = {name: value.detach().clone().cpu() for name, value in state.items()}
     return {"updates": metric.update_count, "values": values}
 
 

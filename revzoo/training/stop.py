@@ -95,9 +95,10 @@ class GracefulStop(pl.Callback):
         if self.requested is not None:
             raise RunStopped(self.requested)
 
-    on_train_start = on_test_start = _loop_starts
-    on_train_end = on_test_end = _loop_ends
-    on_validation_batch_end = on_test_batch_end = _end_if_requested
+    # these hooks are given more than is needed
+    on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
+    on_train_end = on_test_end = _loop_ends  # type: ignore[assignment]
+    on_validation_batch_end = on_test_batch_end = _end_if_requested  # type: ignore[assignment]
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
