@@ -11,7 +11,8 @@ from __future__ import annotations
 import logging
 import sys
 from argparse import ArgumentParser, Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +58,12 @@ def resume(arguments: Sequence[str], *, config_dir: Path | None = None) -> dict[
         check_config(config)
         config = {**config, **_changes(args, config, config_dir)}
         check_config(config)
-        log_to(run_dir)
-        path, state = read_last(run_dir / CHECKPOINTS)
-        check_same_run(config, state, run_dir)
-    del state
-    return train(config, run_dir=run_dir, overrides=list(arguments), resume=path)
+    with logged_to(run_dir):
+        with told_plainly():
+            path, state = read_last(run_dir / CHECKPOINTS)
+            check_same_run(config, state, run_dir)
+        del state
+        return train(config, run_dir=run_dir, overrides=list(arguments), resume=path)
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
@@ -135,10 +137,23 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
             )
 
 
-def log_to(run_dir: Path) -> None:
+@contextmanager
+def logged_to(run_dir: Path) -> Iterator[None]:
     """Log to the terminal and to the run's log file, as Hydra does for a new run."""
-    handlers: list[logging.Handler] = [
+    handlers: tuple[logging.Handler, ...] = (
         logging.StreamHandler(sys.stdout),
         logging.FileHandler(run_dir / LOG_FILE),
-    ]
-    logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, handlers=handlers)
+    )
+    root = logging.getLogger()
+    level = root.level
+    root.setLevel(logging.INFO)
+    for handler in handlers:
+        handler.setFormatter(logging.Formatter(LOG_FORMAT))
+        root.addHandler(handler)
+    try:
+        yield
+    finally:
+        root.setLevel(level)
+        for handler in handlers:
+            root.removeHandler(handler)
+            handler.close()

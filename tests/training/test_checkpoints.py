@@ -107,7 +107,7 @@ def test_the_disk_is_asked_to_keep_file_and_folder(
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(
-        os, "fsync", lambda h: (events.append(os.readlink(f"/proc/self/fd/{h}")), fsync(h))
+        os, "fsync", lambda h: (events.append(str(Path(f"/proc/self/fd/{h}").readlink())), fsync(h))
     )
     monkeypatch.setattr(
         Path, "replace", lambda s, t: (events.append(f"{s.name}->{t.name}"), replace(s, t))
