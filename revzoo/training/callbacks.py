@@ -18,11 +18,12 @@ from pytorch_lightning.callbacks import (
     TQDMProgressBar,
 )
 
+from revzoo.training.averaging import AveragedWeights
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.footprint import Footprint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
-from revzoo.training.spec import check_names, keyword_names
+from revzoo.training.spec import check_names, check_range, keyword_names
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 
@@ -76,6 +77,15 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
+def ema(run_dir: Path, *, decay: float = 0.999) -> pl.Callback:
+    """Validate, test and save an exponential moving average of the weights.
+
+    Running statistics are averaged with them. ``last.ckpt`` keeps both, to go on from.
+    """
+    check_range("callbacks.ema.decay", decay, high=1, open_high=True)
+    return AveragedWeights(decay=decay, use_buffers=True)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -87,6 +97,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         epoch_log,
         drift,
         early_stopping,
+        ema,
     )
 }
 

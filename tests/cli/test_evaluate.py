@@ -17,6 +17,7 @@ from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import to_plain, train
 from revzoo.data import Digits
+from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.restore import restore
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -93,7 +94,7 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
 def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
     root = folder_of_digits(tmp_path, ["one", "two"])
     arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
-    with pytest.raises(SystemExit, match="trained on 10 classes .* this data has 2: one, two"):
+    with pytest.raises(SystemExit, match=r"trained on 10 classes .* this data has 2: one, two"):
         main([*arguments, "data.in_chans=1"], config_dir=CONFIGS)
 
 
@@ -167,3 +168,18 @@ def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("hello")
     with pytest.raises(SystemExit, match="cannot decode image"):
         predict_main([f"ckpt={run[0]}", str(tmp_path / "a.png")])
+
+
+def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
+    averaged = (*SMALL, "callbacks.ema={decay: 0.9}", "trainer.max_epochs=2")
+    figures = train(to_plain(compose_checked(averaged, config_dir=CONFIGS)), run_dir=tmp_path)
+    path = tmp_path / "checkpoints" / "best.ckpt"
+    found = evaluate(config(f"ckpt={path}"))
+    for name, value in found.items():
+        assert value == pytest.approx(figures[name], rel=1e-6)
+    state = read_checkpoint(path)
+    name = next(name for name, value in state["state_dict"].items() if value.dim() == 4)
+    assert not torch.equal(state["state_dict"][name], state["current_model_state"][name])
+    assert all(
+        v.dtype == state["state_dict"][n].dtype for n, v in state["current_model_state"].items()
+    )

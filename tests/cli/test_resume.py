@@ -50,9 +50,10 @@ def stopped(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
                 self.requested = 15
 
     run_dir = tmp_path / "stopped"
-    with monkeypatch.context() as patch, pytest.raises(SystemExit) as end:
+    with monkeypatch.context() as patch:
         patch.setattr(train_module, "GracefulStop", StopsInStep5)
-        train(compose(*SMALL), run_dir=run_dir, overrides=SMALL)
+        with pytest.raises(SystemExit) as end:
+            train(compose(*SMALL), run_dir=run_dir, overrides=SMALL)
     assert end.value.code == 143
     return run_dir
 

@@ -41,7 +41,8 @@ def fit(
     pl.seed_everything(99 if resume else 0, workers=True, verbose=False)
     random.seed(1 if resume else 0)
     stop = GracefulStop()
-    callbacks = build_callbacks({"best_checkpoint": {}, "last_checkpoint": {}}, run_dir=folder)
+    names = {"best_checkpoint": {}, "last_checkpoint": {}, "ema": options.pop("ema", None)}
+    callbacks = build_callbacks(names, run_dir=folder)
     callbacks.append(stop)
     if stop_in is not None:
         callbacks.insert(0, StopIn(stop, stop_in))
@@ -106,6 +107,7 @@ def test_a_resumed_run_is_bit_equal(
         # gradients of half a step are not saved: the step is finished first
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 2, 3),
         ({"val_check_interval": 2}, 1, 3),  # not before a validation in the middle of an epoch
+        ({"ema": {"decay": 0.5}}, 5, 6),
         ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
     ],
 )
