@@ -63,11 +63,16 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
     done = start(*module, *SMALL, cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 0, done.stderr
     assert len(summaries(tmp_path)) == 1
+    (checkpoint,) = tmp_path.glob("outputs/**/best.ckpt")
+    evaluate = ("-m", "revzoo.cli.evaluate", f"ckpt={checkpoint}", "trainer=cpu")
+    told = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert told.stdout.startswith("test/loss "), told.stderr
 
 
 def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
     (entry,) = wheel_site.glob("revzoo-*.dist-info/entry_points.txt")
-    assert "revzoo-train = revzoo.cli.train:main" in entry.read_text()
+    for name, module in (("train", "train"), ("eval", "evaluate"), ("predict", "predict")):
+        assert f"revzoo-{name} = revzoo.cli.{module}:main" in entry.read_text()
     script = "import sys; from revzoo.cli.train import main; sys.exit(main())"
     done = start("-c", script, "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 1
