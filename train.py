@@ -6,7 +6,10 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from revzoo.cli.resume import asks_to_resume, resume
 from revzoo.cli.train import check_command_line, run
+
+CONFIGS = Path(__file__).parent / "configs"
 
 
 @hydra.main(version_base="1.3", config_path="configs", config_name="train")
@@ -16,5 +19,8 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    check_command_line(sys.argv[1:], config_dir=Path(__file__).parent / "configs")
-    main()
+    if asks_to_resume(sys.argv[1:]):
+        resume(sys.argv[1:], config_dir=CONFIGS)
+    else:
+        check_command_line(sys.argv[1:], config_dir=CONFIGS)
+        main()

@@ -15,20 +15,25 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
-from pytorch_lightning.loggers import CSVLogger, Logger, TensorBoardLogger
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
 from revzoo.training import build_callbacks
+from revzoo.training.checkpoints import PlainCheckpointIO
+from revzoo.training.metrics_csv import MetricsCSV
+from revzoo.training.stop import GracefulStop
 
 DATA: dict[str, type[ImageData]] = {
     f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
 }
-LOGGERS: dict[str, type[Any]] = {"tensorboard": TensorBoardLogger, "csv": CSVLogger}
+LOGGERS = ("tensorboard", "csv")
+METRICS_FILE = "metrics.csv"
 # what the trainer is given by build_trainer, from other sections than its own
 MANAGED_BY_TRAIN = (
     "self",
     "callbacks",
     "logger",
+    "plugins",
     "precision",
     "default_root_dir",
     "enable_checkpointing",
@@ -49,33 +54,60 @@ def build_data(data: Mapping[str, Any]) -> ImageData:
     return DATA[data["_target_"]](**options)
 
 
-def build_logger(logger: Mapping[str, Any], *, run_dir: Path) -> Logger | None:
-    """The logger, writing into ``run_dir/<kind>``; None for none."""
+def build_loggers(
+    logger: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
+) -> list[Logger]:
+    """The run's loggers: ``metrics.csv``, and event files beside it; an empty list for none.
+
+    Args:
+        logger: the checked section.
+        run_dir: the run's folder.
+        first_step: of a run that goes on; what was logged from there on is logged again.
+    """
     kind = logger["kind"]
     if kind is None:
-        return None
-    built: Logger = LOGGERS[kind](save_dir=run_dir, name="", version=kind)
-    return built
+        return []
+    loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
+    if kind == "tensorboard":
+        loggers.append(
+            TensorBoardLogger(save_dir=run_dir, name="", version=kind, purge_step=first_step)
+        )
+    return loggers
 
 
-def build_trainer(config: Mapping[str, Any], *, run_dir: Path) -> pl.Trainer:
-    """Lightning's Trainer with the callbacks, the logger and the precision of the run.
+def build_trainer(
+    config: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    stop: GracefulStop | None = None,
+    first_step: int | None = None,
+) -> pl.Trainer:
+    """Lightning's Trainer with the callbacks, the loggers and the precision of the run.
+
+    Args:
+        config: the checked configuration.
+        run_dir: the run's folder.
+        stop: what ends the run at a signal, if anything does.
+        first_step: of a run that goes on.
 
     Raises:
         ValueError: from Lightning, for values that exclude each other.
     """
-    logger = build_logger(config["logger"], run_dir=run_dir)
+    loggers = build_loggers(config["logger"], run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
     if not sys.stdout.isatty():
         specs["progress_bar"] = None  # redrawn lines make a log file unreadable
-    if logger is None:
+    if not loggers:
         specs["learning_rate"] = None  # it has nowhere to write to and would refuse to start
     callbacks = build_callbacks(specs, run_dir=run_dir)
+    if stop is not None:
+        callbacks.append(stop)
     return pl.Trainer(
         **config["trainer"],
         precision=config["precision"]["trainer"],
         callbacks=callbacks,
-        logger=logger if logger is not None else False,
+        plugins=[PlainCheckpointIO()],
+        logger=loggers,
         default_root_dir=run_dir,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),

@@ -38,18 +38,21 @@ class ConfigError(ValueError):
     """A command line or configuration that cannot be run; the message says what to change."""
 
 
-def compose_checked(overrides: Sequence[str], *, config_dir: Path | None = None) -> DictConfig:
-    """The training configuration with ``overrides`` applied, every key and option checked.
+def compose_checked(
+    overrides: Sequence[str], *, config_dir: Path | None = None, name: str = CONFIG_NAME
+) -> DictConfig:
+    """The configuration of training (or the one named) with ``overrides``, every key checked.
 
     Args:
         overrides: as on the command line, without sweeps.
         config_dir: folder of the configurations; None for the installed ``revzoo.configs``.
+        name: of the file that says which groups there are.
 
     Raises:
         ConfigError: naming the nearest valid key or option.
     """
     with _initialized(config_dir):
-        return _compose(overrides, _check(overrides))
+        return _compose(overrides, _check(overrides, name), name)
 
 
 def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
@@ -59,7 +62,7 @@ def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> 
         ConfigError: naming the nearest valid key or option.
     """
     with _initialized(config_dir):
-        _check(overrides)
+        _check(overrides, CONFIG_NAME)
 
 
 def _initialized(config_dir: Path | None) -> AbstractContextManager[Any]:
@@ -68,7 +71,7 @@ def _initialized(config_dir: Path | None) -> AbstractContextManager[Any]:
     return initialize_config_dir(str(config_dir.resolve()), version_base=HYDRA_VERSION)
 
 
-def _check(overrides: Sequence[str]) -> DictConfig:
+def _check(overrides: Sequence[str], name: str) -> DictConfig:
     """Check names; return the configuration that the choice of options alone gives."""
     hydra = GlobalHydra.instance()
     loader = hydra.config_loader()
@@ -84,7 +87,7 @@ def _check(overrides: Sequence[str]) -> DictConfig:
         _check_choice(override, loader)
     plain = [str(o.input_line) for o in choices if not o.is_sweep_override()]
     try:
-        base = compose(CONFIG_NAME, plain)
+        base = compose(name, plain)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from None
     for override in parsed:
@@ -121,9 +124,9 @@ def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> N
     )
 
 
-def _compose(overrides: Sequence[str], base: DictConfig) -> DictConfig:
+def _compose(overrides: Sequence[str], base: DictConfig, name: str) -> DictConfig:
     try:
-        cfg = compose(CONFIG_NAME, list(overrides))
+        cfg = compose(name, list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(_one_line(error)) from None
     for key in _keys(base):

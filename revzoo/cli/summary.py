@@ -1,10 +1,17 @@
-"""What a run leaves behind: its resolved configuration and its final figures."""
+"""What a run leaves behind, beside its checkpoints and logs.
+
+``config.yaml`` is the resolved configuration; ``sessions.jsonl`` has a line for each start of the
+run, with the command's overrides, the versions and the state of the checkout; ``summary.json`` has
+the final figures, also those of a run that was stopped.
+"""
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+import subprocess
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +24,7 @@ from revzoo.training.callbacks import best_checkpoint_path
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+SESSIONS_FILE = "sessions.jsonl"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
 
@@ -26,10 +34,63 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     OmegaConf.save(OmegaConf.create(dict(config)), run_dir / CONFIG_FILE)
 
 
+def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -> None:
+    """Add a line to ``sessions.jsonl`` for a run that starts now, at optimiser step ``from_step``.
+
+    The line's ``git`` is null where the package does not run from a checkout.
+    """
+    session = {
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "overrides": list(overrides),
+        "from_step": from_step,
+        "versions": versions(),
+        "git": git_state(),
+    }
+    with (run_dir / SESSIONS_FILE).open("a") as file:
+        file.write(json.dumps(session) + "\n")
+
+
+def versions() -> dict[str, str]:
+    """The versions of what a run's figures depend on."""
+    return {name: version(name) for name in LIBRARIES}
+
+
+def git_state() -> dict[str, Any] | None:
+    """The commit of the checkout that this package is in, and whether files were changed."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return None
+    try:
+        commit = _git("rev-parse", "HEAD", at=root)
+        changed = _git("status", "--porcelain", "--untracked-files=no", at=root)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
+
+
+def _git(*arguments: str, at: Path) -> str:
+    command = ["git", "-C", str(at), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout
+
+
 def describe_run(
-    trainer: pl.Trainer, module: pl.LightningModule, *, seconds: float, figures: Mapping[str, float]
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    seconds: float,
+    figures: Mapping[str, float],
+    stopped: str | None = None,
 ) -> dict[str, Any]:
-    """The figures of a finished run as plain values; ``seconds`` is the time of the training."""
+    """The figures of a run as plain values.
+
+    Args:
+        trainer: the run's, after training.
+        module: what was trained.
+        seconds: the time of the training, since the program was started.
+        figures: metrics by name.
+        stopped: what has ended the run, if it did not end by itself.
+    """
     device = module.device
     best = best_checkpoint_path(trainer)
     root = os.path.realpath(trainer.default_root_dir)  # as Lightning resolves the checkpoint's path
@@ -42,7 +103,8 @@ def describe_run(
         "checkpoint": os.path.relpath(best, root) if best else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
-        "versions": {name: version(name) for name in LIBRARIES},
+        "versions": versions(),
+        "stopped": stopped,
     }
 
 

@@ -10,9 +10,8 @@ import logging
 import os
 import sys
 import time
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +20,12 @@ import pytorch_lightning as pl
 import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
-from lightning_fabric.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo.cli.build import apply_precision, build_data, build_trainer, model_spec
 from revzoo.cli.checks import check_config
+from revzoo.cli.out_of_memory import is_out_of_memory, memory_advice
 from revzoo.cli.overrides import (
     CONFIG_MODULE,
     CONFIG_NAME,
@@ -34,37 +33,22 @@ from revzoo.cli.overrides import (
     check_sweep,
     compose_checked,
 )
-from revzoo.cli.summary import describe_run, write_config, write_summary
-from revzoo.core.guard import DriftError
-from revzoo.data import DataError, ImageData
+from revzoo.cli.summary import (
+    CONFIG_FILE,
+    describe_run,
+    record_session,
+    write_config,
+    write_summary,
+)
+from revzoo.cli.telling import TOLD_IN_TRAINING, quiet, told_plainly
+from revzoo.data import ImageData
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
-from revzoo.weights.errors import WeightsError
+from revzoo.training.checkpoints import read_checkpoint
+from revzoo.training.run_state import RunState
+from revzoo.training.stop import GracefulStop, RunStopped
 
 log = logging.getLogger(__name__)
-
-# while a run is being prepared
-TOLD = (ValueError, DataError, MisconfigurationException, WeightsError)
-TOLD_IN_TRAINING = (FloatingPointError, DataError, DriftError)
-EXPECTED_WARNINGS = (
-    ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
-    ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
-    "You requested to overfit",  # debug=overfit means it
-)
-
-
-@contextmanager
-def told_plainly(kinds: tuple[type[Exception], ...] = TOLD) -> Iterator[None]:
-    """End the program with an error's message alone, where the message says what to do.
-
-    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, traceback and all.
-    """
-    try:
-        yield
-    except kinds as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"revzoo: {error}")
 
 
 def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
@@ -99,37 +83,89 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def run(cfg: DictConfig) -> dict[str, float]:
-    """Train in the folder that Hydra has made for this run; returns the final figures."""
-    return train(to_plain(cfg), run_dir=Path(HydraConfig.get().runtime.output_dir))
+    """Train in the folder that Hydra has made for this run; returns the final figures.
+
+    A run that is refused takes its folder away again.
+    """
+    hydra_cfg = HydraConfig.get()
+    run_dir = Path(hydra_cfg.runtime.output_dir)
+    overrides = list(hydra_cfg.overrides.task)
+    try:
+        return train(to_plain(cfg), run_dir=run_dir, overrides=overrides)
+    except BaseException:
+        if not (run_dir / CONFIG_FILE).exists():
+            discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
+        raise
 
 
-def train(config: Mapping[str, Any], *, run_dir: Path) -> dict[str, float]:
+def discard_folder(run_dir: Path, *, log_name: str) -> None:
+    """Remove what Hydra has written, and the folders that are empty then; nothing else."""
+    for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name):
+        path.unlink(missing_ok=True)
+    for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
+
+
+def train(
+    config: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    resume: Path | None = None,
+) -> dict[str, float]:
     """Train, then test the best checkpoint; leaves configuration, logs and figures in ``run_dir``.
 
     Args:
         config: a composed configuration as plain containers.
         run_dir: the run's folder.
+        overrides: what was asked for on the command line, for the record.
+        resume: the checkpoint to go on from; None for a run from the start.
 
     Returns:
         The last figures of training and validation, and those of the test.
 
     Raises:
-        SystemExit: if the configuration or the data cannot be used; the message says why.
+        SystemExit: if the configuration or the data cannot be used, if training fails in a known
+            way (the message says why), or with 143 or 130 after SIGTERM or Ctrl-C.
     """
+    stop = GracefulStop()
+    try:
+        with stop.listening():
+            return _train(config, run_dir, overrides, resume, stop)
+    except RunStopped as stopped:
+        log.warning("%s; go on with: revzoo-train --resume %s", stopped, run_dir)
+        sys.exit(stopped.status)
+
+
+def _train(
+    config: Mapping[str, Any],
+    run_dir: Path,
+    overrides: Sequence[str],
+    resume: Path | None,
+    stop: GracefulStop,
+) -> dict[str, float]:
     with quiet(), told_plainly():
         check_config(config)
         apply_precision(config["precision"])
         pl.seed_everything(config["seed"], workers=True, verbose=False)
-        trainer = build_trainer(config, run_dir=run_dir)
+        step = read_checkpoint(resume)["global_step"] if resume is not None else None
+        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
         data.prepare_data()
         data.setup("fit")
         module = build_module(config, data)
     if trainer.is_global_zero:
-        write_config(config, run_dir)
+        if resume is None:
+            write_config(config, run_dir)
+        record_session(run_dir, overrides=overrides, from_step=step or 0)
         data_name = type(data).__name__
         log.info("%s on %s, seed %d", config["model"]["name"], data_name, config["seed"])
-    return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"])
+        if resume is not None:
+            log.info("going on at step %d, from %s", step, resume)
+    return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
 
 
 def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
@@ -148,21 +184,65 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
 
 
 def fit_and_test(
-    trainer: pl.Trainer, module: Classifier, data: ImageData, *, run_dir: Path, test: bool
+    trainer: pl.Trainer,
+    module: Classifier,
+    data: ImageData,
+    *,
+    run_dir: Path,
+    test: bool,
+    resume: Path | None = None,
 ) -> dict[str, float]:
     """Train, test the best checkpoint (the last weights, if none was kept), write the summary."""
     start = time.perf_counter()
-    with quiet(), redirected_log(trainer), told_plainly(TOLD_IN_TRAINING):
-        trainer.fit(module, datamodule=data)
-    seconds = time.perf_counter() - start
-    figures = {name: float(value) for name, value in trainer.callback_metrics.items()}
-    if test and data.has_test and trainer.state.finished:
-        figures |= test_best(trainer, module, data)
-    if trainer.is_global_zero:
-        summary = describe_run(trainer, module, seconds=seconds, figures=figures)
-        write_summary(summary, run_dir)
-        log.info("%.1f s of training; run folder %s", seconds, run_dir)
+    figures: dict[str, float] = {}
+    stopped = None
+    try:
+        with quiet(), redirected_log(trainer), told_plainly(TOLD_IN_TRAINING):
+            fit(trainer, module, data, resume)
+        figures = gathered(trainer)
+        seconds = time.perf_counter() - start
+        if test and data.has_test and trainer.state.finished:
+            figures |= test_best(trainer, module, data)
+    except RunStopped as error:
+        seconds = time.perf_counter() - start
+        figures, stopped = figures or gathered(trainer), str(error)
+        raise
+    finally:
+        if trainer.is_global_zero and (figures or stopped):
+            summary = describe_run(
+                trainer, module, seconds=seconds, figures=figures, stopped=stopped
+            )
+            write_summary(summary, run_dir)
+            log.info("%.1f s of training; run folder %s", seconds, run_dir)
     return figures
+
+
+def fit(trainer: pl.Trainer, module: Classifier, data: ImageData, resume: Path | None) -> None:
+    """Train; running out of memory ends the program with what would need less.
+
+    Raises:
+        SystemExit: out of memory.
+    """
+    try:
+        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        step, device, spec = trainer.global_step, trainer.strategy.root_device, module.hparams
+        advice = memory_advice(
+            dict(spec["model"]),
+            batch_size=data.batch_size,
+            image_size=data.image_size,
+            device=device,
+        )
+        sys.exit(f"revzoo: step {step}: {advice}")
+
+
+def gathered(trainer: pl.Trainer) -> dict[str, float]:
+    """The figures of training and validation, also those from before the run was stopped."""
+    states = [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
+    before = states[0].figures if states else {}
+    return {**before, **{name: float(v) for name, v in trainer.callback_metrics.items()}}
 
 
 def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
@@ -178,21 +258,6 @@ def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[
     return figures
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Without Lightning's greetings, and the warnings of :data:`EXPECTED_WARNINGS`."""
-    greeter = logging.getLogger("pytorch_lightning.utilities.rank_zero")
-    level = greeter.level
-    greeter.setLevel(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            for message in EXPECTED_WARNINGS:
-                warnings.filterwarnings("ignore", message=message)
-            yield
-    finally:
-        greeter.setLevel(level)
-
-
 def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
     """Keep log lines and the progress bar apart, where there is a bar."""
     return logging_redirect_tqdm() if trainer.progress_bar_callback else nullcontext()
@@ -200,6 +265,11 @@ def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
 
 def main() -> None:
     """The console script, with the installed configurations."""
+    from revzoo.cli.resume import asks_to_resume, resume
+
+    if asks_to_resume(sys.argv[1:]):
+        resume(sys.argv[1:])
+        return
     check_command_line(sys.argv[1:])
     hydra.main(
         version_base=HYDRA_VERSION,

@@ -53,6 +53,10 @@ class ImageSet(Protocol):
 
     def __getitems__(self, indices: Sequence[int]) -> Batch: ...
 
+    def begin_epoch(self, seed: int) -> None:
+        """Let ``seed`` and the image decide the augmentation, where ``augments_itself``."""
+        ...
+
     def sample(self) -> Tensor:
         """Images uint8 (n, C, S, S), not augmented, that stand for the set's pixel statistics."""
         ...
@@ -107,6 +111,9 @@ class TensorImages(Dataset[Batch]):
         """A whole batch at once."""
         wanted = torch.as_tensor(indices)
         return self._images[self._indices[wanted]], self.labels[wanted]
+
+    def begin_epoch(self, seed: int) -> None:
+        """Nothing to do: whole batches are augmented, elsewhere."""
 
     def sample(self) -> Tensor:
         return self._images[self._indices] if len(self) < len(self._images) else self._images

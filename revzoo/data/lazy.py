@@ -19,6 +19,7 @@ from revzoo.data.augment import Augment
 from revzoo.data.decode import open_image
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
+from revzoo.data.order import mixed, seeded
 
 _SAMPLE = 1000  # images, evenly spaced, that the pixel statistics are measured on
 
@@ -50,7 +51,10 @@ class FileImages(Dataset[Batch]):
         training: bool = False,
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment
-        self._transform = _training(size, augment) if training else _evaluation(size)
+        self._transform = _training(size, augment) if training else evaluation(size)
+        self._training = training
+        # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
+        self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
         self.labels = torch.tensor(files.labels)
         self.classes = classes
 
@@ -67,13 +71,18 @@ class FileImages(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
-        return self._transform(open_image(self._files.paths[index], self._channels)), self.labels[
-            index
-        ]
+        image = open_image(self._files.paths[index], self._channels)
+        if not self._training or self._epoch_seed < 0:
+            return self._transform(image), self.labels[index]
+        with seeded(mixed(int(self._epoch_seed), index)):
+            return self._transform(image), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """A whole batch."""
         return torch.stack([self[index][0] for index in indices]), self.labels[list(indices)]
+
+    def begin_epoch(self, seed: int) -> None:
+        self._epoch_seed.fill_(seed)
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, as read for evaluation."""
@@ -103,13 +112,14 @@ def _training(size: int, augment: Augment) -> Callable[[Image.Image], Tensor]:
     if augment.padding(size):
         steps.insert(0, v2.RandomResizedCrop(size, antialias=True))
     else:
-        steps = [_evaluation(size)]
+        steps = [evaluation(size)]
     if augment.flip:
         steps.append(v2.RandomHorizontalFlip())
     return v2.Compose(steps)
 
 
-def _evaluation(size: int) -> Callable[[Image.Image], Tensor]:
+def evaluation(size: int) -> Callable[[Image.Image], Tensor]:
+    """How an image is brought to bytes (C, size, size) where nothing is drawn at random."""
     return v2.Compose(
         [v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
     )

@@ -10,7 +10,9 @@ The rules, for every set:
    ``split_seed`` alone.
 2. The test split is read by ``setup("test")`` or ``setup("predict")`` and used by nothing else.
 3. Only batches of the training loop are augmented.
-4. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
+4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
+   the number of the batch (``order.py``): what was drawn before does not matter.
+5. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
    names, so that it is evaluated with the numbers it was trained with, and refused on other
    classes.
 
@@ -31,6 +33,7 @@ from revzoo.data.augment import Augment
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.normalise import Normalisation
+from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
 from revzoo.data.split import stratified_split
 from revzoo.data.workers import available_cpus
 
@@ -110,6 +113,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self.val_fraction = val_fraction
         self.split_seed = split_seed
         self.augment = Augment.of(augment)
+        self._order_seed: int | None = None
         self._train: ImageSet | None = None
         self._val: ImageSet | None = None
         self._test: ImageSet | None = None
@@ -173,16 +177,23 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"batch_size={self.batch_size} is more than the {share} training images of each "
                 f"process: set data.batch_size to at most {share}"
             )
-        return self._loader(self._train, self.batch_size, shuffle=True, drop_last=True)
+        sampler = None if self._learns_by_heart else self._sampler(self._train)
+        loader = TrainLoader(
+            **self._options(self._train, self.batch_size), sampler=sampler, drop_last=True
+        )
+        if self.trainer is not None:
+            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+            loader.first_batch = lambda: progress.current.ready
+        return loader
 
     def val_dataloader(self) -> DataLoader[Batch]:
         assert self._val is not None, "setup() comes first"
-        return self._loader(self._val, self.eval_batch_size)
+        return DataLoader(**self._options(self._val, self.eval_batch_size))
 
     def test_dataloader(self) -> DataLoader[Batch]:
         if self._test is None:
             raise DataError(self._no_test())
-        return self._loader(self._test, self.eval_batch_size)
+        return DataLoader(**self._options(self._test, self.eval_batch_size))
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self.test_dataloader()
@@ -190,22 +201,33 @@ class ImageData(pl.LightningDataModule, ABC):
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
 
-    def _loader(
-        self, images: ImageSet, batch_size: int, *, shuffle: bool = False, drop_last: bool = False
-    ) -> DataLoader[Batch]:
+    @property
+    def _learns_by_heart(self) -> bool:
+        """Whether Lightning was asked to overfit a few batches: the same ones in every epoch."""
+        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
+
+    def _sampler(self, images: ImageSet) -> EpochSampler:
+        trainer = self.trainer
+        if self._order_seed is None:  # else from the checkpoint of the run that goes on
+            seed = torch.initial_seed()
+            self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
+        processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
+        return EpochSampler(len(images), seed=self._order_seed, processes=processes, rank=rank)
+
+    def _options(self, images: ImageSet, batch_size: int) -> dict[str, Any]:
         workers = self.num_workers
         if workers is None:
             workers = 0 if images.in_memory else min(8, available_cpus())
-        return DataLoader(
-            images,  # type: ignore[arg-type]  # a Dataset by protocol: __len__ and __getitems__
-            batch_size=batch_size,
-            shuffle=shuffle,
-            drop_last=drop_last,
-            num_workers=workers,
-            persistent_workers=workers > 0,
-            pin_memory=torch.cuda.is_available(),
-            collate_fn=as_is,
-        )
+        return {
+            "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
+            "batch_size": batch_size,
+            "num_workers": workers,
+            "persistent_workers": workers > 0,
+            "pin_memory": torch.cuda.is_available(),
+            "collate_fn": as_is,
+            # a loader seeds its workers by a draw, and torch's global generator is the model's
+            "generator": torch.Generator(),
+        }
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
@@ -215,13 +237,31 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None, "Lightning calls this hook"
-        images = self.transform(batch[0], training=bool(self.trainer.training))
+        if self.trainer.training:
+            with seeded(self._batch_seed()):
+                images = self.transform(batch[0], training=True)
+        else:
+            images = self.transform(batch[0], training=False)
         # Lightning converts floats to the run's precision before the transfer; these were bytes.
         images = self.trainer.precision_plugin.convert_input(images)
         return images, batch[1]
 
+    def _batch_seed(self) -> int:
+        trainer = self.trainer
+        assert trainer is not None
+        batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        seed = self._order_seed or 0
+        return mixed(seed, trainer.current_epoch, batch, trainer.global_rank)
+
     def state_dict(self) -> dict[str, Any]:
-        return {"classes": list(self.classes), "normalisation": self.normalisation.state_dict()}
+        return {
+            "classes": list(self.classes),
+            "normalisation": self.normalisation.state_dict(),
+            "image_size": self.image_size,
+            "in_chans": self.in_chans,
+            "in_memory": self._train is None or self._train.in_memory,
+            "order_seed": self._order_seed,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if state_dict["classes"] != self.classes:
@@ -231,6 +271,7 @@ class ImageData(pl.LightningDataModule, ABC):
                 f"{_brief(self.classes)}; give the data it was trained on"
             )
         self.normalisation = Normalisation(**state_dict["normalisation"])
+        self._order_seed = state_dict.get("order_seed")
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:

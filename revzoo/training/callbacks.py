@@ -1,7 +1,8 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog` and :class:`DriftLogger` is Lightning's own.
+:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger` and what keeps checkpoints is
+Lightning's own.
 """
 
 from __future__ import annotations
@@ -14,37 +15,34 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
-    ModelCheckpoint,
     TQDMProgressBar,
 )
 
+from revzoo.training.averaging import AveragedWeights
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.footprint import Footprint
-from revzoo.training.spec import check_names, keyword_names
+from revzoo.training.keep import BestCheckpoint, LastCheckpoint
+from revzoo.training.spec import check_names, check_range, keyword_names
+
+CHECKPOINTS = "checkpoints"  # folder of a run
 
 
 def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
     """``checkpoints/best.ckpt``: the weights with the best ``monitor`` of all validations."""
-    return _checkpoint(run_dir, filename="best", monitor=monitor, mode=mode)
-
-
-def last_checkpoint(run_dir: Path) -> pl.Callback:
-    """``checkpoints/last.ckpt``: the state after the last finished epoch.
-
-    Not ``save_last`` of the best checkpoint's callback: that copies what was saved last, which is
-    the best epoch, not the last one.
-    """
-    return _checkpoint(run_dir, filename="last", monitor=None, save_on_train_epoch_end=True)
-
-
-def _checkpoint(run_dir: Path, **options: Any) -> ModelCheckpoint:
-    return ModelCheckpoint(
-        dirpath=run_dir / "checkpoints",
+    return BestCheckpoint(
+        dirpath=run_dir / CHECKPOINTS,
+        filename="best",
+        monitor=monitor,
+        mode=mode,
         auto_insert_metric_name=False,
         enable_version_counter=False,  # a run has a folder of its own
-        **options,
     )
+
+
+def last_checkpoint(run_dir: Path, *, minutes: float = 10.0) -> pl.Callback:
+    """``checkpoints/last.ckpt``: the state to go on from; a kill costs ``minutes`` at most."""
+    return LastCheckpoint(run_dir / CHECKPOINTS, minutes=minutes)
 
 
 def learning_rate(run_dir: Path) -> pl.Callback:
@@ -79,6 +77,15 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
+def ema(run_dir: Path, *, decay: float = 0.999) -> pl.Callback:
+    """Validate, test and save an exponential moving average of the weights.
+
+    Running statistics are averaged with them. ``last.ckpt`` keeps both, to go on from.
+    """
+    check_range("callbacks.ema.decay", decay, high=1, open_high=True)
+    return AveragedWeights(decay=decay, use_buffers=True)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -90,6 +97,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         epoch_log,
         drift,
         early_stopping,
+        ema,
     )
 }
 
@@ -126,6 +134,6 @@ def build_callbacks(
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     """The best checkpoint of a trainer's run; None if none was kept."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, ModelCheckpoint) and callback.monitor and callback.best_model_path:
+        if isinstance(callback, BestCheckpoint) and callback.best_model_path:
             return Path(callback.best_model_path)
     return None

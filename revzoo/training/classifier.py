@@ -17,12 +17,14 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
+from torchmetrics import MeanMetric, Metric
 from torchmetrics.classification import MulticlassAccuracy
 
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
+from revzoo.training.finite import FiniteLoss
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.run_state import RunState
 
 Batch = tuple[Tensor, Tensor]
 
@@ -94,18 +96,13 @@ class Classifier(pl.LightningModule):
         images = batch if isinstance(batch, Tensor) else batch[0]
         return at_least_float32(self(images)).softmax(dim=1)
 
-    def on_train_epoch_end(self) -> None:
-        """Stop a run that has diverged, once an epoch: a check each step would stall a GPU.
+    def configure_callbacks(self) -> list[pl.Callback]:
+        """What every run needs, whoever made its trainer: to stop at NaN, and to go on exactly."""
+        return [FiniteLoss(), RunState()]
 
-        Raises:
-            FloatingPointError: if the mean loss of the epoch is not finite.
-        """
-        loss = self.trainer.callback_metrics.get("train/loss")
-        if loss is not None and not torch.isfinite(loss):
-            raise FloatingPointError(
-                f"the training loss of epoch {self.current_epoch} is {float(loss)}: training has "
-                f"diverged; lower optim.lr (now {self.optim.lr:g}) or raise the precision"
-            )
+    def training_metrics(self) -> dict[str, Metric]:
+        """The metrics that gather an epoch's training figures, by name."""
+        return {name: cast(Metric, metric) for name, metric in self._metrics_of("train").items()}
 
     def configure_optimizers(self) -> Any:
         """SGD and its schedule, stepped every optimiser step, over the trainer's whole run.
@@ -129,11 +126,24 @@ class Classifier(pl.LightningModule):
         self._log_epoch(split, functional.cross_entropy(logits, labels), logits, labels)
 
     def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        when: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": len(labels)}
-        self.log(f"{split}/loss", loss.detach(), sync_dist=True, **when)
-        for name, metric in cast(nn.ModuleDict, self.metrics[f"{split}_metrics"]).items():
-            cast(Metric, metric).update(logits.detach(), labels)
-            self.log(f"{split}/{name}", cast(Metric, metric), prog_bar=True, **when)
+        for name, module in self._metrics_of(split).items():
+            metric = cast(Metric, module)
+            if name == "loss":
+                # a value per image, as MeanMetric takes no weights where it checks no values
+                metric.update(loss.detach().expand(len(labels)))
+            else:
+                metric.update(logits.detach(), labels)
+            self.log(
+                f"{split}/{name}",
+                metric,
+                prog_bar=name != "loss",
+                on_step=False,
+                on_epoch=True,
+                batch_size=len(labels),
+            )
+
+    def _metrics_of(self, split: str) -> nn.ModuleDict:
+        return cast(nn.ModuleDict, self.metrics[f"{split}_metrics"])
 
 
 def model_from(spec: Mapping[str, Any]) -> nn.Module:
@@ -181,19 +191,23 @@ def at_least_float32(logits: Tensor) -> Tensor:
 
 
 def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Top-1 accuracy of each split; top-5 of validation and test where that says something."""
+    """Mean loss and top-1 accuracy of each split; top-5 of validation and test, if it says much."""
 
-    def accuracy(top_k: int) -> Metric:
-        # validate_args reads the labels back every step, which would stall a GPU
-        return MulticlassAccuracy(num_classes, top_k=top_k, average="micro", validate_args=False)
+    def metrics(*top: int) -> nn.ModuleDict:
+        # checks of values would read them back every step, which would stall a GPU
+        options: dict[str, Any] = {"average": "micro", "validate_args": False}
+        found: dict[str, nn.Module] = {"loss": MeanMetric(nan_strategy="disable")}
+        for k in top:
+            name = "acc" if k == 1 else f"acc{k}"
+            found[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
+        return nn.ModuleDict(found)
 
-    kinds = {"train": {"acc": 1}, "val": {"acc": 1}, "test": {"acc": 1}}
-    if num_classes > 5:
-        kinds["val"]["acc5"] = kinds["test"]["acc5"] = 5
+    evaluated = (1, 5) if num_classes > 5 else (1,)
     # a ModuleDict refuses the key "train": nn.Module has a method of that name
     return nn.ModuleDict(
         {
-            f"{split}_metrics": nn.ModuleDict({name: accuracy(k) for name, k in names.items()})
-            for split, names in kinds.items()
+            "train_metrics": metrics(1),
+            "val_metrics": metrics(*evaluated),
+            "test_metrics": metrics(*evaluated),
         }
     )

@@ -22,9 +22,9 @@ class EpochLog(pl.Callback):
     """Log the figures of every epoch at level INFO, from the first process only."""
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        figures = trainer.callback_metrics  # in all processes: they gather the figures together
         if not trainer.is_global_zero:
             return
-        figures = trainer.callback_metrics
         told = [
             f"{name.removeprefix('footprint/')} {form.format(float(figures[name]))}"
             for name, form in FIGURES.items()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from revzoo.training.checkpoints import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
@@ -59,11 +63,16 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
     done = start(*module, *SMALL, cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 0, done.stderr
     assert len(summaries(tmp_path)) == 1
+    (checkpoint,) = tmp_path.glob("outputs/**/best.ckpt")
+    evaluate = ("-m", "revzoo.cli.evaluate", f"ckpt={checkpoint}", "trainer=cpu")
+    told = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert told.stdout.startswith("test/loss "), told.stderr
 
 
 def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
     (entry,) = wheel_site.glob("revzoo-*.dist-info/entry_points.txt")
-    assert "revzoo-train = revzoo.cli.train:main" in entry.read_text()
+    for name, module in (("train", "train"), ("eval", "evaluate"), ("predict", "predict")):
+        assert f"revzoo-{name} = revzoo.cli.{module}:main" in entry.read_text()
     script = "import sys; from revzoo.cli.train import main; sys.exit(main())"
     done = start("-c", script, "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 1
@@ -84,3 +93,37 @@ def test_a_sweep_runs_each_choice(tmp_path: Path) -> None:
     done = start(str(ROOT / "train.py"), "-m", "seed=0,1", *SMALL, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert len(summaries(tmp_path)) == 2
+
+
+def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:
+    options = ("data=imagefolder", "data.root=nowhere", "trainer=cpu")
+    done = start(str(ROOT / "train.py"), *options, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "nowhere does not exist" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Path) -> None:
+    log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
+    options = ("trainer=cpu", SMALL[2], "trainer.max_epochs=1000", "hydra.run.dir=run")
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *options],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 60
+        while "epoch 0" not in (log.read_text() if log.exists() else ""):
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(signum)
+        told, _ = process.communicate(timeout=30)
+    assert process.returncode == status, told
+    assert "go on with: revzoo-train --resume" in told
+    assert "Traceback" not in told
+    assert read_checkpoint(run_dir / "checkpoints" / "last.ckpt")["global_step"] >= 20
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["stopped"] == f"stopped by {signal.Signals(signum).name}"

@@ -226,7 +226,8 @@ def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
 def test_training_images_are_shuffled_anew_and_others_keep_their_order() -> None:
     data = Digits()
     data.setup("fit")
-    first, second = ([labels for _, labels in data.train_dataloader()] for _ in range(2))
+    loader = data.train_dataloader()
+    first, second = ([labels for _, labels in loader] for _ in range(2))
     assert not torch.equal(torch.cat(first), torch.cat(second))
     first, second = ([labels for _, labels in data.val_dataloader()] for _ in range(2))
     assert torch.equal(torch.cat(first), torch.cat(second))

@@ -9,13 +9,14 @@ import torch
 from pytorch_lightning.callbacks import (
     EarlyStopping,
     LearningRateMonitor,
-    ModelCheckpoint,
     TQDMProgressBar,
 )
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, DriftLogger, EpochLog, Footprint, build_callbacks
+from revzoo.training.averaging import AveragedWeights
 from revzoo.training.callbacks import CALLBACKS, best_checkpoint_path
+from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 
 ALL = {name: {} for name in CALLBACKS}
 
@@ -23,13 +24,15 @@ ALL = {name: {} for name in CALLBACKS}
 def test_every_name_builds_its_callback(tmp_path: Path) -> None:
     kinds = {type(callback) for callback in build_callbacks(ALL, run_dir=tmp_path)}
     assert kinds == {
-        ModelCheckpoint,
+        BestCheckpoint,
+        LastCheckpoint,
         LearningRateMonitor,
         TQDMProgressBar,
         Footprint,
         EpochLog,
         DriftLogger,
         EarlyStopping,
+        AveragedWeights,
     }
 
 

@@ -1,0 +1,131 @@
+"""Evaluate a checkpoint: ``revzoo-eval ckpt=RUN_DIR/checkpoints/best.ckpt``.
+
+The data are those of the run, as its ``config.yaml`` says, or others of the same classes
+(``data=imagefolder data.root=DIR``); they are normalised with the numbers of the checkpoint. Prints
+the figures, a line each. No activation is kept, so the memory mode does not matter.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+
+from revzoo.cli.build import apply_precision, build_data
+from revzoo.cli.checks import check_data, check_precision, check_trainer, device_kind
+from revzoo.cli.overrides import ConfigError, compose_checked
+from revzoo.cli.resume import recorded_config
+from revzoo.cli.summary import CONFIG_FILE
+from revzoo.cli.telling import quiet, told_plainly
+from revzoo.cli.train import to_plain
+from revzoo.data import DataError
+from revzoo.training.checkpoints import PlainCheckpointIO
+from revzoo.training.restore import Restored, restore
+from revzoo.training.spec import check_names
+
+SPLITS = ("test", "val")
+KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
+
+
+def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
+    """The figures of a checkpoint on a split: ``test/loss``, ``test/acc`` and so on.
+
+    Args:
+        config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
+
+    Raises:
+        ValueError: for a configuration that cannot be run.
+        CheckpointError: if the checkpoint cannot be used.
+        DataError: if the data cannot, or have other classes than the checkpoint.
+    """
+    check_eval(config)
+    restored = restore(config["ckpt"])
+    data_config = config.get("data") or recorded_data(Path(config["ckpt"]))
+    check_data(data_config)
+    if config["batch_size"] is not None:
+        data_config = {**data_config, "eval_batch_size": config["batch_size"]}
+    apply_precision(config["precision"])
+    data = build_data(data_config)
+    data.prepare_data()
+    if config["split"] == "test" and not data.has_test:
+        raise DataError("the data have no test split: evaluate split=val")
+    data.setup("test" if config["split"] == "test" else "fit")
+    data.load_state_dict(restored.data_state)
+    _check_images(restored, in_chans=data.in_chans)
+    trainer = pl.Trainer(
+        **config["trainer"],
+        precision=config["precision"]["trainer"],
+        plugins=[PlainCheckpointIO()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    run = trainer.test if config["split"] == "test" else trainer.validate
+    (figures,) = run(restored.module, datamodule=data, verbose=False)
+    return {name: float(value) for name, value in figures.items()}
+
+
+def check_eval(config: Mapping[str, Any]) -> None:
+    """Refuse a configuration that cannot be run, before any data is touched.
+
+    Raises:
+        ConfigError: with what was got and what is expected.
+    """
+    check_names(config, KEYS, where="config")
+    if config["ckpt"] in (None, "???"):
+        raise ConfigError("ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt")
+    if config["split"] not in SPLITS:
+        raise ConfigError(f"split={config['split']}: expected {' or '.join(SPLITS)}")
+    size = config["batch_size"]
+    if size is not None and (not isinstance(size, int) or size < 1):
+        raise ConfigError(f"batch_size={size}: expected a whole number >= 1")
+    check_trainer(config["trainer"])
+    check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
+
+
+def recorded_data(checkpoint: Path) -> dict[str, Any]:
+    """The data section of the run that a checkpoint lies in.
+
+    Raises:
+        ConfigError: if it does not lie in a run's folder.
+    """
+    run_dir = checkpoint.absolute().parent.parent
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{checkpoint} does not lie in the folder of a run, so its data are not known: give "
+            "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
+        )
+    data = recorded_config(run_dir).get("data")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{run_dir / CONFIG_FILE} names no data: give data=NAME")
+    return data
+
+
+def _check_images(restored: Restored, *, in_chans: int) -> None:
+    if in_chans != restored.in_chans:
+        raise DataError(
+            f"the checkpoint takes images of {restored.in_chans} channels, the data have "
+            f"{in_chans}: set data.in_chans, or give the data it was trained on"
+        )
+
+
+def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = None) -> None:
+    """The console script ``revzoo-eval``."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if "--help" in given or "-h" in given:
+        sys.stdout.write(f"{__doc__}\nKeys: {', '.join(KEYS)}\n")
+        return
+    with quiet(), told_plainly():
+        config = to_plain(compose_checked(given, config_dir=config_dir, name="eval"))
+        figures = evaluate(config)
+    sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
+
+
+if __name__ == "__main__":
+    main()

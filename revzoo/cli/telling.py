@@ -1,0 +1,56 @@
+"""How a program ends: with a message that says what to do, and a status that says how it went."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from lightning_fabric.utilities.exceptions import MisconfigurationException
+
+from revzoo.core.guard import DriftError
+from revzoo.data import DataError
+from revzoo.training.checkpoints import CheckpointError
+from revzoo.weights.errors import WeightsError
+
+# while a run is being prepared
+TOLD = (ValueError, DataError, CheckpointError, MisconfigurationException, WeightsError)
+TOLD_IN_TRAINING = (FloatingPointError, DataError, DriftError, CheckpointError)
+EXPECTED_WARNINGS = (
+    ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
+    ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
+    "You requested to overfit",  # debug=overfit means it
+    "Checkpoint directory .* exists and is not empty",  # that of a run that goes on
+)
+
+
+@contextmanager
+def told_plainly(kinds: tuple[type[Exception], ...] = TOLD) -> Iterator[None]:
+    """End the program with an error's message alone, where the message says what to do.
+
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, traceback and all.
+    """
+    try:
+        yield
+    except kinds as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"revzoo: {error}")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without Lightning's greetings, and the warnings of :data:`EXPECTED_WARNINGS`."""
+    greeter = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    level = greeter.level
+    greeter.setLevel(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            for message in EXPECTED_WARNINGS:
+                warnings.filterwarnings("ignore", message=message)
+            yield
+    finally:
+        greeter.setLevel(level)

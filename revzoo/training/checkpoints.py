@@ -1,0 +1,209 @@
+"""Checkpoint files: written so that a kill at any instant leaves a good one, read as plain data.
+
+Why not Lightning's own writer: it goes through a temporary file that may be on another file system,
+where moving it is a copy that a kill cuts short, and never asks the disk to keep it (no ``fsync``).
+Its reader runs a pickle's code unless told otherwise, and for addresses it is told otherwise.
+
+NOTE [ What is good at every instant ]
+1. The new state is written to a temporary file in the folder of the checkpoint, and synced.
+2. If the file is ``last.ckpt``, the old one gets a second name, ``previous.ckpt``, in one rename.
+3. The temporary file takes the checkpoint's name, in one rename; the folder is synced.
+Before 3 the old file is complete, after it the new one is; a file that is not complete never has a
+name that ends in ``.ckpt``. Where the file system has no hard links, step 2 moves the old file:
+then ``previous.ckpt`` alone is complete for the time of one rename.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import zipfile
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
+from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+TEMPORARY = ".saving"
+PLAIN = (str, int, float, bool, type(None), bytes)
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that cannot be written or read; the message says what was found, what to do."""
+
+
+def not_plain(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, type]]:
+    """The places in ``value`` that hold anything but tensors, plain values and containers of them.
+
+    Exactly these types count: a subclass is written as itself, and reading it runs its code.
+    """
+    kind = type(value)
+    if kind in (dict, OrderedDict, Counter):  # all of which torch reads as plain
+        for name, item in value.items():
+            if type(name) not in PLAIN:
+                yield f"{key}: the key {name!r}", type(name)
+            yield from not_plain(item, f"{key}[{name!r}]")
+    elif kind in (list, tuple):
+        for index, item in enumerate(value):
+            yield from not_plain(item, f"{key}[{index}]")
+    elif kind is not Tensor and kind not in PLAIN:
+        yield key, kind
+
+
+def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
+    """Write ``state`` to ``path``; see NOTE [ What is good at every instant ].
+
+    Raises:
+        CheckpointError: if it holds more than plain values and tensors (nothing is written then),
+            or if the disk refuses it (the old file is as it was).
+    """
+    for key, kind in not_plain(state):
+        raise CheckpointError(
+            f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
+            "numbers, strings, lists and dictionaries only; convert it where the state is made"
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    remove_stale(path.parent)
+    temporary = path.with_name(f".{path.name}{TEMPORARY}")
+    try:
+        with temporary.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.name == LAST and path.exists():
+            _keep_previous(path)
+        temporary.replace(path)
+        _sync_folder(path.parent)
+    except (OSError, RuntimeError) as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(
+            f"cannot write {path} ({error}): free space or give another folder; "
+            "the checkpoints that were there are as they were"
+        ) from error
+
+
+def _keep_previous(path: Path) -> None:
+    previous = path.with_name(PREVIOUS)
+    link = path.with_name(f".{PREVIOUS}{TEMPORARY}")
+    try:
+        link.hardlink_to(path)
+    except OSError:  # no hard links here
+        path.replace(previous)
+    else:
+        link.replace(previous)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def remove_stale(folder: Path) -> None:
+    """Remove what a killed run has left unfinished: a run's folder has one writer at a time."""
+    for path in folder.glob(f".*.ckpt{TEMPORARY}"):
+        path.unlink(missing_ok=True)
+
+
+def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str, Any]:
+    """The content of a checkpoint: plain values and tensors. Nothing in the file is executed.
+
+    Raises:
+        CheckpointError: if there is none, or it is cut off, damaged, or holds more than plain data.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise CheckpointError(f"there is no checkpoint {path}: give the path of a .ckpt file")
+    _check_archive(path)
+    try:
+        state = torch.load(path, map_location=map_location, weights_only=True)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:300]
+        raise CheckpointError(
+            f"{path} holds more than plain values and tensors, or is damaged "
+            f"({type(error).__name__}: {reason}): it was not loaded, as loading it could run code "
+            "of its own; use a checkpoint that this program has written"
+        ) from None
+    if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
+        found = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
+        raise CheckpointError(
+            f"{path} is no checkpoint of a run (found: {found}): expected a dictionary with "
+            "state_dict; give RUN_DIR/checkpoints/best.ckpt"
+        )
+    return state
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse a file that is no complete archive: torch checks neither its end nor its sums."""
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise CheckpointError(f"{path} is compressed, which no checkpoint is: not loaded")
+            damaged = archive.testzip()
+    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
+        raise CheckpointError(
+            f"{path} is cut off or no checkpoint at all ({size:,} bytes, {error}): "
+            "use another checkpoint of the run"
+        ) from None
+    if damaged is not None:
+        raise CheckpointError(
+            f"{path} is damaged: the sum of {damaged} does not match; use another checkpoint "
+            "of the run"
+        )
+
+
+def read_last(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` where that is damaged.
+
+    A damaged ``last.ckpt`` is set aside under another name, so that it never becomes the previous
+    one.
+
+    Returns:
+        The path that was read and its content.
+
+    Raises:
+        CheckpointError: if neither can be read.
+    """
+    last, previous = folder / LAST, folder / PREVIOUS
+    if not last.exists() and not previous.exists():
+        raise CheckpointError(
+            f"there is no {LAST} in {folder}: the run was stopped before it saved anything; "
+            "start it anew"
+        )
+    try:
+        return last, read_checkpoint(last)
+    except CheckpointError as error:
+        if not previous.exists():
+            raise
+        state = read_checkpoint(previous)
+        log.warning("%s; going on from %s, which was saved before it", error, previous)
+        if last.exists():
+            last.replace(last.with_name(f"{LAST}.damaged"))
+        return previous, state
+
+
+class PlainCheckpointIO(CheckpointIO):
+    """What Lightning writes and reads checkpoints with in every run."""
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
+    ) -> None:
+        write_checkpoint(checkpoint, Path(path))
+
+    def load_checkpoint(
+        self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """The content of the file, on the CPU; always read as plain data."""
+        return read_checkpoint(path, map_location=map_location or "cpu")
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        Path(path).unlink(missing_ok=True)

@@ -1,0 +1,106 @@
+"""Stops a run at the step whose loss is not finite, and never saves weights that are not.
+
+On the CPU each loss is looked at before its backward pass. On a GPU that would stall it: there the
+losses stay on the device, which notes the first step that is not finite, and the note is copied to
+the host without waiting; it is read some steps later, and always before a checkpoint is saved.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+
+class FiniteLoss(pl.Callback):
+    """Raises ``FloatingPointError`` for a training loss, or for weights, of NaN or infinity."""
+
+    def __init__(self) -> None:
+        self._first: Tensor | None = None  # on the device: step and epoch, -1 while all are finite
+        self._copy: Tensor | None = None  # of the above, on the host
+        self._copied: torch.cuda.Event | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._first = self._copy = self._copied = None
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Note the loss.
+
+        Raises:
+            FloatingPointError: naming the first step whose loss was not finite.
+        """
+        step, epoch = trainer.global_step, trainer.current_epoch
+        if loss.device.type == "cpu":
+            if not torch.isfinite(loss.detach()):
+                raise diverged(pl_module, step, epoch)
+            return
+        self._note(loss.detach(), step, epoch)
+        if loss.device.type == "cuda":
+            self._poll(pl_module)
+        elif step % 50 == 0:  # no events to ask
+            self._read(pl_module)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Refuse to save a state that has diverged.
+
+        Raises:
+            FloatingPointError: if a loss was, or a parameter is, not finite.
+        """
+        self._read(pl_module)
+        grouped = [p.detach() for p in pl_module.parameters()]
+        if grouped and not bool(torch.stack([p.isfinite().all() for p in grouped]).all()):
+            name = next(n for n, p in pl_module.named_parameters() if not p.isfinite().all())
+            raise diverged(
+                pl_module, trainer.global_step, trainer.current_epoch, what=f"the parameter {name}"
+            )
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._read(pl_module)
+
+    def _note(self, loss: Tensor, step: int, epoch: int) -> None:
+        if self._first is None:
+            self._first = torch.full((2,), -1, dtype=torch.int64, device=loss.device)
+        # two fills instead of a tensor from the host, which would have to wait for its copy
+        now = torch.full_like(self._first, step)
+        now[1].fill_(epoch)
+        found = ~torch.isfinite(loss) & (self._first[0] < 0)
+        self._first = torch.where(found, now, self._first)
+
+    def _poll(self, module: pl.LightningModule) -> None:
+        """Read a copy that has arrived; send for the next one."""
+        assert self._first is not None
+        if self._copied is not None:
+            if not self._copied.query():  # type: ignore[no-untyped-call]
+                return
+            self._judge(module, self._copy)
+        self._copy = self._first.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def _read(self, module: pl.LightningModule) -> None:
+        """Wait for the device, and judge."""
+        if self._first is not None:
+            self._judge(module, self._first.cpu())
+
+    @staticmethod
+    def _judge(module: pl.LightningModule, note: Tensor | None) -> None:
+        if note is not None and int(note[0]) >= 0:
+            raise diverged(module, int(note[0]), int(note[1]))
+
+
+def diverged(
+    module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
+) -> FloatingPointError:
+    """The error of a run that has diverged: where, and what to change."""
+    lr = getattr(getattr(module, "optim", None), "lr", None)
+    now = f" (now {lr:g})" if lr is not None else ""
+    return FloatingPointError(
+        f"{what} is not finite at step {step}, in epoch {epoch}: training has diverged; lower "
+        f"optim.lr{now} or raise the precision. Checkpoints saved before are as they were"
+    )

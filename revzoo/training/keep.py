@@ -1,0 +1,92 @@
+"""Which states of a run are kept: the last one, to go on from, and the best one, to use.
+
+Why not Lightning's ``ModelCheckpoint`` for the last one: it has no notion of where in an epoch a
+run can be resumed exactly, nor of being asked to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+
+from revzoo.training.checkpoints import LAST
+from revzoo.training.position import can_resume_here, is_last_chance
+from revzoo.training.stop import stop_requested
+
+BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps ``last.ckpt``: at the end of every epoch, when the run is stopped, and in between.
+
+    Args:
+        folder: the folder of the checkpoints.
+        minutes: the longest time of training that a kill may cost, in epochs longer than that.
+
+    Attributes:
+        saved_step: the optimiser steps done when the state was last saved.
+    """
+
+    def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
+        if not minutes > 0:
+            raise ValueError(f"callbacks.last_checkpoint.minutes={minutes}: expected minutes > 0")
+        self.path = folder / LAST
+        self.minutes = minutes
+        self.saved_step = 0
+        self._saved_at = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        if can_resume_here(trainer) and (stop_requested(trainer) or self._is_due(trainer)):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer)
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        last_chance = is_last_chance(trainer)
+        if trainer.world_size > 1 and not last_chance and trainer.global_step % 20:
+            return False  # the processes agree now and then: each time costs a synchronisation
+        age = time.monotonic() - self._saved_at
+        due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
+        return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self.saved_step = trainer.global_step
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self._saved_at = time.monotonic()
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """``best.ckpt``, with paths in its state that are relative: a run's folder may be moved."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._with_paths(super().state_dict(), self._relative)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(self._with_paths(state_dict, self._absolute))
+
+    def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
+        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
+        models = {change(path): score for path, score in state["best_k_models"].items()}
+        changed = {name: change(state[name]) for name in paths}
+        return {**state, **changed, "best_k_models": models, "dirpath": change(state["dirpath"])}
+
+    def _relative(self, path: str) -> str:
+        return path and os.path.relpath(path, self.dirpath)
+
+    def _absolute(self, path: str) -> str:
+        assert self.dirpath is not None
+        return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118

@@ -1,0 +1,131 @@
+"""SIGTERM and Ctrl-C end a run in good order: after the batch, with its state saved.
+
+In training the batch (with accumulated gradients: the optimiser step) is finished and ``last.ckpt``
+written; in validation and test the run ends after the batch with what was saved before, since what
+is evaluated again after resuming has the same figures. Outside of these the run ends at once, and
+at a second Ctrl-C in any case.
+
+Lightning's own handler ends a run without saving it, and broadcasts from inside the handler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytorch_lightning as pl
+
+from revzoo.training.position import can_resume_here
+
+log = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class RunStopped(BaseException):
+    """A signal has ended the run. As ``KeyboardInterrupt``, no ``except Exception`` catches it."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"stopped by {signal.Signals(signum).name}")
+        self.signum = signum
+
+    @property
+    def status(self) -> int:
+        """The exit status that shells give to a program ended by the signal: 143 or 130."""
+        return 128 + self.signum
+
+
+class GracefulStop(pl.Callback):
+    """Ends the run at the next place where nothing is lost; see the module's text.
+
+    Attributes:
+        requested: the signal that has come in, if any; of any process, once a batch has ended.
+    """
+
+    def __init__(self) -> None:
+        self.requested: int | None = None
+        self._may_end = False  # whether the state after the present batch is being saved
+        self._waits = False  # whether a loop is running that will look at ``requested``
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Answer signals inside, in the main thread; the handlers from before come back after."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {signum: signal.getsignal(signum) for signum in SIGNALS}
+        self._listen()
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _listen(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for signum in SIGNALS:
+                signal.signal(signum, self._answer)
+
+    def _answer(self, signum: int, frame: FrameType | None) -> None:
+        if self.requested is not None and signum == signal.SIGINT:
+            os._exit(128 + signum)
+        if self.requested is not None:
+            return  # batch systems send SIGTERM to a process and to its group
+        self.requested = signum
+        if not self._waits:
+            raise RunStopped(signum)
+        name = signal.Signals(signum).name
+        log.warning("%s: stopping after this batch (Ctrl-C: at once)", name)
+
+    def _loop_starts(self, *args: Any) -> None:
+        self._listen()  # Lightning has put its own handler in place
+        self._waits = True
+
+    def _loop_ends(self, *args: Any) -> None:
+        self._waits = False
+        self._end_if_requested()
+
+    def _end_if_requested(self, *args: Any) -> None:
+        if self.requested is not None:
+            raise RunStopped(self.requested)
+
+    # these hooks are given more than is needed
+    on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
+    on_train_end = on_test_end = _loop_ends  # type: ignore[assignment]
+    on_validation_batch_end = on_test_batch_end = _end_if_requested  # type: ignore[assignment]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """Agree with the other processes; those callbacks that save come after this one."""
+        self._agree(trainer)
+        self._may_end = bool(self.requested) and can_resume_here(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._agree(trainer)
+        self._may_end = bool(self.requested)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """End the run: not before the figures of the last batch have been logged."""
+        if self._may_end:
+            self._end_if_requested()
+
+    def _agree(self, trainer: pl.Trainer) -> None:
+        """Let all processes know of a signal to one."""
+        if trainer.world_size > 1:
+            anywhere = trainer.strategy.reduce_boolean_decision(bool(self.requested), all=False)
+            if anywhere and self.requested is None:
+                self.requested = signal.SIGTERM
+
+
+def stop_requested(trainer: pl.Trainer) -> bool:
+    """Whether a signal has asked the trainer's run to stop."""
+    return any(isinstance(c, GracefulStop) and bool(c.requested) for c in trainer.callbacks)  # type: ignore[attr-defined]

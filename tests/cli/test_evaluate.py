@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from revzoo.cli.evaluate import evaluate, main
+from revzoo.cli.overrides import compose_checked
+from revzoo.cli.predict import main as predict_main
+from revzoo.cli.predict import predict
+from revzoo.cli.train import to_plain, train
+from revzoo.data import Digits
+from revzoo.training.checkpoints import read_checkpoint
+from revzoo.training.restore import restore
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FULL = ("trainer.limit_test_batches=null", "trainer.limit_val_batches=null")
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", *FULL, "logger=none")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """The best checkpoint of a run on digits, and the run's figures."""
+    run_dir = tmp_path_factory.mktemp("run")
+    with torch.random.fork_rng():
+        figures = train(to_plain(compose_checked(SMALL, config_dir=CONFIGS)), run_dir=run_dir)
+    return run_dir / "checkpoints" / "best.ckpt", figures
+
+
+def config(*overrides: str) -> dict[str, Any]:
+    return to_plain(compose_checked(["trainer=cpu", *overrides], config_dir=CONFIGS, name="eval"))
+
+
+def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
+    """Test digits as image files, in class folders of these names; train/ and test/ alike."""
+    data = Digits()
+    data.setup("test")
+    assert data._test is not None
+    for split in ("train", "test"):
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            chosen = (data._test.labels == label).nonzero().flatten()[:count].tolist()
+            for index in chosen:
+                pixels = data._test.__getitems__([index])[0][0, 0].numpy()
+                Image.fromarray(pixels).save(root / split / name / f"{index:03d}.png")
+    return root
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_the_figures_are_those_of_the_run(split: str, run: Any) -> None:
+    path, expected = run
+    figures = evaluate(config(f"ckpt={path}", f"split={split}"))
+    assert set(figures) == {f"{split}/{name}" for name in ("loss", "acc", "acc5")}
+    for name, value in figures.items():
+        assert value == pytest.approx(expected[name], rel=1e-6)
+    batched = evaluate(config(f"ckpt={path}", f"split={split}", "batch_size=100"))
+    assert batched == pytest.approx(figures, rel=1e-5)
+
+
+def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"ckpt={run[0]}", "trainer=cpu"], config_dir=CONFIGS)
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
+
+
+def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
+    figures = evaluate(
+        config(f"ckpt={run[0]}", "data=imagefolder", f"data.root={root}", "data.in_chans=1")
+    )
+    predictions = predict(restore(run[0]), [root / "test"])
+    found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
+    assert len(found) == 40
+    assert figures["test/acc"] == pytest.approx(np.mean(found))
+    data = Digits()
+    data.setup("test")
+    module = restore(run[0]).module
+    first = sorted((root / "test").rglob("*.png"))[0]
+    pixels = torch.from_numpy(np.array(Image.open(first)))[None, None]
+    with torch.no_grad():
+        expected = module(data.transform(pixels, training=False)).softmax(1)[0]
+    ((_, classes),) = predict(restore(run[0]), [first])
+    for name, probability in classes.items():
+        assert probability == pytest.approx(float(expected[int(name)]), rel=1e-5)
+
+
+def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, ["one", "two"])
+    arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
+    with pytest.raises(SystemExit, match=r"trained on 10 classes .* this data has 2: one, two"):
+        main([*arguments, "data.in_chans=1"], config_dir=CONFIGS)
+
+
+def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
+    arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
+    with pytest.raises(SystemExit, match="1 channels, the data have 3"):
+        main(arguments, config_dir=CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "ckpt is needed"),
+        (["ckpt=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["split=train"], "expected test or val"),
+        (["batch_size=0"], "whole number >= 1"),
+        (["splitt=val"], "did you mean 'split'"),
+        (["model=revnet38"], "model"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str, run: Any) -> None:
+    given = overrides if any("ckpt" in o for o in overrides) or not overrides else None
+    arguments = given if given is not None else [f"ckpt={run[0]}", *overrides]
+    with pytest.raises(SystemExit) as end:
+        main(arguments, config_dir=CONFIGS)
+    assert str(end.value).startswith("revzoo: ")
+    assert message in str(end.value)
+
+
+def test_a_lone_checkpoint_needs_data(run: Any, tmp_path: Path) -> None:
+    lone = Path(shutil.copy(run[0], tmp_path / "a.ckpt"))
+    with pytest.raises(SystemExit, match="does not lie in the folder of a run"):
+        main([f"ckpt={lone}", "trainer=cpu"], config_dir=CONFIGS)
+    assert "test/acc" in evaluate(config(f"ckpt={lone}", "data=digits"))
+
+
+def test_predictions_as_table_json_and_csv(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=1)
+    arguments = [f"ckpt={run[0]}", str(root / "test"), "--device", "cpu"]
+
+    def printed(*options: str) -> str:
+        predict_main([*arguments, *options])
+        return capsys.readouterr().out
+
+    rows = json.loads(printed("--json"))
+    assert len(rows) == 10
+    for row in rows:
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        assert row["class"] == max(row["probabilities"], key=row["probabilities"].get)
+    table = printed("--top", "2").splitlines()
+    assert table[0].split()[:2] == [rows[0]["path"], rows[0]["class"]]
+    assert len(table[0].split()) == 5
+    lines = list(csv.DictReader(printed("--csv", "--batch-size", "3").splitlines()))
+    assert [line["class"] for line in lines] == [row["class"] for row in rows]
+    assert float(lines[3]["7"]) == pytest.approx(rows[3]["probabilities"]["7"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere.png", "there is no image"), ("empty", "no images in")]
+)
+def test_what_is_no_image_is_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=message):
+        predict_main([f"ckpt={run[0]}", str(tmp_path / name)])
+
+
+def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("hello")
+    with pytest.raises(SystemExit, match="cannot decode image"):
+        predict_main([f"ckpt={run[0]}", str(tmp_path / "a.png")])
+
+
+def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
+    averaged = (*SMALL, "callbacks.ema={decay: 0.9}", "trainer.max_epochs=2")
+    figures = train(to_plain(compose_checked(averaged, config_dir=CONFIGS)), run_dir=tmp_path)
+    path = tmp_path / "checkpoints" / "best.ckpt"
+    found = evaluate(config(f"ckpt={path}"))
+    for name, value in found.items():
+        assert value == pytest.approx(figures[name], rel=1e-6)
+    state = read_checkpoint(path)
+    name = next(name for name, value in state["state_dict"].items() if value.dim() == 4)
+    assert not torch.equal(state["state_dict"][name], state["current_model_state"][name])
+    assert all(
+        v.dtype == state["state_dict"][n].dtype for n, v in state["current_model_state"].items()
+    )

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+
+from revzoo.cli import train as train_module
+from revzoo.cli.resume import asks_to_resume, resume
+from revzoo.cli.train import train
+from revzoo.training.checkpoints import LAST, PREVIOUS, read_checkpoint
+from revzoo.training.stop import GracefulStop
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+SMALL = (
+    "debug=smoke",
+    "trainer=cpu",
+    "+model.units=[1,1,1]",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=4",
+    "logger=csv",
+)
+TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
+
+
+def go_on(run_dir: Path, *arguments: str) -> dict[str, float]:
+    return resume(["--resume", str(run_dir), *arguments], config_dir=CONFIGS)
+
+
+def refused(run_dir: Path, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        go_on(run_dir, *arguments)
+    message = str(end.value)
+    assert message.startswith("revzoo: ")
+    return message
+
+
+@pytest.fixture
+def stopped(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that SIGTERM has stopped in the middle of its second epoch."""
+
+    class StopsInStep5(GracefulStop):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                self.requested = 15
+
+    run_dir = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsInStep5)
+        with pytest.raises(SystemExit) as end:
+            train(compose(*SMALL), run_dir=run_dir, overrides=SMALL)
+    assert end.value.code == 143
+    return run_dir
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open() as file:
+        found = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+    return [row for row in found if any(v for k, v in row.items() if k not in ("step", "epoch"))]
+
+
+def without_times(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if name not in TIMES}
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(
+    stopped: Path, compose: Any, tmp_path: Path
+) -> None:
+    summary = json.loads((stopped / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"]) == (6, "stopped by SIGTERM")
+    assert "val/acc" in summary["metrics"]
+    figures = go_on(stopped)
+    whole = tmp_path / "whole"
+    assert without_times(figures) == without_times(train(compose(*SMALL), run_dir=whole))
+    for name in (LAST, "best.ckpt"):
+        states = [read_checkpoint(d / "checkpoints" / name)["state_dict"] for d in (stopped, whole)]
+        assert all(map(torch.equal, states[0].values(), states[1].values()))
+    assert rows(stopped) == rows(whole)
+    assert json.loads((stopped / "summary.json").read_text())["stopped"] is None
+    sessions = [json.loads(line) for line in (stopped / "sessions.jsonl").read_text().splitlines()]
+    assert [s["from_step"] for s in sessions] == [0, 6]
+    assert sessions[0]["overrides"] == list(SMALL)
+    assert sessions[0]["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
+
+
+def test_it_goes_on_from_the_state_before_a_damaged_one(
+    stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = stopped / "checkpoints" / LAST
+    last.write_bytes(last.read_bytes()[:1000])
+    assert "test/acc" in go_on(stopped)
+    assert f"going on from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
+
+
+def test_the_memory_mode_may_change(stopped: Path) -> None:
+    figures = go_on(stopped, "memory=store")
+    assert "test/acc" in figures
+    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+
+
+def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
+    assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
+    assert "test/acc" in go_on(stopped, "precision=bf16", "--allow-precision-change")
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=1", "a run goes on as it was configured"),
+        ("trainer.max_epochs=9", "a run goes on as it was configured"),
+        ("memory=nothing", "no such option"),
+    ],
+)
+def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> None:
+    before = sorted(p.name for p in stopped.rglob("*"))
+    assert message in refused(stopped, override)
+    assert sorted(p.name for p in stopped.rglob("*")) == before
+
+
+def test_another_model_in_the_configuration_is_noticed(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
+    assert "differ in model" in refused(stopped)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no "),
+        ("a: [", "no YAML"),
+        ("[1]", "holds no configuration"),
+        ("a: 1", "config.a: no such option"),
+        ("model: !!python/object/apply:os.getcwd []", "no YAML"),
+    ],
+)
+def test_a_folder_without_a_configuration_is_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    assert message in refused(tmp_path)
+
+
+def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("revzoo.data.Digits", "antigravity.open"))
+    assert "data._target_=antigravity.open: expected one of" in refused(stopped)
+
+
+def test_a_run_that_saved_nothing_is_refused(stopped: Path) -> None:
+    for path in (stopped / "checkpoints").iterdir():
+        path.unlink()
+    assert "start it anew" in refused(stopped)
+
+
+def test_how_it_is_asked_for() -> None:
+    assert asks_to_resume(["--resume", "a"])
+    assert asks_to_resume(["--resume=a"])
+    assert not asks_to_resume(["model=revnet38"])

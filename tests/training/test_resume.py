@@ -1,0 +1,142 @@
+"""A run that is stopped and goes on ends as one that was never stopped, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TINY, trainer
+
+from revzoo.data import Digits
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.checkpoints import LAST, PlainCheckpointIO, read_checkpoint
+from revzoo.training.run_state import RunState, random_states, set_random_states
+from revzoo.training.stop import GracefulStop, RunStopped
+
+NET = {**TINY, "num_classes": 10, "dropout": 0.1}
+BATCHES = 4  # of an epoch; three epochs
+SIGTERM = 15
+
+
+class StopIn(pl.Callback):
+    """Asks for a stop while optimiser step ``step`` is computed."""
+
+    def __init__(self, stop: GracefulStop, step: int) -> None:
+        self.stop, self.step = stop, step
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            self.stop.requested = SIGTERM
+
+
+def fit(
+    folder: Path, *, stop_in: int | None = None, resume: bool = False, **options: Any
+) -> tuple[dict[str, torch.Tensor], dict[str, float]] | None:
+    """Weights and figures of a run, or None if it was stopped."""
+    pl.seed_everything(99 if resume else 0, workers=True, verbose=False)
+    random.seed(1 if resume else 0)
+    stop = GracefulStop()
+    names = {"best_checkpoint": {}, "last_checkpoint": {}, "ema": options.pop("ema", None)}
+    callbacks = build_callbacks(names, run_dir=folder)
+    callbacks.append(stop)
+    if stop_in is not None:
+        callbacks.insert(0, StopIn(stop, stop_in))
+    options = {"max_epochs": 3, "limit_train_batches": BATCHES, **options}
+    runner = trainer(
+        folder,
+        enable_checkpointing=True,
+        callbacks=callbacks,
+        plugins=[PlainCheckpointIO()],
+        **options,
+    )
+    module = Classifier(NET, optim={"lr": 0.1, "schedule": {"name": "onecycle"}})
+    path = folder / "checkpoints" / LAST if resume else None
+    data = Digits(batch_size=32)
+    try:
+        runner.fit(module, datamodule=data, ckpt_path=path, weights_only=True)
+    except RunStopped:
+        return None
+    (state,) = [c for c in runner.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
+    figures = {name: float(v) for name, v in runner.callback_metrics.items()}
+    return module.state_dict(), {**state.figures, **figures}
+
+
+@pytest.fixture(scope="module")
+def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with torch.random.fork_rng():
+        return fit(tmp_path_factory.mktemp("unbroken"))
+
+
+def assert_same(found: Any, expected: Any) -> None:
+    assert found is not None
+    assert found[1] == expected[1]
+    for name, value in expected[0].items():
+        assert torch.equal(found[0][name], value), name
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.parametrize(
+    ("stop_in", "saved"),
+    [
+        (0, 1),  # after the first batch
+        (5, 6),  # in the middle of the second epoch
+        (4, 5),  # after the first batch of an epoch
+        (7, 4),  # in an epoch's last batch: its validation is cut off
+        (11, 8),  # in the last batch of all
+    ],
+)
+def test_a_resumed_run_is_bit_equal(
+    stop_in: int, saved: int, unbroken: Any, tmp_path: Path
+) -> None:
+    assert fit(tmp_path, stop_in=stop_in) is None
+    last = read_checkpoint(tmp_path / "checkpoints" / LAST)
+    assert last["global_step"] == saved
+    assert_same(fit(tmp_path, resume=True), unbroken)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*could not find the monitored key:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "stop_in", "saved"),
+    [
+        # gradients of half a step are not saved: the step is finished first
+        ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 2, 3),
+        ({"val_check_interval": 2}, 1, 3),  # not before a validation in the middle of an epoch
+        ({"ema": {"decay": 0.5}}, 5, 6),
+        ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
+    ],
+)
+def test_also_with_other_rhythms(
+    options: dict[str, Any], stop_in: int, saved: int, tmp_path: Path
+) -> None:
+    whole = fit(tmp_path / "whole", **options)
+    folder = tmp_path / "broken"
+    stopped = fit(folder, stop_in=stop_in, **options)
+    if options.get("val_check_interval"):
+        # the stop came in the batch before a validation, which is cut off: nothing is saved yet
+        assert stopped is None
+        assert not (folder / "checkpoints" / LAST).exists()
+        stop_in = 2
+        assert fit(folder, stop_in=stop_in, **options) is None
+    last = read_checkpoint(folder / "checkpoints" / LAST)
+    assert last["global_step"] == saved
+    assert_same(fit(folder, resume=True, **options), whole)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_a_finished_run_has_its_figures_still(unbroken: Any, tmp_path: Path) -> None:
+    assert_same(fit(tmp_path), unbroken)
+    assert_same(fit(tmp_path, resume=True), unbroken)
+
+
+def test_random_states_come_back() -> None:
+    states = random_states()
+    drawn = (torch.rand(1), np.random.rand(), np.random.randn(), random.random())
+    assert (torch.rand(1), random.random()) != (drawn[0], drawn[3])
+    set_random_states(states)
+    assert (torch.rand(1), np.random.rand(), np.random.randn(), random.random()) == drawn
