@@ -1,5 +1,7 @@
 """Each test tells one fault that was once there."""
 
+import math
+
 import pytest
 import torch
 from compare import error, linear_net, twin
@@ -7,16 +9,23 @@ from torch import nn
 
 from revzoo import (
     AdditiveCoupling,
+    ConversionError,
     DriftError,
     Invertible,
+    Merge,
+    NotInvertibleError,
+    Reversed,
     ReversibleBlock,
     ReversibleSequence,
     check_inverse,
+    create_model,
     drift,
     invertible_checkpoint,
     is_replaying,
     set_memory,
 )
+from revzoo.core.guard import sample
+from revzoo.models.foreign import read_tensors
 
 
 def vectors(width=8):
@@ -319,3 +328,68 @@ def test_tokens_are_split_along_another_dimension():
     y1, y2 = net(*x.chunk(2, dim=-1))
     assert torch.equal(net(x), torch.cat((y1, y2), dim=-1))
     assert torch.allclose(net.inverse(net(x)), x, atol=1e-6)
+
+
+def test_zeros_appended_by_a_stage_of_one_block_are_guarded_in_the_next_stage_too():
+    """The second coupling after a padding amplified rounding where it was in another stage."""
+    model = create_model("irevnet13", units=(1, 2))
+    modes = [m.memory for m in model.modules() if isinstance(m, AdditiveCoupling)]
+    assert modes == ["recompute", "recompute", "invert"]
+
+
+def test_stochastic_depth_in_training_has_no_inverse():
+    """It was refused of dropout only: the image came back wrong, without a word."""
+    model = create_model("irevnet13", drop_path_rate=0.5, memory="exact")
+    z = model.encode(torch.zeros(2, 3, 8, 8))
+    with pytest.raises(NotInvertibleError, match=r"drop_path drops values with p=.*call eval\(\)"):
+        model.inverse(z)
+    x = torch.ones(1, 3, 8, 8)
+    assert torch.equal(model.eval().inverse(model.encode(x)), x)
+
+
+def test_reversing_leaves_the_module_its_modes_and_names():
+    encoder = ReversibleSequence([AdditiveCoupling(nn.Tanh())], memory="exact")
+    decoder = Reversed(encoder)
+    assert (encoder[0].memory, encoder[0].grid, encoder[0].label) == ("exact", 14, "steps.0")
+    assert (decoder[0].memory, decoder[0].grid) == ("exact", 14)
+    x = torch.randint(-9, 9, (2, 4)) / 8
+    assert torch.equal(decoder(encoder(x)), x)
+
+
+def test_a_sum_beside_the_streams_does_not_hide_their_drift():
+    """The scale of a stream's error was taken from a log-determinant a thousand times its size."""
+    x, total = torch.ones(4, 3), torch.full((4,), 5000.0)
+    (first, _) = sample((x, total), (x * 2, total * 2))
+    assert first.operand.abs().max() == 2
+
+
+def test_the_drift_of_a_step_is_that_of_its_worst_stream():
+    class Wrong(Invertible):
+        def forward(self, x1, x2):
+            return x1.exp(), x2.exp()
+
+        def inverse(self, y1, y2):
+            return y1.log() + 1e-4, y2.log()
+
+    net = ReversibleSequence([Wrong()])
+    sum(t.sum() for t in net(*torch.ones(2, 3, 4, requires_grad=True))).backward()
+    assert drift(net)["steps.0"] == pytest.approx(1e-4 / math.e, rel=0.1)
+
+
+def test_a_sequence_that_ends_in_one_stream_is_inverted():
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), Merge()])
+    x = torch.randn(2, 3, 4)
+    back = net.inverse(net(*x))
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(back, x, strict=True))
+
+
+def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
+    state = {"weight": torch.ones(2)}
+    path = tmp_path / "model_best.pth.tar"
+    torch.save({"epoch": 3, "state_dict": state, "best_acc1": torch.tensor(1.0)}, path)
+    assert read_tensors(path).keys() == state.keys()
+    circle = {}
+    circle["model"] = circle
+    torch.save(circle, path)
+    with pytest.raises(ConversionError, match="holds no state_dict"):
+        read_tensors(path)

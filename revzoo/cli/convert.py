@@ -35,15 +35,12 @@ def run(args: argparse.Namespace) -> None:
     """Convert one file.
 
     Raises:
-        ValueError: it cannot be read, is no checkpoint of the program, or the folder cannot be
-            written.
+        OSError: the file cannot be read, or the folder not be written.
+        ValueError: it is no checkpoint of the program.
     """
-    try:
-        model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
-        recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"
-        entry = model.save_pretrained(args.folder, recipe=recipe)
-    except OSError as error:
-        raise ValueError(str(error)) from error
+    model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
+    recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"
+    entry = model.save_pretrained(args.folder, recipe=recipe)
     sys.stdout.write(f"{args.folder}: {entry.architecture}, {entry.num_classes} classes\n")
 
 

@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command.add_arguments(parser)
     try:
         command.run(parser.parse_args(arguments[1:]))
-    except (ValueError, WeightsError) as error:
+    except (OSError, ValueError, WeightsError) as error:
         sys.exit(f"revzoo: {error}")
 
 

@@ -27,6 +27,7 @@ from revzoo.cli.telling import told_plainly
 from revzoo.cli.train import to_plain, train
 from revzoo.training.callbacks import CHECKPOINTS
 from revzoo.training.checkpoints import CheckpointError, read_last
+from revzoo.training.classifier import WEIGHTS
 from revzoo.training.optim import OptimSpec
 
 LOG_FILE = "train.log"
@@ -124,11 +125,12 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     kept = state.get("hyper_parameters", {})
     model = dict(kept.get("model", {}))
     same_size = {name: int(model.get(name, 0)) for name in ("num_classes", "in_chans")}
-    wanted = {
-        "model": {**model_spec(config, **same_size), "memory": None},
-        "optim": OptimSpec.of(config["optim"]).plain(),
-    }
-    found = {"model": {**model, "memory": None}, "optim": kept.get("optim")}
+    spec = model_spec(config, **same_size)
+    # a checkpoint brings its own weights: it does not keep where the run's first ones came from
+    spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
+    spec["name"] = spec["name"].partition(".")[0]
+    wanted = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
+    found = {"model": {key: model.get(key) for key in spec}, "optim": kept.get("optim")}
     for section, options in wanted.items():
         if options != found[section]:
             raise CheckpointError(

@@ -29,7 +29,8 @@ class InverseReport(tuple[StepError, ...]):
 
     def worst(self, dtype: torch.dtype) -> float:
         """Largest relative error in ``dtype``."""
-        return max(row.relative for row in self if row.dtype == dtype)
+        errors = torch.tensor([row.relative for row in self if row.dtype == dtype])
+        return float(errors.max())  # NaN where there is one
 
     def __str__(self) -> str:
         lines = [f"{'dtype':10}{'step':40}{'absolute':>12}{'relative':>12}"]
@@ -69,7 +70,10 @@ def check_inverse(
         raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
     rows: list[StepError] = []
     grid = next((s.grid for _, s in _atoms(module) if s.grid is not None), None)
-    for dtype in dtypes if grid is None else sorted({*dtypes} & WITH_GRID, key=str):
+    kinds = dtypes if grid is None else sorted({*dtypes} & WITH_GRID, key=str)
+    if not kinds:
+        raise ValueError(f"dtypes={dtypes}: expected a type, on a grid float32 or float64")
+    for dtype in kinds:
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
         state = state if grid is None else put_on_grid(state, grid)
@@ -77,7 +81,8 @@ def check_inverse(
         with torch.no_grad():
             rows.append(_round_trip("whole", net, state, given)[0])
             if len(state) == 1 and net.streams == 2:
-                state = tuple(state[0].chunk(2, dim=getattr(net, "dim", 1)))
+                dim = getattr(net, "dim", 1)
+                state = tuple(half.clone() for half in state[0].chunk(2, dim=dim))
             for name, step in _atoms(net):
                 row, state = _round_trip(name, step, state, given)
                 rows.append(row)

@@ -57,14 +57,13 @@ class _Peak(NamedTuple):
 
 def sample(computed: State, known: State) -> list[Samples]:
     """A few values of each stream that the step does not pass on as it is."""
-    operand = None  # what the streams were computed with
-    for t in known:
-        if _comparable(t) and not _among(t, computed):
-            operand = t
+    operands = [t for t in known if _comparable(t) and not _among(t, computed)]
     found = []
     for i, t in enumerate(computed):
         if _comparable(t) and not _among(t, known):
-            found.append(Samples(i, _sampled(t), _sampled(t if operand is None else operand)))
+            # what the stream was computed with has its shape; where nothing has, it is moved alone
+            operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
+            found.append(Samples(i, _sampled(t), _sampled(operand)))
     return found
 
 
@@ -172,8 +171,10 @@ def _check_drifts(drifts: list[_Drift]) -> None:
     difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
     scale = torch.stack((expected, operand)).nan_to_num(0, 0, 0).abs().amax((0, 2))
     errors = (difference.amax(1) / scale.clamp_min(torch.finfo(scale.dtype).tiny)).tolist()
+    for drift in drifts:
+        drift.step.drift = 0.0
     for drift, error in zip(drifts, errors, strict=True):
-        drift.step.drift = error
+        drift.step.drift = max(drift.step.drift or 0.0, error)
     for drift, error in zip(drifts, errors, strict=True):
         if not error <= drift.limit:
             raise DriftError(_explain(drift, error, max(errors)))

@@ -99,7 +99,7 @@ class Step(nn.Module):
         return False
 
 
-def _no_inverse(self: Invertible, *state: Tensor) -> State:
+def _no_inverse(self: Invertible, *state: Tensor, **context: Any) -> State:
     raise NotImplementedError(f"{type(self).__name__} must define inverse(*state) -> state")
 
 
@@ -148,6 +148,7 @@ class Invertible(Step):
         and recording can share work, as in a coupling.
         """
         inputs = record.inverted(self.inverse, outputs, context)
+        check_inputs(self, inputs, len(record.needs))
         record(self.forward, inputs, record.needs, context)
         return inputs
 
@@ -182,6 +183,15 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
         f"{name_of(step) if step is not None else 'a step'} returned {_kind(outputs)}, expected a "
         "tensor or a tuple of tensors, one per stream"
     )
+
+
+def check_inputs(step: Step, inputs: State, count: int) -> None:
+    """Raise a ValueError unless an inverse returned ``count`` streams; names ``step``."""
+    if len(inputs) != count:
+        raise ValueError(
+            f"the inverse of {name_of(step)} returned {len(inputs)} streams, expected the {count} "
+            "that its forward took, in their order"
+        )
 
 
 def _kind(outputs: Any) -> str:

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
-from revzoo.core.invertible import Invertible, State, Step, as_state, name_of
+from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
 from revzoo.core.replay import Conditions
 
 
@@ -156,16 +156,9 @@ class Entry:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            return self.inputs(self.step.inverse(*self._laid_out(outputs), **self.context))
-
-    def inputs(self, inverted: Any) -> State:
-        """What an inverse returned, if it is as many streams as the forward pass took."""
-        state = as_state(inverted, self.step)
-        if len(state) != len(self.needs):
-            raise ValueError(
-                f"the inverse of {self.name} returned {len(state)} streams, expected the "
-                f"{len(self.needs)} that its forward took, in their order"
-            )
+            inputs = self.step.inverse(*self._laid_out(outputs), **self.context)
+        state = as_state(inputs, self.step)
+        check_inputs(self.step, state, len(self.needs))
         return state
 
     def _laid_out(self, outputs: State) -> State:
@@ -219,7 +212,7 @@ class Replayed:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
-            return self._entry.inputs(inverse(*outputs, **context))
+            return as_state(inverse(*outputs, **context), self._entry.step)
 
     def __call__(
         self,

@@ -27,6 +27,8 @@ from torch.nn import functional
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.coupling import AdditiveCoupling
 
+RECOMPUTED = 2  # couplings after a padding that are PaddedCouplings
+
 
 class ChannelPadding(Invertible):
     """``(B, C, H, W) -> (B, C + extra, H, W)``, zeros last.
@@ -62,6 +64,11 @@ class ChannelPadding(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         (x,) = state
+        if x.dim() != 4:
+            raise ValueError(
+                f"ChannelPadding({self.extra}) got a stream of shape {tuple(x.shape)}: expected "
+                "(B, C, H, W)"
+            )
         return (functional.pad(x, (0, 0, 0, 0, 0, self.extra)),)
 
     def inverse(self, *state: Tensor, **context: Any) -> State:

@@ -23,7 +23,7 @@ class Reversed(ReversibleSequence):
 
     Args:
         module: an :class:`~revzoo.Invertible`, such as a layer or a ``ReversibleSequence``.
-        memory: mode of all steps, see :class:`~revzoo.ReversibleSequence`.
+        memory: mode of all steps, which are the module's own; None keeps their modes.
 
     Raises:
         TypeError: ``module`` is no Invertible.
@@ -37,14 +37,17 @@ class Reversed(ReversibleSequence):
         x = decoder(encoder(x))
     """
 
-    def __init__(self, module: Invertible, *, memory: str = "invert") -> None:
+    def __init__(self, module: Invertible, *, memory: str | None = None) -> None:
         if not isinstance(module, Invertible):
             raise TypeError(
                 f"Reversed got a {type(module).__name__}, expected an Invertible: only what has an "
                 "inverse can be reversed"
             )
+        labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
         super().__init__(steps, memory=memory, dim=getattr(module, "dim", 1))
+        for step, label in labels:  # errors name them by their place in the module
+            step.label = label
 
 
 def _from_last(module: Step) -> Iterator[Invertible]:
@@ -68,6 +71,7 @@ class ReversedStep(Invertible):
         self.step = step
         self.streams = step.outputs
         self.exact = step.exact
+        self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
 
     @property
     def outputs(self) -> int:

@@ -41,7 +41,7 @@ class ReversibleSequence(Invertible):
             it is recomputed from its input where the mode is ``invert``, and :meth:`inverse`
             refuses.
         memory: mode of all steps, see :mod:`revzoo.core.memory`; :func:`revzoo.set_memory`
-            changes it later. Whatever mode a member had is replaced.
+            changes it later. Whatever mode a member had is replaced; None keeps it.
         dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
 
     Raises:
@@ -55,7 +55,9 @@ class ReversibleSequence(Invertible):
         seq(x).sum().backward()
     """
 
-    def __init__(self, steps: Iterable[Step], *, memory: str = "invert", dim: int = 1) -> None:
+    def __init__(
+        self, steps: Iterable[Step], *, memory: str | None = "invert", dim: int = 1
+    ) -> None:
         super().__init__()
         self.dim = dim
         self.steps = nn.ModuleList()
@@ -67,7 +69,8 @@ class ReversibleSequence(Invertible):
                 )
             self.steps.append(step)
         label_steps(self)
-        assign_memory([m for m in self.modules() if isinstance(m, Step)], memory)
+        if memory is not None:
+            assign_memory([m for m in self.modules() if isinstance(m, Step)], memory)
 
     @property
     def streams(self) -> int:  # type: ignore[override]
@@ -96,7 +99,7 @@ class ReversibleSequence(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         outputs, _ = self._walk(state, (), context)
-        return outputs[0] if len(state) == len(outputs) == 1 else outputs
+        return outputs[0] if len(outputs) == 1 else outputs
 
     def _walk(self, state: State, total: State, context: dict[str, Any]) -> tuple[State, State]:
         """Run the steps; ``total``, if not empty, is the sum of log-determinants before them."""
@@ -119,8 +122,8 @@ class ReversibleSequence(Invertible):
             RangeError: on a grid, a stream is too large for its sums to have been exact.
         """
         self._check_invertible()
-        merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
-        bare = len(state) == 1
+        split = self.streams == self.outputs == 2
+        merge = len(state) == 1 and isinstance(state[0], Tensor) and split
         state = Split(self.dim)(*state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
@@ -130,7 +133,7 @@ class ReversibleSequence(Invertible):
                 with Conditions(step, state).restored():
                     state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
         state = Merge(self.dim)(*state) if merge else state
-        return state[0] if bare and len(state) == 1 else state
+        return state[0] if len(state) == 1 else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
         """What :meth:`forward` returns, and the sum of the steps' log-determinants ``(B,)``.
@@ -143,7 +146,7 @@ class ReversibleSequence(Invertible):
         """
         self._check_invertible()
         outputs, (total,) = self._walk(state, (zero_total(state[0]),), context)
-        return outputs[0] if len(state) == len(outputs) == 1 else outputs, total
+        return outputs[0] if len(outputs) == 1 else outputs, total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         """As :meth:`forward_with_log_det`, the sum alone; the steps run all the same."""

@@ -99,6 +99,9 @@ KNOWN: Mapping[tuple[str, str], Any] = {
 }
 
 
+WRAPPED = (Mapping, Placeholder)
+
+
 class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
@@ -172,8 +175,10 @@ def _refuse_programs(path: Path) -> None:
 
 
 def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    while isinstance(content, Mapping) and not _is_state(content):
-        inner = next((key for key in WRAPPERS if key in content), None)
+    seen: set[int] = set()  # a dictionary may hold itself
+    while isinstance(content, Mapping) and id(content) not in seen:
+        seen.add(id(content))
+        inner = next((k for k in WRAPPERS if isinstance(content.get(k), WRAPPED)), None)
         if inner is None:
             break
         content = content[inner]

@@ -34,7 +34,7 @@ from revzoo.layers.branch import TripleBranch
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.droppath import add_drop_path, drop_path_rates
 from revzoo.layers.norm import NormAct, NormKind
-from revzoo.layers.padding import ChannelPadding, PaddedCoupling
+from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
@@ -200,9 +200,10 @@ class IRevNet(ConvolutionalClassifier):
         widths = variant.widths(in_chans)
         self.num_features = widths[-1][1]
         self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
-        rates = iter(drop_path_rates(drop_path_rate, sum(variant.units)))
+        rates = drop_path_rates(drop_path_rate, sum(variant.units))
+        blocks = zip(_since_padding(variant, widths), rates, strict=True)
         self.stages = nn.ModuleList(
-            ReversibleSequence(_stage(variant, i, widths, rates), memory=self.default_memory)
+            ReversibleSequence(_stage(variant, i, widths, blocks), memory=self.default_memory)
             for i in range(len(widths))
         )
         self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
@@ -239,7 +240,10 @@ def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
 
 
 def _stage(
-    variant: IRevNetVariant, index: int, widths: list[tuple[int, int]], rates: Iterator[float]
+    variant: IRevNetVariant,
+    index: int,
+    widths: list[tuple[int, int]],
+    blocks: Iterator[tuple[int, float]],
 ) -> Iterator[Step]:
     before, width = widths[index]
     stream = width // 2
@@ -248,6 +252,7 @@ def _stage(
     if variant.strides[index] > 1:
         yield Squeeze(2, order="irevnet")
     for block in range(variant.units[index]):
+        since_padding, drop_path = next(blocks)
         stride = variant.strides[index] if block == 0 else 1
         branch = TripleBranch(
             stream // stride**2,
@@ -258,13 +263,23 @@ def _stage(
             dropout=variant.dropout,
             norm_act=variant.norm_act(MOMENTUM),
         )
-        add_drop_path(branch, next(rates))
-        if stride > 1:
-            yield AdditiveCoupling(_before_squeeze(branch))
-        elif width > before and block < 2:
-            yield PaddedCoupling(branch, filled=None if block else max(0, before - stream))
+        add_drop_path(branch, drop_path)
+        residual = branch if stride == 1 else _before_squeeze(branch)
+        if since_padding < RECOMPUTED:
+            filled = max(0, before - stream) if since_padding == 0 else None
+            yield PaddedCoupling(residual, filled=filled)
         else:
-            yield AdditiveCoupling(branch)
+            yield AdditiveCoupling(residual)
+
+
+def _since_padding(variant: IRevNetVariant, widths: list[tuple[int, int]]) -> Iterator[int]:
+    """Of each block, how many there are between it and the last zeros appended before it."""
+    count = RECOMPUTED  # as far from any as need be
+    for (before, after), units in zip(widths, variant.units, strict=True):
+        count = 0 if after > before else count
+        for _ in range(units):
+            yield count
+            count += 1
 
 
 class _Unsqueezed(nn.Module):

@@ -21,6 +21,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd  # base of Dropout*, AlphaDropout*
+from torchvision.ops import StochasticDepth
 
 from revzoo.core.invertible import (
     NotInvertibleError,
@@ -35,6 +37,8 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.checks import check_count, check_probability
 from revzoo.weights.entry import WeightsEntry
+
+DROPS = (_DropoutNd, StochasticDepth)  # draw anew in each pass
 
 
 class FeatureInfo(NamedTuple):
@@ -222,10 +226,10 @@ class ImageNetwork(nn.Module, ABC):
                 "model.stages[i].inverse(...)"
             )
         for name, module in self.stages.named_modules():
-            if isinstance(module, nn.Dropout) and module.training and module.p > 0:
+            if isinstance(module, DROPS) and module.training and module.p > 0:
                 raise NotInvertibleError(
-                    f"stages.{name} drops activations with p={module.p} in training mode, other "
-                    "ones in each pass: call eval() before encode and inverse"
+                    f"stages.{name} drops values with p={module.p} in training mode, other ones in "
+                    "each pass: call eval() before encode and inverse"
                 )
 
     def _check_images(self, x: Tensor) -> None:

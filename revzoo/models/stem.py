@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from revzoo.core.invertible import State, Step
 from revzoo.layers.conv import conv2d
 from revzoo.layers.norm import RELEASE, NormAct
+from revzoo.layers.split import halves
 
 
 class Stem(Step):
@@ -47,4 +48,4 @@ class Stem(Step):
     def forward(self, *state: Tensor) -> State:
         (x,) = state
         y: Tensor = self.pool(self.relu(self.norm(self.conv(x))))
-        return y.chunk(self.out_streams, dim=1)
+        return (y,) if self.out_streams == 1 else halves(y)
