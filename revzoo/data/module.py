@@ -218,6 +218,8 @@ class ImageData(pl.LightningDataModule, ABC):
         images = self.transform(batch[0], training=bool(self.trainer.training))
         # Lightning converts floats to the run's precision before the transfer; these were bytes.
         images = self.trainer.precision_plugin.convert_input(images)
+        if self.trainer.training:
+            return self.augment.mix(images, batch[1], num_classes=self.num_classes)
         return images, batch[1]
 
     def state_dict(self) -> dict[str, Any]:

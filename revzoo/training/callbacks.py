@@ -1,12 +1,13 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog` and :class:`DriftLogger` is Lightning's own.
+:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger` and :class:`Finetuning` is Lightning's
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from pytorch_lightning.callbacks import (
 
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
+from revzoo.training.finetune import Finetuning
 from revzoo.training.footprint import Footprint
 from revzoo.training.spec import check_names, keyword_names
 
@@ -79,6 +81,13 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
+def finetuning(
+    run_dir: Path, *, unfreeze: Mapping[int, str] | Sequence[int] | None = None
+) -> pl.Callback:
+    """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
+    return Finetuning(unfreeze=unfreeze)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -90,6 +99,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         epoch_log,
         drift,
         early_stopping,
+        finetuning,
     )
 }
 

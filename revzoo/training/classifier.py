@@ -34,7 +34,8 @@ class Classifier(pl.LightningModule):
     """Train, validate, test and predict with a classification model.
 
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
-    labels (B,). Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
+    labels (B,), or shares of the classes (B, num_classes), of which the largest counts for the
+    accuracy. Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
     ``test/acc``, in parts of one, per epoch; ``train/loss_step`` per step; ``val/acc5`` and
     ``test/acc5`` where there are more than five classes.
 
@@ -132,7 +133,8 @@ class Classifier(pl.LightningModule):
         when: dict[str, Any] = {"on_step": False, "on_epoch": True, "batch_size": len(labels)}
         self.log(f"{split}/loss", loss.detach(), sync_dist=True, **when)
         for name, metric in cast(nn.ModuleDict, self.metrics[f"{split}_metrics"]).items():
-            cast(Metric, metric).update(logits.detach(), labels)
+            hard = labels.argmax(1) if labels.dim() > 1 else labels
+            cast(Metric, metric).update(logits.detach(), hard)
             self.log(f"{split}/{name}", cast(Metric, metric), prog_bar=True, **when)
 
 

@@ -14,7 +14,14 @@ from pytorch_lightning.callbacks import (
 )
 from small_task import TinyNet, loader, trainer
 
-from revzoo.training import Classifier, DriftLogger, EpochLog, Footprint, build_callbacks
+from revzoo.training import (
+    Classifier,
+    DriftLogger,
+    EpochLog,
+    Finetuning,
+    Footprint,
+    build_callbacks,
+)
 from revzoo.training.callbacks import CALLBACKS, best_checkpoint_path
 
 ALL = {name: {} for name in CALLBACKS}
@@ -30,6 +37,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         EpochLog,
         DriftLogger,
         EarlyStopping,
+        Finetuning,
     }
 
 
