@@ -7,7 +7,7 @@ own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from pytorch_lightning.callbacks import (
 
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
-from revzoo.training.finetune import Finetuning
+from revzoo.training.finetune import Finetuning, Unfreeze
 from revzoo.training.footprint import Footprint
 from revzoo.training.spec import check_names, keyword_names
 
@@ -81,9 +81,7 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
-def finetuning(
-    run_dir: Path, *, unfreeze: Mapping[int, str] | Sequence[int] | None = None
-) -> pl.Callback:
+def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
     """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
     return Finetuning(unfreeze=unfreeze)
 

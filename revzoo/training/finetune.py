@@ -19,7 +19,7 @@ Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -28,6 +28,8 @@ from torch import nn
 
 from revzoo.training.parts import parts
 from revzoo.training.spec import nearest
+
+Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
 log = logging.getLogger(__name__)
 
@@ -40,8 +42,9 @@ class Finetuning(pl.Callback):
     Args:
         unfreeze: which part is the first to be trained from which epoch (counted from 0) on, such
             as ``{5: "stages.2", 8: "stages.0"}``: up to epoch 4 the classifier alone, then the
-            last stage too, then all but the stem. Or a list of epochs: one part more at each, from
-            the last stage to the stem. None: the classifier alone, a *linear probe*.
+            last stage too, then all but the stem; or as pairs ``[[5, "stages.2"], ...]``, which
+            Hydra replaces where it would merge a mapping. Or a list of epochs: one part more at
+            each, from the last stage to the stem. None: the classifier alone, a *linear probe*.
 
     Raises:
         ValueError: epochs are no rising whole numbers from 0 on.
@@ -51,7 +54,7 @@ class Finetuning(pl.Callback):
         'stages.2'
     """
 
-    def __init__(self, *, unfreeze: Mapping[int, str] | Sequence[int] | None = None) -> None:
+    def __init__(self, *, unfreeze: Unfreeze = None) -> None:
         self.unfreeze: dict[int, str] | list[int] = _checked(unfreeze)
 
     def first_trained(self, network: nn.Module, *, epoch: int) -> str:
@@ -147,15 +150,20 @@ def _network(pl_module: pl.LightningModule) -> nn.Module:
 
 
 def _checked(unfreeze: Any) -> dict[int, str] | list[int]:
-    given = [] if unfreeze is None else unfreeze
-    if not isinstance(given, Mapping | Sequence) or isinstance(given, str):
+    given = unfreeze.items() if isinstance(unfreeze, Mapping) else unfreeze or ()
+    if isinstance(given, str) or not isinstance(given, Iterable):
         raise ValueError(
             f"unfreeze={unfreeze!r}: expected epochs, such as [5, 8], or the first part to train "
             'by epoch, such as {5: "stages.2", 8: "stages.0"}'
         )
-    epochs = list(given)
+    entries: list[Any] = list(given)
+    paired = bool(entries) and all(isinstance(e, list | tuple) and len(e) == 2 for e in entries)
+    epochs = [entry[0] for entry in entries] if paired else entries
     if not all(isinstance(e, int) and not isinstance(e, bool) and e >= 0 for e in epochs):
-        raise ValueError(f"unfreeze={unfreeze!r}: expected epochs to be whole numbers from 0 on")
+        raise ValueError(
+            f"unfreeze={unfreeze!r}: expected epochs to be whole numbers from 0 on, and either all "
+            'or none with a part, such as [[5, "stages.2"], [8, "stages.0"]]'
+        )
     if any(earlier >= later for earlier, later in pairwise(epochs)):
         raise ValueError(f"unfreeze={unfreeze!r}: expected epochs in rising order, each once")
-    return dict(given) if isinstance(given, Mapping) else epochs
+    return dict(entries) if paired else epochs

@@ -64,7 +64,7 @@ def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) 
     [
         (None, [{"fc"}] * 3),
         ([1, 2], [{"fc"}, {"fc", "stages.2"}, {"fc", "stages.2", "stages.1"}]),
-        ({1: "stages.1"}, [{"fc"}, *[{"fc", "stages.2", "stages.1"}] * 2]),
+        ([[1, "stages.1"]], [{"fc"}, *[{"fc", "stages.2", "stages.1"}] * 2]),
         ({0: "stages.2", 2: "stem"}, [*[{"fc", "stages.2"}] * 2, {"fc", *BACKBONE}]),
     ],
 )
@@ -87,6 +87,13 @@ def test_nothing_is_left_frozen_after_a_run(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=1, callbacks=[Finetuning()]).fit(module, loader())
         assert all(p.requires_grad for p in module.parameters())
         assert all(m.training for m in module.modules())
+
+
+def test_what_was_frozen_by_hand_is_unfrozen_in_its_turn(tmp_path: Path) -> None:
+    module, watch = tiny(), Watch()
+    module.requires_grad_(False)
+    trainer(tmp_path, callbacks=[Finetuning(unfreeze=[1]), watch]).fit(module, loader())
+    assert watch.changed == [{"fc"}, {"fc", "stages.2"}]
 
 
 def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path: Path) -> None:
@@ -204,6 +211,9 @@ def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         ({1: "stages.1", 2: "stages.2"}, "takes in those after it; expected.*stages.2 to stem"),
         ({1: "stages.1", 2: "stages.1"}, "each once"),
         ({2: "stages.1", 1: "stages.2"}, "rising order"),
+        ([[1, "stages.2"], [1, "stages.1"]], "rising order"),
+        ([[1, "stages.2", 3]], "whole numbers"),
+        ([[1, "stages.2"], 3], "whole numbers"),
         ([8, 5], "rising order"),
         ([5, 5], "rising order"),
         ([-1], "whole numbers"),
