@@ -1,6 +1,11 @@
 """The README's example of weights and feature maps runs as it stands, and gives what it says."""
 
+from functools import partial
 from pathlib import Path
+
+import pytorch_lightning as pl
+
+from revzoo.models import create_model
 
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
@@ -14,3 +19,18 @@ def test_the_section_on_weights_runs(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out == "[32, 112] [1, 4]\n"
     assert names["shallow"].shape == (2, 32, 32, 32)
     assert names["deep"].shape == (2, 112, 8, 8)
+
+
+def test_the_section_on_fine_tuning_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code = README.split("### Fine-tuning")[1].split("```python\n")[1].split("```")[0]
+    create_model("revnet38", num_classes=7).save_pretrained(
+        "my_revnet", license="MIT", recipe="python train.py model=revnet38"
+    )
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, **quiet))
+    names: dict[str, object] = {}
+    exec(code, names)
+    assert names["trainer"].state.finished
+    assert names["trainer"].current_epoch == 3
+    assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/pg2"

@@ -22,6 +22,7 @@ from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
 from revzoo.training.callbacks import check_callbacks
 from revzoo.training.classifier import WEIGHTS, model_from
+from revzoo.training.finetune import Finetuning
 from revzoo.training.optim import OptimSpec
 from revzoo.training.spec import check_names, nearest
 
@@ -58,10 +59,25 @@ def check_model(config: Mapping[str, Any]) -> None:
     spec = model_spec(config, num_classes=10, in_chans=3)
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     with torch.device("meta"):
-        model_from(spec)
+        model = model_from(spec)
+    check_finetuning(config["callbacks"].get("finetuning"), model, starts=any(start.values()))
     if start.get("pretrained") and not start.get("checkpoint_path"):
         # known, at least; the package's weights are fetched when the run begins
         find_source(spec["name"], known=MODELS, pretrained=True)
+
+
+def check_finetuning(
+    options: Mapping[str, Any] | None, model: torch.nn.Module, *, starts: bool
+) -> None:
+    """Refuse parts that the model lacks, and to freeze a model that has learnt nothing yet."""
+    if options is None:
+        return
+    Finetuning(**options).first_trained(model, epoch=0)
+    if not starts:
+        raise ConfigError(
+            "callbacks.finetuning would freeze random weights: give model.pretrained=true or "
+            "+model.checkpoint_path=FILE, or callbacks.finetuning=null"
+        )
 
 
 def check_data(data: Mapping[str, Any]) -> None:

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
+from revzoo.data.mixing import mix
+
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
@@ -31,11 +33,16 @@ class Augment:
             for an eighth of the image's size (the papers' 4 for 32 pixels).
         flip: mirror left and right with probability 1/2.
         chunk: images that share one draw; fewer is finer and slower.
+        mixup: alpha of the Beta distribution that Mixup draws its share from, in batches of
+            training; 0 for no Mixup, see :mod:`revzoo.data.mixing`.
+        cutmix: the same of CutMix.
     """
 
     crop_padding: int | None = None
     flip: bool = True
     chunk: int = 8
+    mixup: float = 0.0
+    cutmix: float = 0.0
 
     def __post_init__(self) -> None:
         if self.crop_padding is not None and self.crop_padding < 0:
@@ -45,6 +52,12 @@ class Augment:
             )
         if self.chunk < 1:
             raise ValueError(f"augment.chunk is {self.chunk}: expected a number of images >= 1")
+        for name, alpha in (("mixup", self.mixup), ("cutmix", self.cutmix)):
+            if not 0 <= alpha < float("inf"):
+                raise ValueError(
+                    f"augment.{name} is {alpha}: expected the alpha of a Beta distribution > 0, "
+                    "such as 0.2, or 0 for none"
+                )
 
     @classmethod
     def of(cls, options: "Augment | Mapping[str, Any] | None") -> "Augment":
@@ -81,3 +94,8 @@ class Augment:
             return images
         transform = v2.Compose(steps)
         return torch.cat([transform(chunk) for chunk in torch.split(images, self.chunk)])
+
+    def mix(self, images: Tensor, labels: Tensor, *, num_classes: int) -> tuple[Tensor, Tensor]:
+        """Mix a float batch and its labels: see :func:`revzoo.data.mixing.mix`."""
+        shares = {"mixup": self.mixup, "cutmix": self.cutmix}
+        return mix(images, labels, num_classes=num_classes, **shares)

@@ -237,14 +237,16 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None, "Lightning calls this hook"
+        images, labels = batch
         if self.trainer.training:
             with seeded(self._batch_seed()):
-                images = self.transform(batch[0], training=True)
+                images = self.transform(images, training=True)
+                images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)
         else:
-            images = self.transform(batch[0], training=False)
+            images = self.transform(images, training=False)
         # Lightning converts floats to the run's precision before the transfer; these were bytes.
         images = self.trainer.precision_plugin.convert_input(images)
-        return images, batch[1]
+        return images, labels.to(images.dtype) if labels.is_floating_point() else labels
 
     def _batch_seed(self) -> int:
         trainer = self.trainer

@@ -4,6 +4,7 @@ from revzoo.training.callbacks import build_callbacks
 from revzoo.training.classifier import Classifier
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
+from revzoo.training.finetune import Finetuning
 from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.schedules import make_schedule
@@ -12,6 +13,7 @@ __all__ = [
     "Classifier",
     "DriftLogger",
     "EpochLog",
+    "Finetuning",
     "Footprint",
     "OptimSpec",
     "build_callbacks",

@@ -1,8 +1,8 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger` and what keeps checkpoints is
-Lightning's own.
+:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger`, :class:`Finetuning` and what keeps
+checkpoints is Lightning's own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pytorch_lightning.callbacks import (
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
+from revzoo.training.finetune import Finetuning, Unfreeze
 from revzoo.training.footprint import Footprint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 from revzoo.training.spec import check_names, check_range, keyword_names
@@ -86,6 +87,11 @@ def ema(run_dir: Path, *, decay: float = 0.999) -> pl.Callback:
     return AveragedWeights(decay=decay, use_buffers=True)
 
 
+def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
+    """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
+    return Finetuning(unfreeze=unfreeze)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -98,6 +104,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         drift,
         early_stopping,
         ema,
+        finetuning,
     )
 }
 

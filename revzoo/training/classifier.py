@@ -36,7 +36,8 @@ class Classifier(pl.LightningModule):
     """Train, validate, test and predict with a classification model.
 
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
-    labels (B,). Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
+    labels (B,), or shares of the classes (B, num_classes), of which the largest counts for the
+    accuracy. Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
     ``test/acc``, in parts of one, per epoch; ``train/loss_step`` per step; ``val/acc5`` and
     ``test/acc5`` where there are more than five classes.
 
@@ -126,13 +127,14 @@ class Classifier(pl.LightningModule):
         self._log_epoch(split, functional.cross_entropy(logits, labels), logits, labels)
 
     def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
+        hard = labels.argmax(1) if labels.dim() > 1 else labels
         for name, module in self._metrics_of(split).items():
             metric = cast(Metric, module)
             if name == "loss":
                 # a value per image, as MeanMetric takes no weights where it checks no values
                 metric.update(loss.detach().expand(len(labels)))
             else:
-                metric.update(logits.detach(), labels)
+                metric.update(logits.detach(), hard)
             self.log(
                 f"{split}/{name}",
                 metric,

@@ -5,12 +5,15 @@ norms and biases are scale and offset, and decaying them changes the function in
 regularising it. Torch decays every parameter of a group, so the parameters are divided into two
 groups here, by the type of the module that owns them, not by their name or shape.
 
+For fine-tuning, rates may fall from the classifier to the stem, by a factor ``layer_decay`` for
+each part of the network (layer-wise decay: Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
+
 Defaults: momentum 0.9 and weight decay 2e-4 of Gomez et al. 2017 (arXiv 1707.04585).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -20,9 +23,11 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo.training.muon import Muon
+from revzoo.training.parts import parts
 from revzoo.training.schedules import make_schedule
 from revzoo.training.spec import build_dataclass, check_range, nearest
 
+Group = dict[str, Any]
 DECAYED = (_ConvNd, nn.Linear)
 
 
@@ -39,6 +44,8 @@ class OptimSpec:
         weight_decay: of convolution and linear weights; with Muon decoupled (``lr * weight_decay``
             a step) and of the weights that it makes orthogonal alone.
         label_smoothing: in [0, 1), of the training loss.
+        layer_decay: in (0, 1]; rates of the last stage are multiplied by it once, those of the
+            stage before it twice, and so on to the stem.
         schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
     """
 
@@ -49,6 +56,7 @@ class OptimSpec:
     nesterov: bool = True
     weight_decay: float = 2e-4
     label_smoothing: float = 0.0
+    layer_decay: float = 1.0
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
 
     def __post_init__(self) -> None:
@@ -68,6 +76,7 @@ class OptimSpec:
         check_range("optim.momentum", self.momentum, high=1, open_high=True)
         check_range("optim.weight_decay", self.weight_decay, open_high=True)
         check_range("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
+        check_range("optim.layer_decay", self.layer_decay, high=1, open_low=True)
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
         make_schedule(self.schedule)
@@ -107,34 +116,55 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
     """The optimiser that ``spec.name`` names, over the trainable parameters.
 
     Raises:
-        ValueError: if no parameter of the model is trainable.
+        ValueError: no parameter of the model is trainable, or ``spec.layer_decay`` is below 1 and
+            the model is none of the zoo.
     """
-    weights, others = divided(model)
-    if not weights and not others:
-        raise ValueError("no parameter of the model requires a gradient: nothing to train")
-    return BUILDERS[spec.name](weights, others, spec)
-
-
-def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> Optimizer:
-    groups = [
-        {"params": weights, "weight_decay": spec.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
+    divide, optimizer = BUILDERS[spec.name]
+    groups = divide(*divided(model), spec)
+    if spec.layer_decay < 1:
+        groups = by_depth(model, groups, spec.layer_decay)
     groups = [group for group in groups if group["params"]]
-    return SGD(groups, lr=spec.lr, momentum=spec.momentum, nesterov=spec.nesterov)
+    if not groups:
+        raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    return optimizer(groups)
 
 
-def _muon(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> Optimizer:
+def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
+    """Each of ``groups`` divided by the model's parts, rates times ``decay ** depth``.
+
+    The depth of the classifier is 0, that of the last stage 1.
+    """
+    found = []
+    for depth, part in enumerate(reversed(parts(model))):
+        own = {id(p) for p in part.parameters()}
+        for i, group in enumerate(groups, start=1):
+            params = [p for p in group["params"] if id(p) in own]
+            rate = group["lr"] * decay**depth
+            found.append({**group, "params": params, "lr": rate, "name": f"{part.name}/pg{i}"})
+    return found
+
+
+def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
+    shared = {"lr": spec.lr, "momentum": spec.momentum, "nesterov": spec.nesterov}
+    return [
+        {"params": weights, "weight_decay": spec.weight_decay, **shared},
+        {"params": others, "weight_decay": 0.0, **shared},
+    ]
+
+
+def _muon(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
     hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
     orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
-    groups: list[dict[str, Any]] = [
+    return [
         {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
         {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
     ]
-    return Muon([group for group in groups if group["params"]])
 
 
-BUILDERS = {"sgd": _sgd, "muon": _muon}
+BUILDERS: dict[str, tuple[Callable[..., list[Group]], Callable[[list[Group]], Optimizer]]] = {
+    "sgd": (_sgd, SGD),
+    "muon": (_muon, Muon),
+}
 
 
 def build_schedule(optimizer: Optimizer, spec: OptimSpec, *, total_steps: int) -> LRScheduler:

@@ -13,6 +13,7 @@ after every optimiser step, not every epoch, so that a recipe means the same at 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -20,12 +21,10 @@ from typing import Any, ClassVar, Protocol
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import (
     ConstantLR,
-    CosineAnnealingLR,
-    LinearLR,
+    LambdaLR,
     LRScheduler,
     MultiStepLR,
     OneCycleLR,
-    SequentialLR,
 )
 
 from revzoo.training.spec import build_dataclass, check_range, nearest
@@ -112,12 +111,16 @@ class CosineSchedule:
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         rise = round(self.warmup * total_steps)
-        floor = self.end * optimizer.param_groups[0]["lr"]
-        fall = CosineAnnealingLR(optimizer, T_max=max(1, total_steps - rise), eta_min=floor)
-        if rise == 0:
-            return fall
-        warmup = LinearLR(optimizer, start_factor=1 / (rise + 1), total_iters=rise)
-        return SequentialLR(optimizer, [warmup, fall], milestones=[rise])
+        fall = max(1, total_steps - rise)
+
+        def factor(step: int) -> float:
+            if step < rise:
+                return (step + 1) / (rise + 1)
+            cosine = math.cos(math.pi * min(1.0, (step - rise) / fall))
+            return self.end + (1 - self.end) * (1 + cosine) / 2
+
+        # not CosineAnnealingLR, whose floor is one rate for all groups
+        return LambdaLR(optimizer, factor)
 
 
 @dataclass(frozen=True, kw_only=True)

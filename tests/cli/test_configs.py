@@ -14,6 +14,11 @@ from revzoo.models import list_models
 CONFIGS = Path(__file__).parents[2] / "configs"
 OPTIONS = sorted(f"{p.parent.name}={p.stem}" for p in CONFIGS.glob("*/*.yaml"))
 
+NEEDED = {
+    "data=imagefolder": ("data.root=images",),
+    "experiment=finetune": ("+model.checkpoint_path=revnet38.safetensors",),
+}
+
 
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,8 +28,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cuda")
 @pytest.mark.parametrize("option", OPTIONS)
 def test_every_option_passes_the_checks(option: str, compose: Any) -> None:
-    needed = ["data.root=images"] if option == "data=imagefolder" else []
-    check_config(compose(option, *needed))
+    check_config(compose(option, *NEEDED.get(option, ())))
 
 
 def test_groups_are_the_sections() -> None:

@@ -13,7 +13,14 @@ from pytorch_lightning.callbacks import (
 )
 from small_task import TinyNet, loader, trainer
 
-from revzoo.training import Classifier, DriftLogger, EpochLog, Footprint, build_callbacks
+from revzoo.training import (
+    Classifier,
+    DriftLogger,
+    EpochLog,
+    Finetuning,
+    Footprint,
+    build_callbacks,
+)
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.callbacks import CALLBACKS, best_checkpoint_path
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
@@ -33,6 +40,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         DriftLogger,
         EarlyStopping,
         AveragedWeights,
+        Finetuning,
     }
 
 

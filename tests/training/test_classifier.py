@@ -72,6 +72,23 @@ def test_label_smoothing_is_of_training_only() -> None:
     assert smoothed != val_loss
 
 
+def test_labels_may_be_shares_of_the_classes(tmp_path: Path) -> None:
+    def figures(labels: torch.Tensor) -> dict[str, Any]:
+        torch.manual_seed(0)
+        data = torch.utils.data.TensorDataset(images, labels)
+        batches = torch.utils.data.DataLoader(data, batch_size=16)
+        runner = trainer(tmp_path)
+        runner.fit(Classifier(TINY, optim={**CONSTANT, "label_smoothing": 0.1}), batches, batches)
+        return dict(runner.callback_metrics)
+
+    images, labels = halves().tensors
+    hard, shares = figures(labels), figures(functional.one_hot(labels).float())
+    assert hard.keys() == shares.keys()
+    assert {k: float(v) for k, v in shares.items()} == pytest.approx(
+        {k: float(v) for k, v in hard.items()}, rel=1e-5
+    )
+
+
 def test_rate_follows_the_schedule_every_step(tmp_path: Path) -> None:
     class Rates(pl.Callback):
         seen: list[float] = []  # noqa: RUF012

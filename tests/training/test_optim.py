@@ -102,6 +102,8 @@ def test_spec_from_plain_and_back() -> None:
         ({"momentum": 1}, "optim.momentum=1"),
         ({"momentum": 0.0}, "needs optim.momentum > 0"),
         ({"weight_decay": -1}, "optim.weight_decay=-1"),
+        ({"layer_decay": 0.0}, "optim.layer_decay=0"),
+        ({"layer_decay": 1.5}, "optim.layer_decay=1.5"),
         ({"label_smoothing": 1.0}, "optim.label_smoothing=1"),
         ({"schedule": {"name": "x"}}, "schedule.name='x'"),
     ],
@@ -124,3 +126,45 @@ def test_muon_takes_the_hidden_weights_and_leaves_the_rest_to_sgd() -> None:
 def test_impossible_optimisers_are_refused(options: dict[str, object]) -> None:
     with pytest.raises(ValueError, match=r"optim\.(sgd_lr|name)=.*expected"):
         OptimSpec.of(options)
+
+
+RATES = {"fc": 1.0, "stages.2": 0.5, "stages.1": 0.25, "stages.0": 0.125, "stem": 0.0625}
+
+
+@pytest.mark.parametrize("options", [{}, {"name": "muon", "sgd_lr": 3.0}])
+def test_rates_fall_by_depth_and_nothing_else_changes(options: dict[str, object]) -> None:
+    model = create_model("revnet38", units=(1, 1, 1))
+
+    def settings(layer_decay: float) -> dict[str, dict[str, object]]:
+        spec = OptimSpec(**options, lr=2.0, layer_decay=layer_decay)  # type: ignore[arg-type]
+        return {
+            name: {k: v for k, v in group.items() if k not in ("params", "name")}
+            for group in build_optimizer(model, spec).param_groups
+            for name in names(model, group)
+        }
+
+    plain, decayed = settings(1.0), settings(0.5)
+    assert plain.keys() == decayed.keys() == {name for name, _ in model.named_parameters()}
+    for name, group in decayed.items():
+        part = "stages.2" if name.startswith("norm") else name
+        (rate,) = [rate for key, rate in RATES.items() if part.startswith(key)]
+        assert group == {**plain[name], "lr": plain[name]["lr"] * rate}  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("name", ["step", "onecycle", "cosine"])
+def test_schedules_keep_the_ratio_of_rates(name: str) -> None:
+    schedule = {"name": name, **({} if name == "step" else {"end": 0.1})}
+    spec = OptimSpec(lr=1.0, layer_decay=0.1, schedule=schedule)
+    optimizer = build_optimizer(create_model("revnet38", units=(1, 1, 1)), spec)
+    groups = {group["name"]: group for group in optimizer.param_groups}
+    scheduler = build_schedule(optimizer, spec, total_steps=10)
+    for _ in range(10):
+        rates = groups["fc/pg1"]["lr"], groups["stem/pg1"]["lr"]
+        assert rates[1] == pytest.approx(rates[0] * 1e-4)
+        optimizer.step()
+        scheduler.step()
+
+
+def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
+    with pytest.raises(ValueError, match=r"Sequential is no ImageNetwork.*create_model"):
+        build_optimizer(net(), OptimSpec(layer_decay=0.5))

@@ -1,0 +1,67 @@
+"""``experiment=finetune``: from weights to a checkpoint, and what is refused before it begins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_weights import small, write_entry
+
+from revzoo.cli.checks import check_config
+from revzoo.cli.train import train
+from revzoo.models import pretrained
+from revzoo.training import Classifier
+from revzoo.weights.table import WeightsTable
+
+FINETUNE = ("experiment=finetune", "model.pretrained=true", "trainer=cpu", "debug=smoke")
+
+
+STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked"}
+
+
+@pytest.fixture(autouse=True)
+def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with small weights of revnet38, shipped for the time of a test."""
+    write_entry(tmp_path)
+    monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
+    return tmp_path / "revnet38.small.safetensors"
+
+
+@pytest.mark.parametrize("unfreeze", ["null", "[[0,stages.2],[1,stages.1]]"])
+def test_the_experiment_trains_what_it_says(compose: Any, tmp_path: Path, unfreeze: str) -> None:
+    config = compose(*FINETUNE, f"callbacks.finetuning.unfreeze={unfreeze}")
+    figures = train(config, run_dir=tmp_path / "run")
+    assert 0 < figures["test/loss"] < 10
+    module = Classifier.load_from_checkpoint(
+        tmp_path / "run" / "checkpoints" / "last.ckpt", weights_only=True
+    )
+    now, start = module.model.state_dict(), small().state_dict()
+    kept = [name for name in start if not name.startswith(("fc.", "stem."))]
+    changed = {".".join(n.split(".")[:2]) for n in kept if not torch.equal(now[n], start[n])}
+    assert now["fc.weight"].shape == (10, 8)
+    trained = {"stages.2", "norm.weight", "norm.bias", *STATISTICS}
+    assert changed == (set() if unfreeze == "null" else trained)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ((*FINETUNE, "model.pretrained=false"), "would freeze random weights: give model.pretr"),
+        ((*FINETUNE, "callbacks.finetuning.unfreeze=[[2,stages.9]]"), "no part 'stages.9'"),
+        ((*FINETUNE, "callbacks.finetuning.unfreeze=[4,2]"), "rising order"),
+        ((*FINETUNE, "callbacks.finetuning.unfreeze=[1,2,3,4,5]"), "got 5 epochs, .* 4 parts"),
+        ((*FINETUNE, "optim.layer_decay=0"), r"optim\.layer_decay=0"),
+        ((*FINETUNE, "data.augment.mixup=-1"), r"augment\.mixup is -1"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    compose: Any, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(compose(*overrides))
+
+
+def test_a_file_of_weights_will_do(compose: Any, weights: Path) -> None:
+    check_config(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
