@@ -36,7 +36,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
     parser.add_argument("--size", type=int, help="side of the images; default the architecture's")
-    parser.add_argument("--pixel-max", type=float, default=255, help="of the stored pixels")
     parser.add_argument("--url", help="where the file will be downloaded from")
     parser.add_argument("--default", action="store_true", help="what the bare name will mean")
 
@@ -52,12 +51,12 @@ def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = {**given, "url": args.url, "default": args.default}
     metrics = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
     facts |= {"name": args.name, "metrics": metrics}
-    for path in publish(args.checkpoint, args.out, facts, size=args.size, pixel_max=args.pixel_max):
+    for path in publish(args.checkpoint, args.out, facts, size=args.size):
         sys.stdout.write(f"{path}\n")
 
 
 def publish(
-    checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None, pixel_max: float
+    checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None
 ) -> list[Path]:
     """Write ``NAME.safetensors`` and ``NAME.json``, the weights before what describes them.
 
@@ -67,7 +66,6 @@ def publish(
         folder: made if need be.
         facts: fields of the entry; ``name`` among them.
         size: side of the images in pixels; None for the architecture's.
-        pixel_max: what the stored pixels are divided by to lie in [0, 1].
 
     Raises:
         ValueError: the checkpoint names no model.
@@ -84,7 +82,7 @@ def publish(
     tensors = TensorFile(tensors_in(content, str(checkpoint)), str(checkpoint))
     load_weights(model, tensors, architecture=architecture)
     side = size or model.image_size
-    described = {**_data_facts(content, pixel_max), "input_size": (model.in_chans, side, side)}
+    described = {**_data_facts(content), "input_size": (model.in_chans, side, side)}
     name = facts["name"]
     data, entry = pack(model, file=f"{name}.safetensors", facts={**described, **facts})
     return _write(folder, entry, data)
@@ -98,11 +96,15 @@ def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
     return paths
 
 
-def _data_facts(content: Mapping[str, Any], pixel_max: float) -> dict[str, Any]:
-    """Class names and normalisation, from the state of the data module in the checkpoint."""
+def _data_facts(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Class names and normalisation, from the state of the data module in the checkpoint.
+
+    The latter is of pixels scaled to [0, 1]; what the data were stored in, the module says.
+    """
     for state in content.values():
         if isinstance(state, Mapping) and {"classes", "normalisation"} <= state.keys():
-            facts = {k: [v / pixel_max for v in state["normalisation"][k]] for k in ("mean", "std")}
+            scale, kept = state.get("pixel_max", 255), state["normalisation"]
+            facts = {key: [value / scale for value in kept[key]] for key in ("mean", "std")}
             return {**facts, "classes": list(state["classes"])}
     return {}
 

@@ -29,6 +29,8 @@ class Digits(ImageData):
             pixel without flips, since a mirrored 2 is no 2.
     """
 
+    pixel_max = 16
+
     def __init__(self, **loading: Unpack[LoadingOptions]) -> None:
         loading.setdefault("batch_size", 64)
         if loading.get("augment") is None:

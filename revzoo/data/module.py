@@ -22,7 +22,7 @@ runs on the test split.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, Literal, TypedDict
+from typing import Any, ClassVar, Literal, TypedDict
 
 import pytorch_lightning as pl
 import torch
@@ -83,6 +83,9 @@ class ImageData(pl.LightningDataModule, ABC):
     Raises:
         ValueError: an argument is out of range. No data is touched before that is known.
     """
+
+    pixel_max: ClassVar[int] = 255
+    """Largest value that a stored pixel can have."""
 
     classes: list[str]
     in_chans: int
@@ -258,6 +261,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def state_dict(self) -> dict[str, Any]:
         return {
             "classes": list(self.classes),
+            "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,
             "in_chans": self.in_chans,

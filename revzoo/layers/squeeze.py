@@ -61,6 +61,9 @@ class Squeeze(Streamwise):
                 f"{type(self).__name__}({b}) got a stream of shape {tuple(x.shape)}: expected "
                 f"(B, C, H, W) with height and width divisible by {b}; pad or crop the images"
             )
+        batch, channels, height, width = x.shape
+        if x.numel() == 0:  # torch's function returns an empty batch as it is
+            return x.reshape(batch, channels * b * b, height // b, width // b)
         y = functional.pixel_unshuffle(x, b)
         return y if self.order == "torch" else _transposed(y, x.shape[1], b * b)
 
@@ -84,6 +87,9 @@ class Squeeze(Streamwise):
 def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
     """The inverse of a squeeze by b: ``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``."""
     rows = factor * factor
+    if y.numel() == 0:
+        batch, channels, height, width = y.shape
+        return y.reshape(batch, channels // rows, height * factor, width * factor)
     x = y if order == "torch" else _transposed(y, rows, y.shape[1] // rows)
     return functional.pixel_shuffle(x, factor)
 

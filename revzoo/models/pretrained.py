@@ -111,13 +111,29 @@ def load_weights(network: ImageNetwork, file: TensorFile, *, architecture: str) 
     network.load_state_dict(fitted)
 
 
+def check_channels(network: ImageNetwork, trained: int | None, where: str) -> None:
+    """Refuse weights for other images where the network has no layer that could be adapted.
+
+    Raises:
+        StateMismatchError: they are for ``trained`` channels, which are not the network's.
+    """
+    if network.input_layer is None and trained not in (None, network.in_chans):
+        raise StateMismatchError(
+            where,
+            misshapen=[
+                f"images (file: {trained} channels, model: {network.in_chans}; this architecture "
+                "has no first convolution to adapt: convert the images)"
+            ],
+        )
+
+
 def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int | None, ...]:
     """Classes and image channels that the tensors are for; None where they do not tell."""
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
     return (
         head.shape[0] if head is not None and head.dim() == 2 else None,
-        first.shape[1] if first is not None and first.dim() == 4 else None,
+        first.shape[1] if first is not None and first.dim() == 4 else file.in_chans,
     )
 
 

@@ -17,6 +17,7 @@ from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.network import ImageNetwork, Spec
 from revzoo.models.pretrained import (
     Source,
+    check_channels,
     find_source,
     load_weights,
     read_weights,
@@ -190,6 +191,8 @@ def _build(
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
     model.spec = Spec(source.architecture, shaping)
     if file is not None:
+        trained = file.in_chans or (source.entry.in_chans if source.entry else None)
+        check_channels(model, trained, file.where)
         load_weights(model, file, architecture=source.architecture)
     return model
 

@@ -71,7 +71,7 @@ def pack(network: ImageNetwork, *, file: str, facts: dict[str, Any]) -> tuple[by
             "create_model"
         )
     architecture, options = network.spec
-    data = safetensors_bytes(network.state_dict(), architecture)
+    data = safetensors_bytes(network.state_dict(), architecture, network.in_chans)
     described = {
         "name": architecture,
         "options": options,

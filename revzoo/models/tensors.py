@@ -25,11 +25,12 @@ PICKLED = (".pt", ".pth", ".ckpt")
 
 
 class TensorFile(NamedTuple):
-    """Tensors by name, what they are called in errors, and their architecture, if it is known."""
+    """Tensors by name, what they are called in errors, and what is known of their network."""
 
     tensors: dict[str, Tensor]
     where: str
     architecture: str | None = None
+    in_chans: int | None = None
 
 
 def parse_safetensors(data: bytes, where: str) -> TensorFile:
@@ -46,7 +47,8 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
         ) from error
     size = int.from_bytes(data[:8], "little")  # of the header, which load() has checked
     metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    return TensorFile(tensors, where, metadata.get("architecture"))
+    channels = metadata.get("in_chans")
+    return TensorFile(tensors, where, metadata.get("architecture"), channels and int(channels))
 
 
 def read_checkpoint(path: Path) -> TensorFile:
@@ -64,8 +66,9 @@ def read_checkpoint(path: Path) -> TensorFile:
             f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
         )
     content = load_plain(path)
-    architecture = model_spec_of(content).get("name")
-    return TensorFile(tensors_in(content, str(path)), str(path), architecture)
+    spec = model_spec_of(content)
+    tensors = tensors_in(content, str(path))
+    return TensorFile(tensors, str(path), spec.get("name"), spec.get("in_chans"))
 
 
 def load_plain(path: Path) -> Mapping[str, Any]:
@@ -117,10 +120,11 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def safetensors_bytes(tensors: Mapping[str, Tensor], architecture: str) -> bytes:
-    """A safetensors file that says which architecture its tensors are of."""
+def safetensors_bytes(tensors: Mapping[str, Tensor], architecture: str, in_chans: int) -> bytes:
+    """A safetensors file that says which architecture its tensors are of, for which images."""
+    metadata = {"format": "pt", "architecture": architecture, "in_chans": str(in_chans)}
     own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    return save(own, metadata={"format": "pt", "architecture": architecture})
+    return save(own, metadata=metadata)
 
 
 def write_atomically(path: Path, data: bytes) -> None:

@@ -50,7 +50,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    pack(run_dir, out, "--size", "8", "--pixel-max", "16", "--metric", "test/acc5=1", "--default")
+    pack(run_dir, out, "--size", "8", "--metric", "test/acc5=1", "--default")
     names = ["revnet38.halves.json", "revnet38.halves.safetensors"]
     assert sorted(p.name for p in out.iterdir()) == names
     assert sorted(capsys.readouterr().out.split()) == [str(out / name) for name in names]

@@ -54,3 +54,11 @@ def test_refusals():
         Squeeze(2, order="tf")
     with pytest.raises(ValueError, match="expected \\(B, C, H, W\\)"):
         Squeeze(2, streams=1)(nn.Parameter(torch.zeros(4, 4)))
+
+
+@pytest.mark.parametrize("order", ["torch", "irevnet"])
+def test_an_empty_batch_is_squeezed_too(order):
+    squeeze = Squeeze(2, order=order, streams=1)
+    (y,) = squeeze(torch.zeros(0, 3, 4, 6))
+    assert y.shape == (0, 12, 2, 3)
+    assert squeeze.inverse(y)[0].shape == (0, 3, 4, 6)

@@ -217,3 +217,15 @@ def test_a_folder_named_as_a_model_does_not_stand_in_for_it(tmp_path, monkeypatc
     small(num_classes=3).save_pretrained(tmp_path / "revnet38")
     monkeypatch.chdir(tmp_path)
     assert create_model("revnet38").num_classes == 10
+
+
+def test_an_i_revnet_is_not_loaded_for_other_channels():
+    """It has no first convolution: zeros would have taken the place of what it was trained on."""
+    with pytest.raises(StateMismatchError, match=r"1 channels, model: 3; .* convert the images"):
+        create_model("irevnet13", pretrained=True, in_chans=3)
+
+
+def test_a_file_says_which_images_it_is_for(tmp_path):
+    create_model("irevnet13", in_chans=2).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    assert create_model("irevnet13", checkpoint_path=path).in_chans == 2
