@@ -75,6 +75,11 @@ class ActNorm(Joint):
     @torch.no_grad()
     def _initialise(self, x: Tensor) -> None:
         if not self.initialised:
+            if x.numel() == self.size:
+                raise ValueError(
+                    f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
+                    "scale is set from the spread of each channel's values, so give it several"
+                )
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             variance, mean = torch.var_mean(wide, self.over_channels(x), correction=0)
             scale = 1 / (variance.sqrt() + EPSILON)

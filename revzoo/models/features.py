@@ -64,7 +64,7 @@ class FeatureNet(nn.Module):
 
 
 def _positive(indices: Iterable[int], infos: Sequence[FeatureInfo]) -> tuple[int, ...]:
-    given, count = tuple(indices), len(infos)
+    given, count = (indices,) if isinstance(indices, int) else tuple(indices), len(infos)
     if not given or not all(isinstance(i, int) and -count <= i < count for i in given):
         raise ValueError(
             f"out_indices={given}: this model has {count} stages; expected indices from {-count} "

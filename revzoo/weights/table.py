@@ -75,7 +75,7 @@ class WeightsTable:
         raise UnknownWeightsError(
             f"there are no weights {name!r}"
             + (f"; did you mean {near[0]!r}?" if near else "")
-            + f" Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
+            + f". Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
             "list_models(pretrained=True) gives all. Use pretrained=False, or checkpoint_path for "
             "a file of your own"
         )

@@ -33,7 +33,11 @@ def run_dir(tmp_path: Path) -> Path:
     content = {
         "state_dict": state_of(module),
         "hyper_parameters": dict(module.hparams),
-        "Digits": {"classes": ["left", "right"], "normalisation": {"mean": [4.0], "std": [8.0]}},
+        "Digits": {
+            "classes": ["left", "right"],
+            "pixel_max": 16,
+            "normalisation": {"mean": [4.0], "std": [8.0]},
+        },
     }
     torch.save(content, run / "checkpoints" / "best.ckpt")
     figures = {"metrics": {"test/acc": 0.75, "train/loss": 0.1}}

@@ -156,3 +156,8 @@ def test_narrow_streams():
     y = torch.cat((y1, y2), 1).float()
     assert (y.var((0, 2, 3)) - 1).abs().max() < 0.1
     assert y1.dtype == torch.bfloat16
+
+
+def test_a_single_value_per_channel_has_no_spread():
+    with pytest.raises(ValueError, match=r"shape \(1, 4, 1, 1\).*give it several"):
+        ActNorm(4, streams=1)(torch.randn(1, 4, 1, 1))
