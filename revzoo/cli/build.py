@@ -18,6 +18,7 @@ from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
+from revzoo.models.registry import MODELS
 from revzoo.training import build_callbacks
 from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.metrics_csv import MetricsCSV
@@ -45,7 +46,20 @@ MANAGED_BY_TRAIN = (
 def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
     """The arguments of ``create_model`` for data of so many classes and channels."""
     fitted = {"num_classes": num_classes, "in_chans": in_chans}
-    return {**config["model"], "memory": config["memory"]["mode"], **fitted}
+    return {**config["model"], "memory": memory_mode(config), **fitted}
+
+
+def memory_mode(config: Mapping[str, Any]) -> str | None:
+    """The memory mode of a run; None for the model's own.
+
+    Under autocast to a narrow type, reversible models run in ``exact`` instead of their own
+    ``invert``: their reconstruction would drift towards the limit at which the run ends.
+    """
+    mode: str | None = config["memory"]["mode"]
+    entry = MODELS.get(str(config["model"].get("name")).partition(".")[0])
+    reversible = entry is not None and entry.network.default_memory == "invert"
+    narrow = str(config["precision"].get("trainer")).endswith("-mixed")
+    return "exact" if mode is None and reversible and narrow else mode
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from revzoo.cli import checks
+from revzoo.cli.build import memory_mode
 from revzoo.cli.checks import SECTIONS, check_config
 from revzoo.models import list_models
 
@@ -68,3 +69,18 @@ def test_experiments_and_debug_configs_open_with_a_comment() -> None:
         assert path.read_text().startswith("# @package _global_\n# "), path.name
     for path in CONFIGS.glob("experiment/*.yaml"):
         assert f"python train.py experiment={path.stem}" in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "mode"),
+    [
+        ((), None),
+        (("precision=bf16",), "exact"),
+        (("precision=fp16", "model=irevnet13"), "exact"),
+        (("precision=bf16", "memory=invert"), "invert"),
+        (("precision=bf16", "model=resnet32"), None),
+    ],
+)
+def test_narrow_precisions_choose_exact(compose: Any, overrides: Any, mode: str | None) -> None:
+    """What was recomputed in invert drifted beyond its limit under bfloat16, and ended the run."""
+    assert memory_mode(compose(*overrides)) == mode
