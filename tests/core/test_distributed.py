@@ -29,10 +29,10 @@ def _worker(rank, task, port, folder):
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=WORLD)
-    try:
-        torch.save(task(rank), Path(folder) / f"{rank}.pt")
-    finally:
-        dist.destroy_process_group()
+    torch.save(task(rank), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
 
 def run(task):

@@ -31,7 +31,6 @@ def randomise(model):
 
 
 def memcnn(name, *, units=None, **options):
-    pytest.importorskip("memcnn")
     from memcnn.models import resnet
     from memcnn.models.revop import InvertibleModuleWrapper
 
