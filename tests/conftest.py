@@ -1,4 +1,4 @@
-"""What all tests share: GPU tests skip with a reason, global switches are put back."""
+"""What all tests share: one seed, GPU tests skip with a reason, global switches are put back."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def global_switches_restored() -> Iterator[None]:
     tf32 = torch.backends.cudnn.allow_tf32
     deterministic = torch.are_deterministic_algorithms_enabled()
     rng = torch.get_rng_state()
+    torch.manual_seed(0)  # whatever modules draw when they are imported
     yield
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32

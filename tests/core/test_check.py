@@ -67,7 +67,7 @@ class Conditioned(nn.Module):
 
 def test_a_condition_is_given_to_every_step_in_its_dtype():
     net = ReversibleSequence([AdditiveCoupling(Conditioned()) for _ in range(2)])
-    report = check_inverse(net, torch.randn(3, 4), condition=torch.full((1, 2), 0.3))
+    report = check_inverse(net, torch.randn(30, 40), condition=torch.full((1, 20), 0.3))
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14 < report.worst(torch.float32)
 
