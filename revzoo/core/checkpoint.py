@@ -107,7 +107,7 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
         outputs = as_state(step(*state, **context), step)
     entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
-    entry.observe_grid(state, outputs)
+    entry.observe_outputs(state, outputs)
     tape.append(entry, outputs if invert else None)
     return outputs
 

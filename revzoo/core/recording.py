@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map_only
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
-from revzoo.core.replay import Conditions
+from revzoo.core.replay import Conditions, address
 
 
 class ReplayMismatchError(RuntimeError):
@@ -119,7 +119,7 @@ class Entry:
         if self.limit < math.inf:
             self.samples = sample(computed, known)
 
-    def observe_grid(self, inputs: State, outputs: State) -> None:
+    def observe_outputs(self, inputs: State, outputs: State) -> None:
         """Note the strides of the outputs and, if the step is on a grid, their range."""
         self.strides = [t.stride() for t in outputs]
         if self.step.grid is not None:
@@ -138,7 +138,7 @@ class Entry:
         saved = self.saved
 
         def pack(t: Tensor) -> Slot | Resident:
-            if t.untyped_storage()._cdata in resident:
+            if address(t) in resident:
                 saved.append(None)
                 return Resident.of(t)
             slot = Slot(tape, index, t.shape, t.dtype)

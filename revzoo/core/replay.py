@@ -154,7 +154,7 @@ class Conditions:
         held = [h.tensor for h in self._held]
         held += [b for _, _, b, _, _ in self._snapshots]
         held += [owner[name] for owner, name in self._statistics]
-        return {t.untyped_storage()._cdata for t in held}
+        return {address(t) for t in held}
 
     @contextlib.contextmanager
     def restored(self, *, inverting: bool = False) -> Iterator[None]:
