@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
-    args.batch, args.channels, args.size = 2, 4, 2
+    args.batch, args.channels, args.size, args.channels_last = 2, 4, 2, False
     warnings.simplefilter("ignore")  # peers' deprecations
     steps = {name: step(name, args, args.blocks) for name in CANDIDATES}
     seconds: dict[str, list[float]] = {name: [] for name in steps}

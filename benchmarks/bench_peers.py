@@ -142,10 +142,13 @@ def step(name: str, args: argparse.Namespace, blocks: int) -> Callable[[], None]
     half = args.channels // 2
     pairs = [(branch(half), branch(half)) for _ in range(blocks)]
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    net = CANDIDATES[name](copy.deepcopy(pairs)).to(device)
+    layout = torch.channels_last if args.channels_last else torch.contiguous_format
+    net = CANDIDATES[name](copy.deepcopy(pairs)).to(device, memory_format=layout)
     size = (args.batch, args.channels, args.size, args.size)
     generator = torch.Generator().manual_seed(1)
-    images, gradient = (torch.randn(size, generator=generator).to(device) for _ in range(2))
+    images, gradient = (
+        torch.randn(size, generator=generator).to(device, memory_format=layout) for _ in range(2)
+    )
 
     def run() -> None:
         net.zero_grad(set_to_none=False)
@@ -173,6 +176,7 @@ def report(args: argparse.Namespace, blocks: int) -> None:
     for name, t in timings.items():
         child = ["--memory-of", name, "--blocks", str(blocks), "--batch", str(args.batch)]
         child += ["--channels", str(args.channels), "--size", str(args.size)]
+        child += ["--channels-last"] * args.channels_last
         mib = int(in_own_process(__file__, child).split()[-1]) / MIB
         ratio = f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})"
         print(f"| {name} | {t.seconds * 1e3:.0f} | {ratio} | {mib:.1f} |", flush=True)
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--channels-last", action="store_true", help="NHWC in memory")
     parser.add_argument("--memory-of", metavar="CANDIDATE")
     args = parser.parse_args()
     warnings.simplefilter("ignore")  # peers' deprecations

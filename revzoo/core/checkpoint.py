@@ -26,9 +26,9 @@ NOTE [ Slots and the tape ]
     3. An empty slot asked for makes the tape walk from the nearest known state down to the slot's
        step: entries passed on the way are inverted, the step itself is replayed with recording
        on, and its slots are filled.
-    4. Where the graph will not be used again and all later slots are gone, the tape is cut: the
-       step's input becomes the known state, everything after it is released. Filled slots keep
-       their value until the graph drops them.
+    4. Where the graph will not be used again and all later slots are filled or gone, the tape is
+       cut: the step's input becomes the known state, everything after it is released, before the
+       next step is recorded. Filled slots keep their value until the graph drops them.
     5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, the walk
        continues from a *cursor*, and slots are emptied when the cursor moves on. A step that the
        cursor has passed is reached by starting again from the known state: slower, never wrong.
@@ -60,7 +60,7 @@ from revzoo.core.guard import Guard
 from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
-from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Replayed, Slot, unpack
+from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Slot, unpack
 from revzoo.core.replay import is_replaying, tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
@@ -181,8 +181,10 @@ class Tape:
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
         position, state = self._nearest(index)
-        for i in range(position - 1, index, -1):
-            state = self.entries[i].invert(state)
+        if position > index + 1:
+            for i in range(position - 1, index, -1):
+                state = self.entries[i].invert(state)
+            self._stand(index + 1, state)
         entry = self.entries[index]
         if position > index:
             state, replayed = entry.record_from_outputs(state)
@@ -191,7 +193,11 @@ class Tape:
             outputs, replayed = entry.record_from_inputs(state)
             if self._position == 0:  # rule 7
                 entry.report(self._guard, outputs)
-        self._advance(index, state, replayed)
+        for ref in self._filled:
+            if (slot := ref()) is not None:
+                slot.value = None
+        self._filled = replayed.fill()
+        self._stand(index, state)
 
     def _nearest(self, index: int) -> tuple[int, State]:
         """The known state closest above ``index``, or at it."""
@@ -208,20 +214,15 @@ class Tape:
                 )
         return self._position, self._known
 
-    def _advance(self, index: int, state: State, replayed: Replayed) -> None:
-        for ref in self._filled:
-            if (slot := ref()) is not None:
-                slot.value = None
-        self._filled = []
-        filled = replayed.fill()
-        later = reversed(self.entries[index + 1 :])
-        if _graph_is_kept() or any(entry.alive for entry in later):
-            self._cursor, self._filled = (index, state), filled
+    def _stand(self, index: int, state: State) -> None:
+        """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
+        if _graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
+            self._cursor = index, state
             return
         del self.entries[index:]
         self.close()
         self._set_known(state)
-        self._position, self._cursor = index, None
+        self._position, self._cursor, self._filled = index, None, []
 
 
 _open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()

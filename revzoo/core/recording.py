@@ -148,9 +148,10 @@ class Entry:
         return pack
 
     @property
-    def alive(self) -> bool:
-        """Whether the graph may still ask for one of the step's slots."""
-        return any(ref is not None and ref() is not None for ref in self.saved)
+    def wanted(self) -> bool:
+        """Whether the graph may still ask for a slot of the step that is empty."""
+        slots = (ref() for ref in self.saved if ref is not None)
+        return any(slot is not None and slot.value is None for slot in slots)
 
     def invert(self, outputs: State) -> State:
         """The step's inputs, without recording."""

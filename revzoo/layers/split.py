@@ -66,7 +66,9 @@ class Merge(Invertible):
         self.dim = dim
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
-        return (torch.cat((x1, x2), dim=self.dim),)
+        # The gradient of cat() is a view of the merged one, which would live as long as either
+        # half; that of the product is dense and its own.
+        return (torch.cat((x1 * 1, x2 * 1), dim=self.dim),)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
         return halves(y, self.dim)
