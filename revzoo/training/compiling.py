@@ -4,9 +4,9 @@ Compiling the whole model would trace through its memory mode and keep every act
 chain of steps stays eager, and what it calls is compiled, in place (``module.compile()``), so that
 no key of a ``state_dict`` changes. Branches of one shape share one compiled graph.
 
-Known limits: the first steps wait for the compiler. A graph is made for each shape of branch in
-training and in evaluation, more than torch allows one function by default: it would go on uncompiled
-after the eighth, with a warning alone. The limit is therefore raised until the end of the training.
+Known limits: the first steps wait for the compiler. A graph is made for each shape of branch, in
+training and in evaluation, more than torch allows one function by default: after the eighth it
+would go on uncompiled, with a warning alone. So that limit is raised until the end of training.
 """
 
 from __future__ import annotations
