@@ -11,8 +11,6 @@ would go on uncompiled, with a warning alone. So that limit is raised until the 
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytorch_lightning as pl
 import torch
 import torch.compiler.config
@@ -24,6 +22,7 @@ from revzoo.training.spec import nearest
 
 # training and evaluation, each with batches of the usual and of any other size
 GRAPHS_PER_BRANCH = 4
+LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 class CompiledBranches(pl.Callback):
@@ -48,7 +47,7 @@ class CompiledBranches(pl.Callback):
                 + nearest(str(backend), known)
             )
         self.backend = backend
-        self._limits: Any = None
+        self._limits: dict[str, int] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Mark the branches; each is compiled when it is first called.
@@ -64,14 +63,9 @@ class CompiledBranches(pl.Callback):
                 f"{type(pl_module).__name__} has no residual function to compile: expected a model "
                 "of create_model, or one of couplings; compile other models yourself"
             )
-        graphs = max(torch.compiler.config.recompile_limit, GRAPHS_PER_BRANCH * len(branches))
-        self._limits = torch.compiler.config.patch(
-            recompile_limit=graphs,
-            accumulated_recompile_limit=max(
-                torch.compiler.config.accumulated_recompile_limit, graphs
-            ),
-        )
-        self._limits.__enter__()
+        self._limits = {name: getattr(torch.compiler.config, name) for name in LIMITS}
+        for name, limit in self._limits.items():
+            setattr(torch.compiler.config, name, max(limit, GRAPHS_PER_BRANCH * len(branches)))
         for branch in branches:
             branch.compile(backend=self.backend)
 
@@ -80,7 +74,8 @@ class CompiledBranches(pl.Callback):
             return
         for branch in residual_functions(pl_module):
             branch._compiled_call_impl = None
-        self._limits.__exit__(None, None, None)
+        for name, limit in self._limits.items():
+            setattr(torch.compiler.config, name, limit)
 
 
 def residual_functions(model: nn.Module) -> list[nn.Module]:
