@@ -33,8 +33,8 @@ class ImageFolder(ImageData):
         cache_bytes: the largest set, over all its splits, that is held in memory.
         **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
             (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
-            counts there; for evaluation the middle of each image, ``image_size`` of 256/224 as many
-            pixels of its shorter side, is cut out.
+            counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
+            and the middle cut out.
     """
 
     def __init__(
