@@ -129,8 +129,10 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     # a checkpoint brings its own weights: it does not keep where the run's first ones came from
     spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
     spec["name"] = spec["name"].partition(".")[0]
+    # as specs, since options that came later are not in it
     wanted = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
-    found = {"model": {key: model.get(key) for key in spec}, "optim": kept.get("optim")}
+    optim = OptimSpec.of(kept.get("optim")).plain()
+    found = {"model": {key: model.get(key) for key in spec}, "optim": optim}
     for section, options in wanted.items():
         if options != found[section]:
             raise CheckpointError(

@@ -31,6 +31,9 @@ class Augment:
     Attributes:
         crop_padding: pixels of padding on each side before the random crop; 0 for no crop, None
             for an eighth of the image's size (the papers' 4 for 32 pixels).
+        crop_scale: the least part of an image's area that a random resized crop shows, of sets that
+            are read from their files. 0.08 is that of GoogLeNet (Szegedy et al. 2015, arXiv
+            1409.4842), which runs of a hundred epochs take.
         flip: mirror left and right with probability 1/2.
         chunk: images that share one draw; fewer is finer and slower.
         mixup: alpha of the Beta distribution that Mixup draws its share from, in batches of
@@ -39,6 +42,7 @@ class Augment:
     """
 
     crop_padding: int | None = None
+    crop_scale: float = 0.08
     flip: bool = True
     chunk: int = 8
     mixup: float = 0.0
@@ -49,6 +53,11 @@ class Augment:
             raise ValueError(
                 f"augment.crop_padding is {self.crop_padding}: expected pixels >= 0, "
                 "or null for an eighth of the image size"
+            )
+        if not 0 < self.crop_scale <= 1:
+            raise ValueError(
+                f"augment.crop_scale is {self.crop_scale}: expected a part of the image's area, "
+                "0 < crop_scale <= 1"
             )
         if self.chunk < 1:
             raise ValueError(f"augment.chunk is {self.chunk}: expected a number of images >= 1")

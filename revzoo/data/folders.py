@@ -77,11 +77,8 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
     label_of = {name: label for label, name in enumerate(classes)}
     found = make_dataset(folder, label_of, extensions=IMG_EXTENSIONS, allow_empty=True)
     labels = [label for _, label in found]
-    empty = [
-        str(folder.absolute() / name)
-        for name, label in label_of.items()
-        if label not in set(labels)
-    ]
+    missing = set(label_of.values()).difference(labels)
+    empty = [str(folder.absolute() / name) for name, label in label_of.items() if label in missing]
     if empty:
         raise DataError(
             f"no images in {', '.join(empty[:5])}: put images there ({', '.join(IMG_EXTENSIONS)}) "

@@ -32,7 +32,9 @@ class ImageFolder(ImageData):
         in_chans: 3 for RGB, 1 for grey; images are converted.
         cache_bytes: the largest set, over all its splits, that is held in memory.
         **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
-            instead of ``augment.crop_padding``, of which only 0 (no crop) counts there.
+            (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
+            counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
+            and the middle cut out.
     """
 
     def __init__(

@@ -110,7 +110,8 @@ class FileImages(Dataset[Batch]):
 def _training(size: int, augment: Augment) -> Callable[[Image.Image], Tensor]:
     steps: list[Any] = [v2.PILToTensor()]
     if augment.padding(size):
-        steps.insert(0, v2.RandomResizedCrop(size, antialias=True))
+        scale = (augment.crop_scale, 1.0)
+        steps.insert(0, v2.RandomResizedCrop(size, scale=scale, antialias=True))
     else:
         steps = [evaluation(size)]
     if augment.flip:

@@ -2,6 +2,7 @@
 
 from revzoo.training.callbacks import build_callbacks
 from revzoo.training.classifier import Classifier
+from revzoo.training.compiling import CompiledBranches
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning
@@ -11,6 +12,7 @@ from revzoo.training.schedules import make_schedule
 
 __all__ = [
     "Classifier",
+    "CompiledBranches",
     "DriftLogger",
     "EpochLog",
     "Finetuning",

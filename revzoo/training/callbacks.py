@@ -1,8 +1,8 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
 Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger`, :class:`Finetuning` and what keeps
-checkpoints is Lightning's own.
+:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger`, :class:`Finetuning`,
+:class:`CompiledBranches` and what keeps checkpoints is Lightning's own.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import (
 )
 
 from revzoo.training.averaging import AveragedWeights
+from revzoo.training.compiling import CompiledBranches
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning, Unfreeze
@@ -92,6 +93,11 @@ def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
     return Finetuning(unfreeze=unfreeze)
 
 
+def compiled_branches(run_dir: Path, *, backend: str = "inductor") -> pl.Callback:
+    """Compile the residual functions for the time of training."""
+    return CompiledBranches(backend=backend)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -105,6 +111,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         early_stopping,
         ema,
         finetuning,
+        compiled_branches,
     )
 }
 

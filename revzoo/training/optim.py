@@ -3,7 +3,8 @@
 Weight decay acts on the weights of convolutions and linear layers only:
 norms and biases are scale and offset, and decaying them changes the function instead of
 regularising it. Torch decays every parameter of a group, so the parameters are divided into two
-groups here, by the type of the module that owns them, not by their name or shape.
+groups here, by the type of the module that owns them, not by their name or shape. Recipes that
+decay everything say so (``decay_all``).
 
 For fine-tuning, rates may fall from the classifier to the stem, by a factor ``layer_decay`` for
 each part of the network (layer-wise decay: Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
@@ -43,6 +44,7 @@ class OptimSpec:
         nesterov: look ahead; needs momentum above 0. Muon always does.
         weight_decay: of convolution and linear weights; with Muon decoupled (``lr * weight_decay``
             a step) and of the weights that it makes orthogonal alone.
+        decay_all: also of norms and biases, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
         layer_decay: in (0, 1]; rates of the last stage are multiplied by it once, those of the
             stage before it twice, and so on to the stem.
@@ -55,6 +57,7 @@ class OptimSpec:
     momentum: float = 0.9
     nesterov: bool = True
     weight_decay: float = 2e-4
+    decay_all: bool = False
     label_smoothing: float = 0.0
     layer_decay: float = 1.0
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
@@ -69,6 +72,11 @@ class OptimSpec:
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
                 "muon, for the parameters that are no hidden weights, and null with sgd"
+            )
+        if not isinstance(self.decay_all, bool) or (self.decay_all and self.name == "muon"):
+            raise ValueError(
+                f"optim.decay_all={self.decay_all!r} with optim.name={self.name}: expected true or "
+                "false with sgd, and false with muon, which decays what it makes orthogonal"
             )
         if self.sgd_lr is not None:
             check_range("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
@@ -148,7 +156,7 @@ def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpe
     shared = {"lr": spec.lr, "momentum": spec.momentum, "nesterov": spec.nesterov}
     return [
         {"params": weights, "weight_decay": spec.weight_decay, **shared},
-        {"params": others, "weight_decay": 0.0, **shared},
+        {"params": others, "weight_decay": spec.weight_decay * spec.decay_all, **shared},
     ]
 
 

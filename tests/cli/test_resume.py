@@ -11,9 +11,9 @@ import torch
 import yaml
 
 from revzoo.cli import train as train_module
-from revzoo.cli.resume import asks_to_resume, resume
+from revzoo.cli.resume import asks_to_resume, check_same_run, resume
 from revzoo.cli.train import train
-from revzoo.training.checkpoints import LAST, PREVIOUS, read_checkpoint
+from revzoo.training.checkpoints import LAST, PREVIOUS, CheckpointError, read_checkpoint
 from revzoo.training.stop import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -128,6 +128,18 @@ def test_another_model_in_the_configuration_is_noticed(stopped: Path) -> None:
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
     assert "differ in model" in refused(stopped)
+
+
+def test_options_that_came_after_a_checkpoint_are_no_difference(
+    compose: Any, tmp_path: Path
+) -> None:
+    config = compose()
+    model = {**config["model"], "num_classes": 10, "in_chans": 1}
+    optim = {key: value for key, value in config["optim"].items() if key != "decay_all"}
+    check_same_run(config, {"hyper_parameters": {"model": model, "optim": optim}}, tmp_path)
+    kept = {"model": model, "optim": {**optim, "weight_decay": 0.1}}
+    with pytest.raises(CheckpointError, match="differ in optim"):
+        check_same_run(config, {"hyper_parameters": kept}, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -67,5 +67,7 @@ def test_options_are_checked() -> None:
         Augment.of({"flipp": False})
     with pytest.raises(ValueError, match=r"crop_padding is -1: expected pixels >= 0"):
         Augment(crop_padding=-1)
+    with pytest.raises(ValueError, match=r"crop_scale is 0: expected a part of the image's area"):
+        Augment(crop_scale=0)
     with pytest.raises(ValueError, match=r"chunk is 0: expected a number of images >= 1"):
         Augment(chunk=0)

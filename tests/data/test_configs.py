@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 import revzoo.data
 from revzoo.data import ImageData
 
-_CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "data").glob("*.yaml"))
+_FOLDER = Path(__file__).parents[2] / "configs" / "data"
+# imagenet.yaml is imagefolder.yaml with other values
+_CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "imagenet")
 
 
 def _build(path: Path) -> tuple[dict[str, Any], ImageData]:

@@ -51,6 +51,22 @@ def test_training_images_are_cropped_at_random_and_evaluation_images_are_not(roo
     assert train[0][0].dtype == torch.uint8
 
 
+def test_crops_show_at_least_the_wanted_part_of_an_image(tmp_path: Path) -> None:
+    ramp = np.repeat(np.arange(200, dtype=np.uint8)[None], 200, axis=0)
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    Image.fromarray(ramp).convert("RGB").save(tmp_path / "train" / "a" / "0.png")
+
+    def narrowest(crop_scale: float) -> int:
+        data = _set(tmp_path, Augment(crop_scale=crop_scale, flip=False), training=True)
+        crops = [data[0][0][0] for _ in range(60)]
+        return min(int(crop.max()) - int(crop.min()) for crop in crops)
+
+    torch.manual_seed(0)
+    # of the area, at aspect ratios up to 4/3; the outermost of 14 columns show 13/14 of the width
+    assert narrowest(0.9) > 0.9 * 200 * 13 / 14 * (3 / 4) ** 0.5
+    assert narrowest(0.08) < 100
+
+
 def test_a_subset_for_evaluation_is_not_augmented(root: Path) -> None:
     subset = _set(root, training=True).subset(torch.tensor([7, 2]), training=False)
     expected = _set(root, training=False)

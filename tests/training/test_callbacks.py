@@ -15,6 +15,7 @@ from small_task import TinyNet, loader, trainer
 
 from revzoo.training import (
     Classifier,
+    CompiledBranches,
     DriftLogger,
     EpochLog,
     Finetuning,
@@ -41,6 +42,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         EarlyStopping,
         AveragedWeights,
         Finetuning,
+        CompiledBranches,
     }
 
 

@@ -27,6 +27,12 @@ def test_only_convolution_and_linear_weights_decay() -> None:
     assert (decayed["weight_decay"], others["weight_decay"]) == (0.5, 0.0)
 
 
+def test_all_parameters_decay_on_demand() -> None:
+    groups = build_optimizer(net(), OptimSpec(weight_decay=0.5, decay_all=True)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.5, 0.5]
+    assert sum(len(group["params"]) for group in groups) == 7
+
+
 @pytest.mark.parametrize("name", ["revnet38", "resnet32"])
 def test_every_parameter_of_a_model_is_in_one_group(name: str) -> None:
     model = create_model(name)
@@ -122,9 +128,18 @@ def test_muon_takes_the_hidden_weights_and_leaves_the_rest_to_sgd() -> None:
     assert (rest["lr"], rest["weight_decay"], rest["orthogonal"]) == (0.2, 0.0, False)
 
 
-@pytest.mark.parametrize("options", [{"name": "muon"}, {"sgd_lr": 0.1}, {"name": "adam"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"name": "muon"},
+        {"sgd_lr": 0.1},
+        {"name": "adam"},
+        {"name": "muon", "sgd_lr": 0.1, "decay_all": True},
+        {"decay_all": 1},
+    ],
+)
 def test_impossible_optimisers_are_refused(options: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match=r"optim\.(sgd_lr|name)=.*expected"):
+    with pytest.raises(ValueError, match=r"optim\.(sgd_lr|name|decay_all)=.*expected"):
         OptimSpec.of(options)
 
 

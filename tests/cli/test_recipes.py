@@ -1,0 +1,241 @@
+"""The recipes of ``configs/experiment/`` are what their first lines and the README say of them."""
+
+from __future__ import annotations
+
+import math
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision import datasets
+from torchvision.transforms import v2
+
+from revzoo.cli import checks
+from revzoo.cli.build import build_data
+from revzoo.cli.checks import check_config
+from revzoo.cli.train import train
+from revzoo.models import create_model
+from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
+from revzoo.weights.table import SHIPPED
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "configs" / "experiment").glob("*.yaml"))
+NAMES = [path.stem for path in RECIPES]
+SMALL = ("debug=smoke", "trainer=cpu", "callbacks.progress_bar=null")
+COMMAND = re.compile(r"python train\.py (experiment=.*)")
+
+
+def header(path: Path) -> list[str]:
+    """The comment lines that a file opens with."""
+    lines = path.read_text().splitlines()
+    return lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
+
+
+def commands(text: str) -> list[list[str]]:
+    """The overrides of each command line in ``text``, comments left out."""
+    return [shlex.split(line, comments=True) for line in COMMAND.findall(text)]
+
+
+def said() -> list[Any]:
+    return [
+        pytest.param(path.stem, overrides, id=" ".join(overrides))
+        for path in RECIPES
+        for overrides in commands("\n".join(header(path)))
+    ]
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.CUDAAccelerator, "is_available", staticmethod(lambda: True))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_opens_with_commands_and_what_comes_out(path: Path) -> None:
+    lines = header(path)
+    assert lines[0] == "# @package _global_"
+    assert len(commands("\n".join(lines))) >= 2, "one to train, one in seconds"
+    assert any("debug=smoke" in line for line in lines)
+    text = " ".join(lines)
+    assert re.search(r"not yet trained here|none was measured here yet|measured: \d", text, re.I)
+    for line in lines:
+        if "published" in line and "%" in line:
+            assert re.search(r"\[\d\]", line), f"without its source: {line}"
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize(("name", "overrides"), said())
+def test_a_stated_command_is_of_its_recipe_and_can_be_run(
+    name: str, overrides: list[str], compose: Any
+) -> None:
+    config = compose(*overrides)
+    given = dict(override.split("=", 1) for override in overrides)
+    assert given["experiment"] == name
+    check_config(config)
+    if "model" in given:
+        assert config["model"]["name"] == given["model"]
+    kinds = {"cifar10": "CIFAR10", "cifar100": "CIFAR100", "digits": "Digits"}
+    kind = kinds.get(given.get("data", "cifar10" if "cifar" in name else ""), "ImageFolder")
+    assert config["data"]["_target_"] == f"revzoo.data.{kind}"
+
+
+# of the papers and their releases: images a step, weight decay, steps, the rate from a step on (it
+# is 0.1 at first), pixels that images are padded by before they are cropped
+FACTS: dict[str, dict[str, Any]] = {
+    "cifar_revnet": {  # Gomez et al. 2017, section 5, and the release's cifar_configs.py
+        "batch": 100,
+        "decay": 2e-4,
+        "decay_all": False,
+        "steps": 80_000,
+        "drops": {40_000: 0.01, 60_000: 0.001},
+        "padding": 2,
+    },
+    "cifar_irevnet": {  # CIFAR_main.py and utils_cifar.py of the release; 386 steps an epoch
+        "batch": 128,
+        "decay": 5e-4,
+        "decay_all": True,
+        "steps": 200 * 386,
+        "drops": {60 * 386: 0.02, 120 * 386: 0.004, 160 * 386: 0.0008},
+        "padding": 4,
+    },
+    "imagenet": {  # Gomez et al. 2017, section 5, and the release's imagenet_configs.py
+        "batch": 256,
+        "decay": 1e-4,
+        "decay_all": False,
+        "steps": 600_000,
+        "drops": {160_000: 0.01, 320_000: 0.001, 480_000: 0.0001},
+        "padding": 28,
+    },
+}
+FACTS["cifar10_revnet38"] = FACTS["cifar_revnet"]
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_the_papers_recipes_are_the_papers(name: str, compose: Any) -> None:
+    config, facts = compose(f"experiment={name}", "data.root=DIR"), FACTS[name]
+    assert config["data"]["batch_size"] == facts["batch"]
+    data, trainer = build_data(config["data"]), config["trainer"]
+    assert data.augment.padding(224 if name == "imagenet" else 32) == facts["padding"]
+    assert data.augment.flip
+    assert not data.augment.mixup + data.augment.cutmix + config["optim"]["label_smoothing"]
+    epoch = round(50_000 * 0.99) // 128
+    steps = trainer["max_steps"] if trainer["max_steps"] > 0 else trainer["max_epochs"] * epoch
+    assert steps == facts["steps"]
+    assert trainer["accumulate_grad_batches"] == 1
+    spec = OptimSpec.of(config["optim"])
+    model = create_model(config["model"]["name"], units=(1,) * (4 if name == "imagenet" else 3))
+    optimizer = build_optimizer(model, spec)
+    assert type(optimizer) is torch.optim.SGD
+    decayed, others = optimizer.param_groups
+    assert (decayed["momentum"], decayed["nesterov"], decayed["lr"]) == (0.9, False, 0.1)
+    assert decayed["weight_decay"] == facts["decay"]
+    assert others["weight_decay"] == (facts["decay"] if facts["decay_all"] else 0)
+    schedule = build_schedule(optimizer, spec, total_steps=steps)
+    assert rates_after(schedule) == pytest.approx(facts["drops"])
+
+
+def rates_after(schedule: Any) -> dict[int, float]:
+    """The rate from each milestone of a MultiStepLR on."""
+    gamma, first = schedule.gamma, schedule.base_lrs[0]
+    return {step: first * gamma ** (i + 1) for i, step in enumerate(sorted(schedule.milestones))}
+
+
+def test_the_shipped_weights_recipe_is_the_one_that_was_run(compose: Any) -> None:
+    entry = SHIPPED.find("revnet38.cifar10")
+    run = entry.recipe.removeprefix("python train.py ").split()
+    lines = header(ROOT / "configs/experiment/cifar_short.yaml")
+    (measured,) = (line for line in lines if "measured" in line)
+    assert f"{entry.metrics['test/acc']:.2%}".replace("%", " %") in measured
+    assert compose(*commands(measured)[0]) == compose(*run)
+
+
+def tiny_imagenet(root: Path) -> Path:
+    rng = np.random.default_rng(0)
+    for split in ("train", "val"):
+        for name in ("n01440764", "n01443537"):
+            folder = root / split / name
+            folder.mkdir(parents=True)
+            for i in range(8):
+                pixels = rng.integers(0, 255, (70, 90, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(folder / f"{i}.JPEG")
+    return root
+
+
+def test_imagenet_is_cropped_as_in_the_literature(compose: Any, tmp_path: Path) -> None:
+    root = tiny_imagenet(tmp_path)
+    config = compose("data=imagenet", f"data.root={root}", "data.num_workers=0")
+    data = build_data({**config["data"], "batch_size": 2})
+    data.setup("fit")
+    train_set, val_set = data.train_dataloader().dataset, data.val_dataloader().dataset
+    steps = [v2.Resize(256), v2.CenterCrop(224), v2.PILToTensor()]
+    reference = datasets.ImageFolder(root / "val", v2.Compose(steps))
+    assert torch.equal(val_set[0][0], reference[0][0])
+    assert train_set[0][0].shape == (3, 224, 224)
+    assert not torch.equal(train_set[0][0], train_set[0][0])
+    assert (data.num_classes, data.image_size, data.has_test) == (2, 224, False)
+
+
+NARROW = ("+model.stem_width=8", "+model.widths=[8,8,8,8]", "+model.units=[2,1,1,1]")
+
+
+@pytest.mark.parametrize("name", ["imagenet", "imagenet_short"])
+def test_imagenet_recipes_run_on_their_layout(name: str, compose: Any, tmp_path: Path) -> None:
+    data = (f"data.root={tiny_imagenet(tmp_path / 'images')}", "data.image_size=64")
+    loading = ("data.batch_size=4", "data.num_workers=0")
+    figures = train(
+        compose(f"experiment={name}", *data, *loading, *NARROW, *SMALL), run_dir=tmp_path
+    )
+    assert 0 < figures["val/loss"] < 10
+    assert "test/acc" not in figures, "there is no test/"
+
+
+@pytest.mark.parametrize("name", ["cifar_revnet", "cifar_irevnet", "cifar_short", "cifar_long"])
+def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
+    shallow = ("data=digits", "+model.units=[1,1,1]", "data.batch_size=32")
+    figures = train(compose(f"experiment={name}", *shallow, *SMALL), run_dir=tmp_path)
+    assert 0 < figures["test/loss"] < 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "overrides"), [case for case in said() if "debug=smoke" in case.values[1]]
+)
+def test_the_command_in_seconds_runs(
+    name: str, overrides: list[str], compose: Any, tmp_path: Path
+) -> None:
+    figures = train(compose(*overrides, "trainer=cpu"), run_dir=tmp_path)
+    for split in ("train", "test"):  # large after three steps, in evaluation more than in training
+        assert 0 < figures[f"{split}/loss"] < math.inf
+
+
+def rows() -> list[Any]:
+    """The README's table of recipes: model, data, the paper's command and the short one."""
+    table = (ROOT / "README.md").read_text().split("### Recipes")[1].split("\n#")[0]
+    cells = [line.strip("| ").split(" | ") for line in table.splitlines() if "| `exp" in line]
+    chosen = [(row[0], row[1], row[2].strip("`"), row[4].strip("`")) for row in cells]
+    return [pytest.param(*row, id=f"{row[0]} on {row[1]}") for row in chosen]
+
+
+def test_the_readme_has_all_that_papers_published() -> None:
+    cifar = {f"{m} on CIFAR-{n}" for m in WITH_CIFAR for n in (10, 100)}
+    assert {row.id for row in rows()} == cifar | {f"{m} on ImageNet" for m in WITH_IMAGENET}
+
+
+WITH_CIFAR = ("revnet38", "revnet110", "revnet164", "irevnet163")
+WITH_IMAGENET = ("revnet56", "revnet104", "irevnet301")
+
+
+@pytest.mark.parametrize(("model", "data", "paper", "short"), rows())
+def test_the_readmes_rows_mean_what_they_say(
+    model: str, data: str, paper: str, short: str, compose: Any
+) -> None:
+    kinds = {"CIFAR-10": "CIFAR10", "CIFAR-100": "CIFAR100", "ImageNet": "ImageFolder"}
+    for command in (paper, short):
+        config = compose(*command.split())
+        assert config["model"]["name"] == model
+        assert config["data"]["_target_"] == f"revzoo.data.{kinds[data]}"
+        assert command.split() in [case.values[1] for case in said()], "no recipe says so"
