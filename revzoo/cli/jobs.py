@@ -22,7 +22,7 @@ def run_program(
     command: Sequence[str],
     *,
     output: IO[str] | None = None,
-    should_end: Callable[[], bool] = lambda: False,
+    should_end: Callable[[], bool] | None = None,
     poll: float = 1.0,
 ) -> int:
     """Start a program, wait for its end; returns its exit status.
@@ -57,9 +57,9 @@ def run_program(
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(poll)
-            if process.returncode is None and should_end():
+            if should_end is not None and process.returncode is None and should_end():
                 process.terminate()
-                should_end = bool  # says no: once is enough
+                should_end = None
         if asked:
             raise RunStopped(asked[0])
         return process.returncode
