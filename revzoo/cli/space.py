@@ -26,10 +26,10 @@ from hydra.core.override_parser.types import (
     RangeSweep,
     Sweep,
 )
-from hydra.errors import HydraException
+from hydra.errors import HydraException, OverrideParseException
 
 from revzoo.cli.checks import check_config
-from revzoo.cli.overrides import ConfigError, check_sweep, compose_checked
+from revzoo.cli.overrides import ConfigError, compose_checked
 from revzoo.cli.train import to_plain
 
 
@@ -68,7 +68,8 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        raise ConfigError(" ".join(str(error).split())) from None
+        at = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
+        raise ConfigError(f"{at}{str(error).splitlines()[0]}") from None
 
 
 def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:
@@ -129,17 +130,12 @@ def check_space(
     Raises:
         ValueError: naming the key or the value.
     """
-    check_sweep([*fixed, *_first(space)], config_dir=config_dir)
     for trial in _tried(space):
         check_config(to_plain(compose_checked([*fixed, *trial], config_dir=config_dir)))
 
 
-def _first(space: Sequence[Parameter]) -> list[str]:
-    return [f"{p.key}={p.outermost[0]}" for p in space]
-
-
 def _tried(space: Sequence[Parameter]) -> Iterator[list[str]]:
-    first = _first(space)
+    first = [f"{p.key}={p.outermost[0]}" for p in space]
     yield first
     for index, parameter in enumerate(space):
         for value in parameter.outermost[1:]:
