@@ -64,6 +64,9 @@ def run_program(
             raise RunStopped(asked[0])
         return process.returncode
     finally:
+        if process is not None and process.poll() is None:  # something else has gone wrong
+            process.terminate()
+            process.wait()
         for signum, handler in before.items():
             signal.signal(signum, handler)
 

@@ -133,6 +133,8 @@ class Search:
             status = run_program(self.command(trial, run_dir), output=file, should_end=hopeless)
         if curve is not None and curve.pruned:
             return self.end(trial, self.states.PRUNED)
+        if curve is not None:
+            curve.report()  # what came after the last look: others are measured by it
         if status:
             return self.end(trial, self.states.FAIL, error=last_line(output, status))
         try:

@@ -48,7 +48,7 @@ class Plan:
             raise ConfigError(f"direction={self.direction}: expected {' or '.join(DIRECTIONS)}")
         if not isinstance(self.prune, bool):
             raise ConfigError(f"prune={self.prune}: expected true or false")
-        if str(self.metric).startswith("test/"):
+        if self.metric.startswith("test/"):
             raise ConfigError(
                 f"metric={self.metric}: what is chosen by the test split cannot be measured by "
                 "it any more; use a figure of the validation, such as val/acc"
@@ -87,10 +87,12 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     given: list[str] = []
     for override in parse(arguments):
         if override.key_or_group in names and not override.is_sweep_override():
-            options[override.key_or_group] = override.value()
+            value = override.value()
+            is_text = override.key_or_group in ("dir", "metric", "direction")
+            options[override.key_or_group] = str(value) if is_text else value
         else:
             given.append(str(override.input_line))
-    folder = Path(str(options.pop("dir", default)))
+    folder = Path(options.pop("dir", default))
     path = folder / PLAN_FILE
     if not path.exists():
         return folder, Plan(given, **options)

@@ -57,12 +57,16 @@ class Curve:
         whole = self.path.read_text().rpartition("\n")[0].splitlines()
         return [float(row[self.metric]) for row in csv.DictReader(whole) if row.get(self.metric)]
 
-    def is_hopeless(self) -> bool:
-        """Report what is new; whether the pruner would end the trial."""
+    def report(self) -> None:
+        """Tell the study what is new."""
         for value in self.values()[self.told :]:
             self.trial.report(value, self.told)
             self.told += 1
-            self.pruned = self.pruned or self.trial.should_prune()
+
+    def is_hopeless(self) -> bool:
+        """Report what is new; whether the pruner would end the trial."""
+        self.report()
+        self.pruned = self.told > 0 and self.trial.should_prune()
         return self.pruned
 
 

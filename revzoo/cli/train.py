@@ -184,8 +184,9 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
     with torch.no_grad():
         module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
-    module.train()
-    return module
+    if config["precision"]["trainer"] == "64-true":
+        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
+    return module.train()
 
 
 def fit_and_test(

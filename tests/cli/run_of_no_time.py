@@ -43,4 +43,6 @@ if told == "slow" and value < -0.3:
     (run_dir / "metrics.csv").write_text("step,val/acc\n1,-9\n2,-9")
     time.sleep(60)
 (run_dir / "metrics.csv").write_text(f"step,val/acc\n1,{value}\n")
-(run_dir / "summary.json").write_text(json.dumps({"metrics": {"val/acc": value, "nan": math.nan}}))
+(run_dir / "summary.json").write_text(
+    json.dumps({"metrics": {"val/acc": value, "val/loss": math.nan}})
+)
