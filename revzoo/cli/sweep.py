@@ -99,25 +99,19 @@ class Search:
     def next_trial(self) -> Any:
         """One that was cut off, or a new one; None if there are enough."""
         trials = self.study.get_trials(deepcopy=False)
-        for begun in trials:
-            if begun.state == self.states.RUNNING:
-                return self.optuna.trial.Trial(self.study, begun._trial_id)
-        if len(trials) >= self.plan.trials:
+        begun = [trial for trial in trials if trial.state == self.states.RUNNING]
+        if not begun and len(trials) >= self.plan.trials:
             return None
         # see NOTE [ The same search ]
-        seed = self.plan.sampler_seed + len(trials)
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=seed)
-        return self.study.ask({p.key: self.distribution(p) for p in self.plan.space})
-
-    def distribution(self, parameter: Parameter) -> Any:
-        """A parameter in optuna's terms."""
-        kinds = self.optuna.distributions
-        if parameter.choices:
-            return kinds.CategoricalDistribution(parameter.choices)
-        low, high, step, log_scale = parameter.low, parameter.high, parameter.step, parameter.log
-        if isinstance(low, int) and isinstance(high, int):
-            return kinds.IntDistribution(low, high, log=log_scale, step=step or 1)
-        return kinds.FloatDistribution(low, high, log=log_scale, step=step)
+        number = begun[0].number if begun else len(trials)
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
+        if begun:
+            trial = self.optuna.trial.Trial(self.study, begun[0]._trial_id)
+        else:
+            trial = self.study.ask()
+        for parameter in self.plan.space:
+            suggest(trial, parameter)
+        return trial
 
     def run_trial(self, trial: Any) -> Any:
         """Train; returns the state the trial has ended in, which the study then knows.
@@ -139,7 +133,7 @@ class Search:
             return self.end(trial, self.states.FAIL, error=last_line(output, status))
         try:
             value = figure_of(run_dir, self.plan.metric)
-        except ValueError as error:
+        except (OSError, ValueError) as error:
             return self.end(trial, self.states.FAIL, error=str(error))
         return self.end(trial, self.states.COMPLETE, value=value)
 
@@ -162,6 +156,17 @@ class Search:
         told = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
         log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", told)
         return state
+
+
+def suggest(trial: Any, parameter: Parameter) -> None:
+    """Let a trial draw a value; one that was drawn before it was cut off stays."""
+    low, high, step = parameter.low, parameter.high, parameter.step
+    if parameter.choices:
+        trial.suggest_categorical(parameter.key, parameter.choices)
+    elif isinstance(low, int) and isinstance(high, int):
+        trial.suggest_int(parameter.key, low, high, step=step or 1, log=parameter.log)
+    else:
+        trial.suggest_float(parameter.key, low, high, step=step, log=parameter.log)
 
 
 def tell_best(search: Search) -> None:

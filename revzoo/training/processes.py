@@ -10,6 +10,7 @@ import os
 import subprocess
 
 import pytorch_lightning as pl
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed
 
 # as Lightning looks for them; those that are set by srun in batch scripts, too, come last
@@ -41,9 +42,10 @@ def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
         wait: seconds, after which they are killed.
     """
     launcher = trainer.strategy.launcher
-    watched: list[subprocess.Popen[bytes]] = getattr(launcher, "procs", [])
-    started = list(watched)
-    watched.clear()
+    started: list[subprocess.Popen[bytes]] = []
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        started = list(launcher.procs)
+        launcher.procs.clear()
     if distributed.is_initialized() and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()  # Lightning itself leaves groups of other kinds
     for process in started:
