@@ -13,7 +13,6 @@ from pathlib import Path
 from hydra.conf import HydraConf
 from hydra.errors import CompactHydraException
 
-import __main__
 from revzoo.cli.jobs import quoted, run_program
 from revzoo.cli.overrides import ConfigError
 from revzoo.training.processes import started_together
@@ -39,8 +38,9 @@ def run_job(hydra_cfg: HydraConf, run_dir: Path) -> None:
 
 def this_program() -> list[str]:
     """The command that has started this process, without its arguments."""
-    if __main__.__spec__ is not None:
-        return [sys.executable, "-m", __main__.__spec__.name]
+    spec = sys.modules["__main__"].__spec__
+    if spec is not None:
+        return [sys.executable, "-m", spec.name]
     return [sys.executable, str(Path(sys.argv[0]).absolute())]
 
 
