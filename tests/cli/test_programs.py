@@ -86,14 +86,13 @@ def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path
 
 
 def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> None:
-    folder = ("hydra.sweep.dir=jobs", "hydra.job.chdir=false")
-    done = start(str(ROOT / "train.py"), "-m", "seed=0,-1,1", *SMALL, *folder, cwd=tmp_path)
+    folder = "hydra.sweep.dir=jobs"
+    done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
     assert done.returncode == 1
     assert "seed=-1: expected a whole number" in done.stderr
-    assert "jobs/1: the run has ended with status 1" in done.stderr
-    runs = sorted(path.parent.name for path in tmp_path.glob("jobs/*/summary.json"))
-    assert runs == ["0", "2"]
-    sessions = (tmp_path / "jobs" / "2" / "sessions.jsonl").read_text().splitlines()
+    assert "jobs/0: the run has ended with status 1" in done.stderr
+    assert [path.parent.name for path in tmp_path.glob("jobs/*/summary.json")] == ["1"]
+    sessions = (tmp_path / "jobs" / "1" / "sessions.jsonl").read_text().splitlines()
     assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
 
 
@@ -115,7 +114,7 @@ def test_processes_started_together_need_one_folder(
 ) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     with pytest.raises(SystemExit, match=message):
-        check_command_line([*SMALL, *arguments], config_dir=ROOT / "configs")
+        check_command_line([*arguments, *SMALL], config_dir=ROOT / "configs")
 
 
 def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:
