@@ -23,10 +23,12 @@ def test_the_second_program_is_told_who_the_first_is_until_that_dies(tmp_path: P
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        with pytest.raises(SystemExit) as end, locked(tmp_path):
-            pass
+        try:
+            with pytest.raises(SystemExit) as end, locked(tmp_path):
+                pass
+        finally:
+            holder.kill()  # as it would end out of memory: nothing is cleaned up
         assert f"in use by process {holder.pid} on " in str(end.value)
-        holder.kill()  # as it would end out of memory: nothing is cleaned up
     with locked(tmp_path):
         assert str(holder.pid) not in (tmp_path / LOCK_FILE).read_text()
 
