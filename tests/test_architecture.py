@@ -33,6 +33,7 @@ CONFINED = {
     "torchmetrics": {"training"},
     "hydra": {"cli"},
     "omegaconf": {"cli"},
+    "optuna": {"cli"},
 }
 LONGEST_FILE = 300
 LONGEST_FUNCTION = 40

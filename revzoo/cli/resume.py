@@ -21,14 +21,18 @@ from omegaconf.errors import OmegaConfBaseException
 
 from revzoo.cli.build import model_spec
 from revzoo.cli.checks import check_config
+from revzoo.cli.lock import locked
 from revzoo.cli.overrides import ConfigError, compose_checked
 from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import told_plainly
 from revzoo.cli.train import to_plain, train
 from revzoo.training.callbacks import CHECKPOINTS
-from revzoo.training.checkpoints import CheckpointError, read_last
+from revzoo.training.checkpoints import CheckpointError, has_saved, read_last
 from revzoo.training.classifier import WEIGHTS
 from revzoo.training.optim import OptimSpec
+from revzoo.training.processes import is_first_process
+
+log = logging.getLogger(__name__)
 
 LOG_FILE = "train.log"
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
@@ -59,12 +63,25 @@ def resume(arguments: Sequence[str], *, config_dir: Path | None = None) -> dict[
         check_config(config)
         config = {**config, **_changes(args, config, config_dir)}
         check_config(config)
-    with logged_to(run_dir):
-        with told_plainly():
-            path, state = read_last(run_dir / CHECKPOINTS)
-            check_same_run(config, state, run_dir)
-        del state
+    with locked(run_dir), logged_to(run_dir):
+        path = last_state(run_dir, config)
         return train(config, run_dir=run_dir, overrides=list(arguments), resume=path)
+
+
+def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
+    """The checkpoint to go on from; None if the run was stopped before it had saved any.
+
+    Raises:
+        SystemExit: if there are checkpoints but none that can be used.
+    """
+    if not has_saved(run_dir / CHECKPOINTS):
+        if is_first_process():
+            log.info("nothing was saved in %s: the run begins from the start", run_dir)
+        return None
+    with told_plainly():
+        path, state = read_last(run_dir / CHECKPOINTS)
+        check_same_run(config, state, run_dir)
+    return path
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:

@@ -20,7 +20,11 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 
-from revzoo.training.callbacks import best_checkpoint_path
+from revzoo.cli.lock import LOCK_FILE
+from revzoo.cli.overrides import ConfigError
+from revzoo.training.callbacks import CHECKPOINTS, best_checkpoint_path
+from revzoo.training.checkpoints import has_saved
+from revzoo.training.processes import is_first_process
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -32,6 +36,39 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write the configuration, every reference resolved, as ``config.yaml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(OmegaConf.create(dict(config)), run_dir / CONFIG_FILE)
+
+
+def check_unused(run_dir: Path) -> None:
+    """Refuse to begin a run in the folder of another one.
+
+    Raises:
+        ConfigError: saying how to go on with that one.
+    """
+    if is_first_process() and (run_dir / CONFIG_FILE).exists():
+        raise ConfigError(
+            f"{run_dir} holds a run already: go on with it by --resume {run_dir}, or give another "
+            "hydra.run.dir"
+        )
+
+
+def way_on(run_dir: Path) -> str:
+    """What the user of a run that was stopped is told to do next."""
+    if not (run_dir / CONFIG_FILE).exists():
+        return "the run had not begun: start it anew"
+    saved = has_saved(run_dir / CHECKPOINTS)
+    note = "" if saved else " (nothing is saved yet: from the start)"
+    return f"go on with: revzoo-train --resume {run_dir}{note}"
+
+
+def discard_folder(run_dir: Path, *, log_name: str) -> None:
+    """Remove what Hydra has written, and the folders that are empty then; nothing else."""
+    for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
+        path.unlink(missing_ok=True)
+    for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -> None:

@@ -23,6 +23,7 @@ EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
     ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
     "You requested to overfit",  # debug=overfit means it
+    "It is recommended to use `self.log.'footprint/",  # of the first process, and so meant
     "Checkpoint directory .* exists and is not empty",  # that of a run that goes on
 )
 

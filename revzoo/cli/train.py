@@ -20,11 +20,14 @@ import pytorch_lightning as pl
 import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo.cli.build import apply_precision, build_data, build_trainer, model_spec
 from revzoo.cli.checks import check_config
+from revzoo.cli.lock import locked
+from revzoo.cli.multirun import check_started_together, run_job
 from revzoo.cli.out_of_memory import is_out_of_memory, memory_advice
 from revzoo.cli.overrides import (
     CONFIG_MODULE,
@@ -35,8 +38,11 @@ from revzoo.cli.overrides import (
 )
 from revzoo.cli.summary import (
     CONFIG_FILE,
+    check_unused,
     describe_run,
+    discard_folder,
     record_session,
+    way_on,
     write_config,
     write_summary,
 )
@@ -45,6 +51,7 @@ from revzoo.data import ImageData
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
 from revzoo.training.checkpoints import read_checkpoint
+from revzoo.training.processes import end_together, is_first_process
 from revzoo.training.run_state import RunState
 from revzoo.training.stop import GracefulStop, RunStopped
 
@@ -66,6 +73,7 @@ def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = No
     if own_config or args.help or args.hydra_help or args.info or args.shell_completion:
         return  # other configurations or no run: the configuration is checked when it is used
     with told_plainly():
+        check_started_together(args.overrides, multirun=args.multirun)
         if args.multirun:
             check_sweep(args.overrides, config_dir=config_dir)
         else:
@@ -85,28 +93,23 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 def run(cfg: DictConfig) -> dict[str, float]:
     """Train in the folder that Hydra has made for this run; returns the final figures.
 
-    A run that is refused takes its folder away again.
+    A run that is refused takes its folder away again. A job of a multirun is a run of its own.
     """
     hydra_cfg = HydraConfig.get()
     run_dir = Path(hydra_cfg.runtime.output_dir)
-    overrides = list(hydra_cfg.overrides.task)
-    try:
-        return train(to_plain(cfg), run_dir=run_dir, overrides=overrides)
-    except BaseException:
-        if not (run_dir / CONFIG_FILE).exists():
-            discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
-        raise
-
-
-def discard_folder(run_dir: Path, *, log_name: str) -> None:
-    """Remove what Hydra has written, and the folders that are empty then; nothing else."""
-    for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name):
-        path.unlink(missing_ok=True)
-    for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+    if hydra_cfg.mode == RunMode.MULTIRUN:
+        run_job(hydra_cfg, run_dir)
+        return {}
+    with locked(run_dir):
+        with told_plainly():
+            check_unused(run_dir)
         try:
-            folder.rmdir()
-        except OSError:
-            return
+            overrides = list(hydra_cfg.overrides.task)
+            return train(to_plain(cfg), run_dir=run_dir, overrides=overrides)
+        except BaseException:
+            if is_first_process() and not (run_dir / CONFIG_FILE).exists():
+                discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
+            raise
 
 
 def train(
@@ -136,7 +139,8 @@ def train(
         with stop.listening():
             return _train(config, run_dir, overrides, resume, stop)
     except RunStopped as stopped:
-        log.warning("%s; go on with: revzoo-train --resume %s", stopped, run_dir)
+        if is_first_process():
+            log.warning("%s; %s", stopped, way_on(run_dir))
         sys.exit(stopped.status)
 
 
@@ -151,14 +155,15 @@ def _train(
         check_config(config)
         apply_precision(config["precision"])
         pl.seed_everything(config["seed"], workers=True, verbose=False)
-        step = read_checkpoint(resume)["global_step"] if resume is not None else None
+        again = (run_dir / CONFIG_FILE).exists()
+        step = read_checkpoint(resume)["global_step"] if resume else 0 if again else None
         trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
         data.prepare_data()
         data.setup("fit")
         module = build_module(config, data)
     if trainer.is_global_zero:
-        if resume is None:
+        if not again:
             write_config(config, run_dir)
         record_session(run_dir, overrides=overrides, from_step=step or 0)
         data_name = type(data).__name__
@@ -179,8 +184,9 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
     with torch.no_grad():
         module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
-    module.train()
-    return module
+    if config["precision"]["trainer"] == "64-true":
+        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
+    return module.train()
 
 
 def fit_and_test(
@@ -214,6 +220,7 @@ def fit_and_test(
             )
             write_summary(summary, run_dir)
             log.info("%.1f s of training; run folder %s", seconds, run_dir)
+        end_together(trainer, ask=bool(stopped))
     return figures
 
 
@@ -254,7 +261,8 @@ def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[
         )
     figures = {name: float(value) for name, value in results[0].items()}
     told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-    log.info("%s (%s)", told, "best checkpoint" if best else "last weights")
+    if trainer.is_global_zero:
+        log.info("%s (%s)", told, "best checkpoint" if best else "last weights")
     return figures
 
 

@@ -27,6 +27,8 @@ import torch
 from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import Tensor
 
+from revzoo.training.processes import is_first_process
+
 log = logging.getLogger(__name__)
 
 LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
@@ -161,6 +163,11 @@ def _check_archive(path: Path) -> None:
         )
 
 
+def has_saved(folder: Path) -> bool:
+    """Whether a run has saved a state to go on from."""
+    return (folder / LAST).exists() or (folder / PREVIOUS).exists()
+
+
 def read_last(folder: Path) -> tuple[Path, dict[str, Any]]:
     """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` where that is damaged.
 
@@ -174,11 +181,6 @@ def read_last(folder: Path) -> tuple[Path, dict[str, Any]]:
         CheckpointError: if neither can be read.
     """
     last, previous = folder / LAST, folder / PREVIOUS
-    if not last.exists() and not previous.exists():
-        raise CheckpointError(
-            f"there is no {LAST} in {folder}: the run was stopped before it saved anything; "
-            "start it anew"
-        )
     try:
         return last, read_checkpoint(last)
     except CheckpointError as error:
@@ -186,7 +188,7 @@ def read_last(folder: Path) -> tuple[Path, dict[str, Any]]:
             raise
         state = read_checkpoint(previous)
         log.warning("%s; going on from %s, which was saved before it", error, previous)
-        if last.exists():
+        if last.exists() and is_first_process():
             last.replace(last.with_name(f"{LAST}.damaged"))
         return previous, state
 

@@ -34,11 +34,14 @@ class FiniteLoss(pl.Callback):
             FloatingPointError: naming the first step whose loss was not finite.
         """
         step, epoch = trainer.global_step, trainer.current_epoch
+        finite = torch.isfinite(loss.detach())
+        if trainer.world_size > 1:  # of all processes: one alone would leave the others waiting
+            finite = trainer.strategy.reduce(finite.float(), reduce_op="mean") == 1
         if loss.device.type == "cpu":
-            if not torch.isfinite(loss.detach()):
+            if not finite:
                 raise diverged(pl_module, step, epoch)
             return
-        self._note(loss.detach(), step, epoch)
+        self._note(finite, step, epoch)
         if loss.device.type == "cuda":
             self._poll(pl_module)
         elif step % 50 == 0:  # no events to ask
@@ -63,13 +66,13 @@ class FiniteLoss(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(pl_module)
 
-    def _note(self, loss: Tensor, step: int, epoch: int) -> None:
+    def _note(self, finite: Tensor, step: int, epoch: int) -> None:
         if self._first is None:
-            self._first = torch.full((2,), -1, dtype=torch.int64, device=loss.device)
+            self._first = torch.full((2,), -1, dtype=torch.int64, device=finite.device)
         # two fills instead of a tensor from the host, which would have to wait for its copy
         now = torch.full_like(self._first, step)
         now[1].fill_(epoch)
-        found = ~torch.isfinite(loss) & (self._first[0] < 0)
+        found = ~finite & (self._first[0] < 0)
         self._first = torch.where(found, now, self._first)
 
     def _poll(self, module: pl.LightningModule) -> None:

@@ -3,7 +3,8 @@
 In training the batch (with accumulated gradients: the optimiser step) is finished and ``last.ckpt``
 written; in validation and test the run ends after the batch with what was saved before, since what
 is evaluated again after resuming has the same figures. Outside of these the run ends at once, and
-at a second Ctrl-C in any case.
+at a second Ctrl-C in any case. Processes that train together stop after the same batch, whichever
+of them the signal came to.
 
 Lightning's own handler ends a run without saving it, and broadcasts from inside the handler.
 """
@@ -45,11 +46,14 @@ class GracefulStop(pl.Callback):
     """Ends the run at the next place where nothing is lost; see the module's text.
 
     Attributes:
-        requested: the signal that has come in, if any; of any process, once a batch has ended.
+        requested: the signal that has come in to this process, if any.
+        agreed: the signal that all processes of the run know of, since the end of a batch: what
+            they do together (save, leave a loop) depends on this one alone.
     """
 
     def __init__(self) -> None:
         self.requested: int | None = None
+        self.agreed: int | None = None
         self._may_end = False  # whether the state after the present batch is being saved
         self._waits = False  # whether a loop is running that will look at ``requested``
 
@@ -87,13 +91,14 @@ class GracefulStop(pl.Callback):
         self._listen()  # Lightning has put its own handler in place
         self._waits = True
 
-    def _loop_ends(self, *args: Any) -> None:
+    def _loop_ends(self, trainer: pl.Trainer, *args: Any) -> None:
         self._waits = False
-        self._end_if_requested()
+        self._end_if_requested(trainer)
 
-    def _end_if_requested(self, *args: Any) -> None:
-        if self.requested is not None:
-            raise RunStopped(self.requested)
+    def _end_if_requested(self, trainer: pl.Trainer, *args: Any) -> None:
+        self._agree(trainer)
+        if self.agreed is not None:
+            raise RunStopped(self.agreed)
 
     # these hooks are given more than is needed
     on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
@@ -105,27 +110,29 @@ class GracefulStop(pl.Callback):
     ) -> None:
         """Agree with the other processes; those callbacks that save come after this one."""
         self._agree(trainer)
-        self._may_end = bool(self.requested) and can_resume_here(trainer)
+        self._may_end = bool(self.agreed) and can_resume_here(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agree(trainer)
-        self._may_end = bool(self.requested)
+        self._may_end = bool(self.agreed)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         """End the run: not before the figures of the last batch have been logged."""
         if self._may_end:
-            self._end_if_requested()
+            assert self.agreed is not None
+            raise RunStopped(self.agreed)
 
     def _agree(self, trainer: pl.Trainer) -> None:
-        """Let all processes know of a signal to one."""
+        """Let all processes know of a signal to one; all of them come here at the same point."""
+        requested = self.requested  # a signal may come in at any instant
         if trainer.world_size > 1:
-            anywhere = trainer.strategy.reduce_boolean_decision(bool(self.requested), all=False)
-            if anywhere and self.requested is None:
-                self.requested = signal.SIGTERM
+            anywhere = trainer.strategy.reduce_boolean_decision(bool(requested), all=False)
+            requested = requested or (signal.SIGTERM if anywhere else None)
+        self.agreed = self.agreed or requested
 
 
 def stop_requested(trainer: pl.Trainer) -> bool:
-    """Whether a signal has asked the trainer's run to stop."""
-    return any(isinstance(c, GracefulStop) and bool(c.requested) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    """Whether a signal has asked the trainer's run to stop; the same answer in all processes."""
+    return any(isinstance(c, GracefulStop) and bool(c.agreed) for c in trainer.callbacks)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.train import check_command_line
 from revzoo.training.checkpoints import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -71,7 +72,12 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
 
 def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
     (entry,) = wheel_site.glob("revzoo-*.dist-info/entry_points.txt")
-    for name, module in (("train", "train"), ("eval", "evaluate"), ("predict", "predict")):
+    for name, module in (
+        ("train", "train"),
+        ("eval", "evaluate"),
+        ("predict", "predict"),
+        ("sweep", "sweep"),
+    ):
         assert f"revzoo-{name} = revzoo.cli.{module}:main" in entry.read_text()
     script = "import sys; from revzoo.cli.train import main; sys.exit(main())"
     done = start("-c", script, "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
@@ -79,20 +85,36 @@ def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path
     assert done.stderr.startswith("revzoo: optim.lrr=1: there is no key 'optim.lrr'")
 
 
-@pytest.mark.slow
-def test_data_parallel_processes_train_together(tmp_path: Path) -> None:
-    options = ("trainer=ddp", "trainer.accelerator=cpu", "trainer.devices=2", SMALL[2])
-    done = start(str(ROOT / "train.py"), "debug=smoke", *options, cwd=tmp_path, OMP_NUM_THREADS="1")
-    assert done.returncode == 0, done.stderr
-    (summary,) = summaries(tmp_path)
-    assert summary["steps"] == 3
+def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> None:
+    folder = "hydra.sweep.dir=jobs"
+    done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
+    assert done.returncode == 1
+    assert "seed=-1: expected a whole number" in done.stderr
+    assert "jobs/0: the run has ended with status 1" in done.stderr
+    assert [path.parent.name for path in tmp_path.glob("jobs/*/summary.json")] == ["1"]
+    sessions = (tmp_path / "jobs" / "1" / "sessions.jsonl").read_text().splitlines()
+    assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
 
 
-@pytest.mark.slow
-def test_a_sweep_runs_each_choice(tmp_path: Path) -> None:
-    done = start(str(ROOT / "train.py"), "-m", "seed=0,1", *SMALL, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert len(summaries(tmp_path)) == 2
+def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
+    done = start(str(ROOT / "train.py"), *SMALL, "hydra.run.dir=run", cwd=tmp_path)
+    assert done.returncode == 1
+    assert "run holds a run already: go on with it by --resume" in done.stderr
+    assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [((), "add hydra.run.dir=outputs/NAME"), (("-m", "hydra.run.dir=a"), "-m starts processes")],
+)
+def test_processes_started_together_need_one_folder(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    with pytest.raises(SystemExit, match=message):
+        check_command_line([*arguments, *SMALL], config_dir=ROOT / "configs")
 
 
 def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import yaml
 
 from revzoo.cli import train as train_module
+from revzoo.cli.lock import locked
 from revzoo.cli.resume import asks_to_resume, check_same_run, resume
 from revzoo.cli.train import train
 from revzoo.training.checkpoints import LAST, PREVIOUS, CheckpointError, read_checkpoint
@@ -166,10 +168,40 @@ def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:
     assert "data._target_=antigravity.open: expected one of" in refused(stopped)
 
 
-def test_a_run_that_saved_nothing_is_refused(stopped: Path) -> None:
+def test_a_run_that_saved_nothing_begins_from_the_start(
+    stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for path in (stopped / "checkpoints").iterdir():
         path.unlink()
-    assert "start it anew" in refused(stopped)
+    figures = go_on(stopped, "memory=store")
+    assert "the run begins from the start" in caplog.text
+    whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
+    assert without_times(figures) == without_times(whole)
+    assert rows(stopped) == rows(tmp_path / "whole")
+    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+
+
+def test_a_stop_before_anything_is_saved_says_so(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StopsInValidation(GracefulStop):
+        def on_validation_start(self, *args: Any) -> None:
+            self.requested = 15
+
+    monkeypatch.setattr(train_module, "GracefulStop", StopsInValidation)
+    with pytest.raises(SystemExit) as end:
+        train(compose(*SMALL), run_dir=tmp_path)
+    assert end.value.code == 143
+    assert list(tmp_path.glob("checkpoints/*.ckpt")) == []
+    assert f"--resume {tmp_path} (nothing is saved yet: from the start)" in caplog.text
+
+
+def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
+    with locked(stopped):
+        message = refused(stopped)
+    assert f"{stopped} is in use by process {os.getpid()} on " in message
+    assert f"kill {os.getpid()}" in message
+    assert "test/acc" in go_on(stopped)
 
 
 def test_how_it_is_asked_for() -> None:

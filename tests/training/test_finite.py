@@ -62,7 +62,7 @@ def test_a_device_notes_the_first_step(tmp_path: Path) -> None:
     watch, module = FiniteLoss(), Classifier(TinyNet())
     losses = [1.0, 2.0, float("nan"), 3.0, float("inf")]
     for step, loss in enumerate(losses):
-        watch._note(torch.tensor(loss), step, 7)
+        watch._note(torch.isfinite(torch.tensor(loss)), step, 7)
         if step == 1:
             watch._read(module)
     with pytest.raises(FloatingPointError, match="at step 2, in epoch 7"):
@@ -79,7 +79,7 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(4):
-            watch._note(torch.ones((), device="cuda"), step, 0)
+            watch._note(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
             watch._poll(module)
     finally:
         torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,184 @@
+"""Two processes on gloo train, stop, go on and fail together; all runs in one pair of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.multiprocessing as mp
+
+from revzoo.cli import train as train_module
+from revzoo.cli.overrides import compose_checked
+from revzoo.cli.resume import resume
+from revzoo.cli.train import to_plain, train
+from revzoo.training.checkpoints import LAST, read_checkpoint
+from revzoo.training.stop import GracefulStop
+
+WORLD = 2
+CONFIGS = Path(__file__).parents[2] / "configs"
+TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
+COMMON = (
+    "debug=smoke",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=4",
+    "trainer.limit_test_batches=null",
+    "trainer.limit_val_batches=null",
+    "+model.units=[1,1,1]",
+    "model.norm=group",
+    "precision=fp64",
+    "data.augment.crop_padding=0",
+    "data.eval_batch_size=64",
+    "logger=csv",
+)
+TOGETHER = (*COMMON, "trainer=ddp", "trainer.accelerator=cpu", f"trainer.devices={WORLD}")
+ALONE = (*COMMON, "trainer=cpu", "data.batch_size=64")
+pytestmark = pytest.mark.timeout(300)
+
+
+class SignalledInStep5(GracefulStop):
+    """SIGTERM comes to the second process alone."""
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SignalledInValidation(GracefulStop):
+    """SIGTERM comes to the first process alone, before anything is saved."""
+
+    def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class SpoiledInStep5(GracefulStop):
+    """The loss of the second process alone is not a number."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step == 5 and trainer.global_rank == 1:
+            next(pl_module.model.parameters()).data.fill_(float("nan"))
+
+
+def config(*overrides: str) -> dict[str, Any]:
+    return to_plain(compose_checked(overrides, config_dir=CONFIGS))
+
+
+def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:
+    """The figures of a run, or what it has ended with."""
+    train_module.GracefulStop = kind  # type: ignore[misc, attr-defined]
+    try:
+        if again:
+            return resume(["--resume", str(folder)], config_dir=CONFIGS)
+        return train(config(*TOGETHER, "data.batch_size=32"), run_dir=folder)
+    except SystemExit as end:
+        return end.code
+
+
+def worker(rank: int, ports: list[int], folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    scenes = [
+        ("whole", GracefulStop, False),
+        ("stopped", SignalledInStep5, False),
+        ("stopped", GracefulStop, True),
+        ("early", SignalledInValidation, False),
+        ("early", GracefulStop, True),
+        ("spoiled", SpoiledInStep5, False),
+    ]
+    told = []
+    for port, (name, kind, again) in zip(ports, scenes, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        told.append(outcome(kind, folder / name, again=again))
+        if name == "stopped" and not again and rank == 0:
+            state = read_checkpoint(folder / name / "checkpoints" / LAST)
+            told[-1] = [told[-1], state["global_step"]]
+    (folder / f"{rank}.json").write_text(json.dumps(told))
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    for s in sockets:
+        s.bind(("127.0.0.1", 0))
+    ports = [s.getsockname()[1] for s in sockets]
+    for s in sockets:
+        s.close()
+    return ports
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    mp.spawn(worker, (free_ports(6), folder), nprocs=WORLD)
+    return folder
+
+
+def told(runs: Path) -> list[list[Any]]:
+    """What each process was told, by scene and process."""
+    ranks = [json.loads((runs / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return [list(scene) for scene in zip(*ranks, strict=True)]
+
+
+def weights(run_dir: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = read_checkpoint(run_dir / "checkpoints" / LAST)["state_dict"]
+    return found
+
+
+def figures(run_dir: Path) -> dict[str, float]:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["stopped"] is None
+    return {name: v for name, v in summary["metrics"].items() if name not in TIMES}
+
+
+def test_two_processes_train_as_one_with_the_double_batch(runs: Path, tmp_path: Path) -> None:
+    """Each image of an epoch is seen once: the steps are those of one process."""
+    train(config(*ALONE), run_dir=tmp_path)
+    alone, together = weights(tmp_path), weights(runs / "whole")
+    for name, value in alone.items():
+        torch.testing.assert_close(together[name], value, rtol=1e-7, atol=1e-10, msg=name)
+    expected, found = figures(tmp_path), figures(runs / "whole")
+    for name in ("train/loss", "train/acc", "val/loss", "val/acc", "test/loss", "test/acc"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+
+
+def test_one_folder_is_written_once(runs: Path) -> None:
+    first, second = told(runs)[0]
+    assert {k: v for k, v in first.items() if k not in TIMES} == figures(runs / "whole")
+    assert second["test/acc"] == first["test/acc"]
+    assert len((runs / "whole" / "sessions.jsonl").read_text().splitlines()) == 1
+    assert json.loads((runs / "whole" / "summary.json").read_text())["steps"] == 8
+    assert {path.name for path in runs.iterdir() if path.is_dir()} == {
+        "whole",
+        "stopped",
+        "early",
+        "spoiled",
+    }
+
+
+def test_a_signal_to_one_stops_all_with_the_state_saved(runs: Path) -> None:
+    assert told(runs)[1] == [[143, 6], 143]
+
+
+def test_a_stop_in_a_validation_ends_all(runs: Path) -> None:
+    assert told(runs)[3] == [143, 143]
+
+
+@pytest.mark.parametrize("name", ["stopped", "early"])
+def test_a_resumed_run_is_bit_equal(name: str, runs: Path) -> None:
+    whole, resumed = weights(runs / "whole"), weights(runs / name)
+    assert all(torch.equal(resumed[key], value) for key, value in whole.items())
+    # figures are sums in float32
+    assert figures(runs / name) == pytest.approx(figures(runs / "whole"), rel=3e-7)
+
+
+def test_nan_in_one_process_ends_all_with_its_step(runs: Path) -> None:
+    for message in told(runs)[5]:
+        assert "the training loss is not finite at step 5, in epoch 1" in message
+    assert read_checkpoint(runs / "spoiled" / "checkpoints" / LAST)["global_step"] == 4
