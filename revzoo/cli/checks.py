@@ -21,8 +21,9 @@ from revzoo.data import ImageData
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
 from revzoo.training.callbacks import check_callbacks
-from revzoo.training.classifier import WEIGHTS, model_from
+from revzoo.training.classifier import model_from
 from revzoo.training.finetune import Finetuning
+from revzoo.training.hyperparameters import WEIGHTS
 from revzoo.training.optim import OptimSpec
 from revzoo.training.spec import check_names, nearest
 
@@ -60,7 +61,8 @@ def check_model(config: Mapping[str, Any]) -> None:
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     with torch.device("meta"):
         model = model_from(spec)
-    check_finetuning(config["callbacks"].get("finetuning"), model, starts=any(start.values()))
+    starts = bool(start.get("pretrained") or start.get("checkpoint_path"))
+    check_finetuning(config["callbacks"].get("finetuning"), model, starts=starts)
     if start.get("pretrained") and not start.get("checkpoint_path"):
         # known, at least; the package's weights are fetched when the run begins
         find_source(spec["name"], known=MODELS, pretrained=True)

@@ -13,12 +13,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from revzoo.models.published import SOURCES, load_published
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("source", choices=list(SOURCES), help="the program that wrote the file")
+    parser.add_argument("source", help="the program that wrote the file: irevnet or memcnn")
     parser.add_argument("path", type=Path, help="its checkpoint")
     parser.add_argument("folder", type=Path, help="where weights, entry and card are written")
     parser.add_argument("--name", help="the network, where its shapes do not tell")
@@ -38,6 +36,8 @@ def run(args: argparse.Namespace) -> None:
         OSError: the file cannot be read, or the folder not be written.
         ValueError: it is no checkpoint of the program.
     """
+    from revzoo.models.published import load_published  # torch, which the help need not wait for
+
     model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
     recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"
     entry = model.save_pretrained(args.folder, recipe=recipe)

@@ -1,4 +1,7 @@
-"""Evaluate a checkpoint: ``revzoo-eval ckpt=RUN_DIR/checkpoints/best.ckpt``.
+"""Evaluate a trained model: ``revzoo-eval ckpt=RUN_DIR/checkpoints/best.ckpt``.
+
+``ckpt`` may also be weights: a name (``ckpt=revnet38.cifar10 data=cifar10``), a safetensors file or
+a folder of ``save_pretrained``; these keep no run, so their data must be given.
 
 The data are those of the run, as its ``config.yaml`` says, or others of the same classes
 (``data=imagefolder data.root=DIR``); they are normalised with the numbers of the checkpoint. Prints
@@ -39,12 +42,12 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
 
     Raises:
         ValueError: for a configuration that cannot be run.
-        CheckpointError: if the checkpoint cannot be used.
+        CheckpointError, WeightsError: if the checkpoint or the weights cannot be used.
         DataError: if the data cannot, or have other classes than the checkpoint.
     """
     check_eval(config)
     restored = restore(config["ckpt"])
-    data_config = config.get("data") or recorded_data(Path(config["ckpt"]))
+    data_config = config.get("data") or recorded_data(config["ckpt"])
     check_data(data_config)
     if config["batch_size"] is not None:
         data_config = {**data_config, "eval_batch_size": config["batch_size"]}
@@ -54,7 +57,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     if config["split"] == "test" and not data.has_test:
         raise DataError("the data have no test split: evaluate split=val")
     data.setup("test" if config["split"] == "test" else "fit")
-    data.load_state_dict(restored.data_state)
+    data.load_state_dict(restored.state_for(data.pixel_max))
     _check_images(restored, in_chans=data.in_chans)
     trainer = pl.Trainer(
         **config["trainer"],
@@ -78,7 +81,10 @@ def check_eval(config: Mapping[str, Any]) -> None:
     """
     check_names(config, KEYS, where="config")
     if config["ckpt"] in (None, "???"):
-        raise ConfigError("ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt")
+        raise ConfigError(
+            "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
+            "ckpt=revnet38.cifar10"
+        )
     if config["split"] not in SPLITS:
         raise ConfigError(f"split={config['split']}: expected {' or '.join(SPLITS)}")
     size = config["batch_size"]
@@ -88,13 +94,13 @@ def check_eval(config: Mapping[str, Any]) -> None:
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
 
 
-def recorded_data(checkpoint: Path) -> dict[str, Any]:
+def recorded_data(checkpoint: str) -> dict[str, Any]:
     """The data section of the run that a checkpoint lies in.
 
     Raises:
         ConfigError: if it does not lie in a run's folder.
     """
-    run_dir = checkpoint.absolute().parent.parent
+    run_dir = Path(checkpoint).absolute().parent.parent
     if not (run_dir / CONFIG_FILE).is_file():
         raise ConfigError(
             f"{checkpoint} does not lie in the folder of a run, so its data are not known: give "
@@ -109,9 +115,17 @@ def recorded_data(checkpoint: Path) -> dict[str, Any]:
 def _check_images(restored: Restored, *, in_chans: int) -> None:
     if in_chans != restored.in_chans:
         raise DataError(
-            f"the checkpoint takes images of {restored.in_chans} channels, the data have "
+            f"the model takes images of {restored.in_chans} channels, the data have "
             f"{in_chans}: set data.in_chans, or give the data it was trained on"
         )
+
+
+def _check_given(overrides: Sequence[str]) -> None:
+    """Refuse ``model=...``, a group of training: what is evaluated is named by ``ckpt``."""
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "model":
+            raise ConfigError(f"{override}: a trained model is named by ckpt: give ckpt={value}")
 
 
 def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = None) -> None:
@@ -122,6 +136,7 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
         sys.stdout.write(f"{__doc__}\nKeys: {', '.join(KEYS)}\n")
         return
     with quiet(), told_plainly():
+        _check_given(given)
         config = to_plain(compose_checked(given, config_dir=config_dir, name="eval"))
         figures = evaluate(config)
     sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))

@@ -6,17 +6,17 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from revzoo.cli.tables import add_table, table_of
-from revzoo.core.memory import set_memory
-from revzoo.models import create_model
-from revzoo.models.network import ImageNetwork
-from revzoo.profiling.costs import activation_bytes, forward_flops
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
+
+if TYPE_CHECKING:  # torch is imported when costs are measured, after what is known has been told
+    import torch
+
+    from revzoo.models.network import ImageNetwork
 
 MODES = ("store", "recompute", "invert", "exact")  # offload keeps the same, elsewhere
 
@@ -39,16 +39,19 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(f"--batch {args.batch}: expected a positive whole number")
     table = table_of(args)
     entry = _entry(table, args.name)
+    for key, value in entry.plain().items() if entry else ():
+        _tell(key, value)
+    import torch
+
+    from revzoo.models import create_model
+
     torch.manual_seed(0)
     model = create_model(entry.name if entry else args.name, table=table)
-    if entry:
-        rows = {key: _text(value) for key, value in entry.plain().items()}
-    else:
-        rows = {"architecture": args.name, "weights": "none"}
+    if entry is None:
+        _tell("architecture", args.name)
+        _tell("weights", "none")
     size = args.size or (entry.input_size[-1] if entry else model.image_size)
     images = torch.randn(args.batch, model.in_chans, size, size)
-    for key, value in rows.items():
-        _tell(key, value)
     for key, value in _costs(model, images):
         _tell(key, value)
 
@@ -61,6 +64,9 @@ def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
+    from revzoo.core.memory import set_memory
+    from revzoo.profiling.costs import activation_bytes, forward_flops
+
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
@@ -73,10 +79,7 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
         yield f"training, {mode}", f"{found:,.0f} KiB of activations an image"
 
 
-def _tell(key: str, value: str) -> None:
-    sys.stdout.write(f"{key:24}{value}\n")
+def _tell(key: str, value: object) -> None:
+    text = value if isinstance(value, str) else json.dumps(value)
+    sys.stdout.write(f"{key:24}{text}\n")
     sys.stdout.flush()
-
-
-def _text(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value)

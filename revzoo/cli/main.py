@@ -35,6 +35,7 @@ COMMANDS: dict[str, Row] = {
     "list": Row("revzoo.cli.list_models", "names of models, or of pretrained weights"),
     "info": Row("revzoo.cli.info", "a model's weights, parameters, FLOPs and memory"),
     "convert": Row("revzoo.cli.convert", "published weights of other programs to ours"),
+    "export": Row("revzoo.cli.export", "a network as a file: torch.export, ONNX or safetensors"),
     "pack": Row("revzoo.cli.pack", "weights and their entry from a checkpoint of training"),
 }
 

@@ -11,19 +11,10 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from revzoo.models import create_model
-from revzoo.models.pretrained import load_weights
-from revzoo.models.saving import json_of, pack
-from revzoo.models.tensors import (
-    TensorFile,
-    load_plain,
-    model_spec_of,
-    tensors_in,
-    write_atomically,
-)
-from revzoo.weights.entry import WeightsEntry
+if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
+    from revzoo.weights.entry import WeightsEntry
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,8 +42,11 @@ def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = {**given, "url": args.url, "default": args.default}
     metrics = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
     facts |= {"name": args.name, "metrics": metrics}
-    for path in publish(args.checkpoint, args.out, facts, size=args.size):
-        sys.stdout.write(f"{path}\n")
+    from revzoo.cli.telling import told_plainly
+
+    with told_plainly():
+        paths = publish(args.checkpoint, args.out, facts, size=args.size)
+    sys.stdout.write("".join(f"{path}\n" for path in paths))
 
 
 def publish(
@@ -69,16 +63,24 @@ def publish(
 
     Raises:
         ValueError: the checkpoint names no model.
+        CheckpointError: what it says of its model is more than names and plain values.
         WeightsError: it is damaged, does not fit its model, or a fact is not valid.
     """
+    from revzoo.models import create_model
+    from revzoo.models.pretrained import load_weights
+    from revzoo.models.saving import pack
+    from revzoo.models.tensors import TensorFile, load_plain, model_spec_of, tensors_in
+    from revzoo.training.hyperparameters import check_model_options
+
     content = load_plain(checkpoint)
-    spec = dict(model_spec_of(content))
-    architecture = spec.pop("name", None)
-    if architecture is None:
+    spec = model_spec_of(content)
+    if "name" not in spec:
         raise ValueError(
             f"{checkpoint} does not say which model it is of: expected a checkpoint of revzoo-train"
         )
-    model = create_model(architecture, **spec)
+    options = check_model_options(spec)
+    architecture = options.pop("name")
+    model = create_model(architecture, **options)
     tensors = TensorFile(tensors_in(content, str(checkpoint)), str(checkpoint))
     load_weights(model, tensors, architecture=architecture)
     side = size or model.image_size
@@ -89,6 +91,9 @@ def publish(
 
 
 def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
+    from revzoo.models.saving import json_of
+    from revzoo.models.tensors import write_atomically
+
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]
     for path, content in zip(paths, (data, json_of(entry)), strict=True):
@@ -97,15 +102,12 @@ def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
 
 
 def _data_facts(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Class names and normalisation, from the state of the data module in the checkpoint.
+    """Class names and normalisation, from the state of the data module in the checkpoint."""
+    from revzoo.training.restore import data_facts
 
-    The latter is of pixels scaled to [0, 1]; what the data were stored in, the module says.
-    """
     for state in content.values():
         if isinstance(state, Mapping) and {"classes", "normalisation"} <= state.keys():
-            scale, kept = state.get("pixel_max", 255), state["normalisation"]
-            facts = {key: [value / scale for value in kept[key]] for key in ("mean", "std")}
-            return {**facts, "classes": list(state["classes"])}
+            return data_facts(state)
     return {}
 
 

@@ -1,8 +1,9 @@
 """Classify images: ``revzoo-predict ckpt=RUN_DIR/checkpoints/best.ckpt IMAGE_OR_FOLDER...``.
 
-Images are read as they are for evaluation (converted to the model's channels, resized, the middle
-cut out) and normalised with the numbers of the checkpoint: no data set is needed. Prints the
-``--top`` most probable classes of each image as a table, or all of them with ``--json``, ``--csv``.
+``ckpt`` may also be weights, as for ``revzoo-eval``: ``ckpt=revnet38.cifar10``. Images are read as
+they are for evaluation (converted to the model's channels, resized, the middle cut out) and
+normalised with the numbers of the checkpoint: no data set is needed. Prints the ``--top`` most
+probable classes of each image as a table, or all of them with ``--json``, ``--csv``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from revzoo.data.lazy import evaluation
 from revzoo.data.normalise import Normalisation
 from revzoo.training.restore import Restored, restore
 
+_BYTE_MAX = 255  # of a pixel in an image file
 Prediction = tuple[str, dict[str, float]]
 """A path, and the probability of each class, the most probable first."""
 
@@ -57,7 +59,7 @@ def predict(
     files = list(image_files(paths))
     read = read_square if restored.data_state.get("in_memory", True) else read_centre
     module = restored.module.to(device).eval()
-    normalise = Normalisation(**restored.data_state["normalisation"])
+    normalise = Normalisation(**restored.state_for(_BYTE_MAX)["normalisation"])
     for start in range(0, len(files), batch_size):
         batch = files[start : start + batch_size]
         images = torch.stack([read(path, restored.in_chans, size) for path in batch])
@@ -139,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _parser() -> ArgumentParser:
     parser = ArgumentParser("revzoo-predict", description=__doc__, allow_abbrev=False)
-    parser.add_argument("ckpt", type=_checkpoint, metavar="ckpt=PATH")
+    parser.add_argument("ckpt", type=_checkpoint, metavar="ckpt=PATH_OR_NAME")
     parser.add_argument("images", nargs="+", metavar="IMAGE_OR_FOLDER")
     parser.add_argument("--top", type=_positive, default=3, help="classes per line (3)")
     parser.add_argument("--size", type=_positive, help="side of the images in pixels")
@@ -153,10 +155,10 @@ def _parser() -> ArgumentParser:
     return parser
 
 
-def _checkpoint(text: str) -> Path:
+def _checkpoint(text: str) -> str:
     if not text.startswith("ckpt="):
-        raise ArgumentTypeError(f"{text}: expected ckpt=PATH first, then images")
-    return Path(text.removeprefix("ckpt="))
+        raise ArgumentTypeError(f"{text}: expected ckpt=PATH or ckpt=NAME first, then images")
+    return text.removeprefix("ckpt=")
 
 
 def _positive(text: str) -> int:

@@ -28,7 +28,7 @@ from revzoo.cli.telling import told_plainly
 from revzoo.cli.train import to_plain, train
 from revzoo.training.callbacks import CHECKPOINTS
 from revzoo.training.checkpoints import CheckpointError, has_saved, read_last
-from revzoo.training.classifier import WEIGHTS
+from revzoo.training.hyperparameters import WEIGHTS
 from revzoo.training.optim import OptimSpec
 from revzoo.training.processes import is_first_process
 

@@ -1,11 +1,12 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky, 2009): 50,000 training and 10,000 test images of 3x32x32.
 
-torchvision downloads, unpacks and checks the MD5 of every file; this module holds the result in
+torchvision downloads, checks the MD5 of every file and reads them; this module holds the result in
 memory as bytes (150 MB) and turns each way it can fail into one ``DataError`` that says where it
 looked and what to do.
 
 What a failed or interrupted download leaves is never taken for good: archive and unpacked files
-are used only if their MD5 is right, and a bad archive is removed.
+are used only if their MD5 is right, and a bad archive is removed. The files are pickles, which can
+run code: none is opened before its MD5 is found to be the published one.
 """
 
 import socket
@@ -17,12 +18,14 @@ from typing import ClassVar, Unpack
 
 import torch
 from torchvision import datasets
-from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+from torchvision.datasets.utils import check_integrity, download_url
 
+from revzoo.data.archive import unpack
 from revzoo.data.errors import DataError
 from revzoo.data.images import TensorImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
 
+_MAX_BYTES, _MAX_MEMBERS = 2**29, 100  # both sets: 186 MB in 9 members or fewer
 _TIMEOUT = 30.0  # seconds without an answer; torchvision sets none, so a silent network would hang
 
 
@@ -80,10 +83,9 @@ class CIFAR10(ImageData):
         archive = self.root / source.filename
         try:
             with _socket_timeout(_TIMEOUT):
-                # Not source(download=True), which does not look at the file of class names.
-                download_and_extract_archive(
-                    source.url, self.root, filename=source.filename, md5=source.tgz_md5
-                )
+                download_url(source.url, self.root, source.filename, source.tgz_md5)
+            folder = self.root / source.base_folder
+            unpack(archive, folder, max_bytes=_MAX_BYTES, max_members=_MAX_MEMBERS)
         except (OSError, HTTPException, RuntimeError, EOFError) as error:
             if not check_integrity(archive, source.tgz_md5):
                 archive.unlink(missing_ok=True)

@@ -22,7 +22,7 @@ runs on the test split.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, TypedDict
+from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
 import pytorch_lightning as pl
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from revzoo.data.augment import Augment
+from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.normalise import Normalisation
@@ -258,6 +259,19 @@ class ImageData(pl.LightningDataModule, ABC):
         seed = self._order_seed or 0
         return mixed(seed, trainer.current_epoch, batch, trainer.global_rank)
 
+    @classmethod
+    def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:
+        """Refused: a file must not choose what a data module reads, and checkpoints keep no such
+        options; a run's state returns by ``load_state_dict``, which its trainer calls.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            f"{cls.__name__} is not made from a checkpoint: make {cls.__name__}(...) with its own "
+            "options, and give the checkpoint to the trainer (ckpt_path=...)"
+        )
+
     def state_dict(self) -> dict[str, Any]:
         return {
             "classes": list(self.classes),
@@ -270,12 +284,7 @@ class ImageData(pl.LightningDataModule, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["classes"] != self.classes:
-            raise DataError(
-                f"the checkpoint was trained on {len(state_dict['classes'])} classes "
-                f"{_brief(state_dict['classes'])}, this data has {self.num_classes}: "
-                f"{_brief(self.classes)}; give the data it was trained on"
-            )
+        check_same_classes(state_dict["classes"], self.classes)
         self.normalisation = Normalisation(**state_dict["normalisation"])
         self._order_seed = state_dict.get("order_seed")
 
@@ -283,7 +292,3 @@ class ImageData(pl.LightningDataModule, ABC):
 def _check_at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value}: expected a whole number >= {least}")
-
-
-def _brief(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -20,12 +20,15 @@ from typing import Any
 from torch import Tensor
 
 from revzoo.models.network import ImageNetwork
-from revzoo.models.tensors import TensorFile, parse_safetensors
+from revzoo.models.tensors import TensorFile, check_finite, parse_safetensors
 from revzoo.weights.entry import HUB, WeightsEntry, read_entry
 from revzoo.weights.errors import ArchitectureMismatchError, StateMismatchError
 from revzoo.weights.files import read_bytes
+from revzoo.weights.header import entry_of_file
 from revzoo.weights.hub import CONFIG_FILE, fetch_folder
 from revzoo.weights.table import SHIPPED, WeightsTable
+
+SUFFIX = ".safetensors"
 
 log = logging.getLogger(__name__)
 
@@ -47,10 +50,11 @@ def find_source(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
 ) -> Source:
-    """``architecture``, ``architecture.tag``, ``hf-hub:owner/name`` or a saved folder.
+    """``architecture``, ``architecture.tag``, ``hf-hub:owner/name``, a file or a saved folder.
 
     Args:
-        name: one of these; names of architectures go before folders.
+        name: one of these; a file is a safetensors file, and names of architectures go before
+            folders.
         known: the architectures.
         pretrained: whether weights are wanted, so that a bare architecture means its default ones.
         cache_dir: for what the hub sends.
@@ -60,6 +64,8 @@ def find_source(
         WeightsError: there are no such weights, or their entry is not valid.
     """
     text = str(name)
+    if text.endswith(SUFFIX) and Path(name).is_file():
+        return _of(entry_of_file(Path(name)))
     if text.startswith(HUB):
         folder = fetch_folder(text, cache_dir=cache_dir, tensors=pretrained)
     elif text.partition(".")[0] not in known and (Path(name) / CONFIG_FILE).is_file():
@@ -84,11 +90,14 @@ def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) ->
     return parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
 
 
-def load_weights(network: ImageNetwork, file: TensorFile, *, architecture: str) -> None:
+def load_weights(
+    network: ImageNetwork, file: TensorFile, *, architecture: str, allow_nonfinite: bool = False
+) -> None:
     """Load ``file`` into ``network``, fitted to its classes and image channels.
 
     Raises:
         ArchitectureMismatchError: the file says that it is of another architecture.
+        NotFiniteError: a tensor holds NaN or Inf, and that is not allowed; nothing is loaded.
         StateMismatchError: lists the tensors that do not fit; nothing is loaded.
     """
     if file.architecture not in (None, architecture):
@@ -98,6 +107,8 @@ def load_weights(network: ImageNetwork, file: TensorFile, *, architecture: str) 
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
+    if not allow_nonfinite:
+        check_finite(tensors, file.where)
     _adapt_input(network, tensors)
     head = _fresh_head(network, own, tensors)
     if head:

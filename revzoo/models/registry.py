@@ -98,13 +98,14 @@ def create_model(
     checkpoint_path: str | Path | None = None,
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
+    allow_nonfinite: bool = False,
     **keywords: Any,
 ) -> ImageNetwork | FeatureNet:
     """Create a model in training mode, randomly initialised or with trained weights.
 
     Args:
         name: one of :func:`list_models`, alone or with the tag of weights (``revnet38.cifar10``);
-            ``hf-hub:owner/name``; or a folder made by ``save_pretrained``.
+            ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
         pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
             from the package, the cache, or downloaded into it, and verified.
         num_classes: number of logits; None for that of the weights, or 10. If it differs from the
@@ -117,6 +118,7 @@ def create_model(
             ``state_dict`` (.pt, .pth) or a checkpoint of training (.ckpt).
         cache_dir: where downloads are kept; None for ``$REVZOO_CACHE``, or the user's cache.
         table: where names of weights are looked up; None for the package's own.
+        allow_nonfinite: load weights with NaN or Inf, too, which are refused otherwise.
         keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
             default: ``"invert"`` for reversible models, ``"store"`` for others), ``drop_rate``
             (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
@@ -147,7 +149,9 @@ def create_model(
         file = read_checkpoint(Path(checkpoint_path))
     elif pretrained and source.entry is not None:
         file = read_weights(source.entry, cache_dir=cache_dir)
-    model = _build(source, file, num_classes=num_classes, in_chans=in_chans, keywords=keywords)
+    model = _build(source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords)
+    if file is not None:
+        _load(model, file, source, allow_nonfinite=allow_nonfinite)
     model.entry = source.entry if pretrained else None
     return FeatureNet(model, out_indices) if features_only else model
 
@@ -167,13 +171,13 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
 
 def _build(
     source: Source,
-    file: TensorFile | None,
     *,
     num_classes: int | None,
     in_chans: int | None,
+    file: TensorFile | None,
     keywords: dict[str, Any],
 ) -> ImageNetwork:
-    """The network with the weights of ``file``, if any; numbers left open are those of weights."""
+    """The network, for the weights of ``file``, if any: numbers left open are theirs."""
     entry = _entry_of(source.architecture)
     known = (num_classes, in_chans)
     if file is not None:
@@ -190,11 +194,13 @@ def _build(
     model: ImageNetwork = network(row, num_classes=num_classes, in_chans=in_chans, **others)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
     model.spec = Spec(source.architecture, shaping)
-    if file is not None:
-        trained = file.in_chans or (source.entry.in_chans if source.entry else None)
-        check_channels(model, trained, file.where)
-        load_weights(model, file, architecture=source.architecture)
     return model
+
+
+def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:
+    trained = file.in_chans or (source.entry.in_chans if source.entry else None)
+    check_channels(model, trained, file.where)
+    load_weights(model, file, architecture=source.architecture, allow_nonfinite=allow_nonfinite)
 
 
 def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from revzoo.models.tensors import safetensors_bytes, write_atomically
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError
+from revzoo.weights.header import metadata_for
 from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 
 # what stays true of weights when a network made from them is trained on
@@ -71,7 +73,6 @@ def pack(network: ImageNetwork, *, file: str, facts: dict[str, Any]) -> tuple[by
             "create_model"
         )
     architecture, options = network.spec
-    data = safetensors_bytes(network.state_dict(), architecture, network.in_chans)
     described = {
         "name": architecture,
         "options": options,
@@ -80,15 +81,13 @@ def pack(network: ImageNetwork, *, file: str, facts: dict[str, Any]) -> tuple[by
         **_inherited(network),
         **facts,
     }
-    fixed = {
-        "architecture": architecture,
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "file": file,
-    }
+    fixed = {"architecture": architecture, "sha256": "0" * 64, "file": file}
     try:
-        return data, WeightsEntry(**{**described, **fixed})
+        entry = WeightsEntry(**{**described, **fixed})
     except TypeError as error:
         raise EntryError(f"a fact is no field of an entry: {error}") from error
+    data = safetensors_bytes(network.state_dict(), metadata_for(entry))
+    return data, replace(entry, sha256=hashlib.sha256(data).hexdigest())
 
 
 def json_of(entry: WeightsEntry) -> bytes:

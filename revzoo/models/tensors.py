@@ -7,10 +7,10 @@ nothing else.
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
+from revzoo.weights.header import metadata_of
 
 PICKLED = (".pt", ".pth", ".ckpt")
 
@@ -45,10 +46,10 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
-    size = int.from_bytes(data[:8], "little")  # of the header, which load() has checked
-    metadata = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    channels = metadata.get("in_chans")
-    return TensorFile(tensors, where, metadata.get("architecture"), channels and int(channels))
+    metadata = metadata_of(data, where)
+    channels = metadata.get("in_chans", "")
+    in_chans = int(channels) if channels.isdecimal() else None
+    return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
 
 def read_checkpoint(path: Path) -> TensorFile:
@@ -120,21 +121,48 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     return tensors
 
 
-def safetensors_bytes(tensors: Mapping[str, Tensor], architecture: str, in_chans: int) -> bytes:
-    """A safetensors file that says which architecture its tensors are of, for which images."""
-    metadata = {"format": "pt", "architecture": architecture, "in_chans": str(in_chans)}
+def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse trained weights with NaN or Inf: every output would be NaN, and nothing would say why.
+
+    Raises:
+        NotFiniteError: naming the tensors.
+    """
+    counts = {key: int((~value.isfinite()).sum()) for key, value in tensors.items()}
+    found = {key: count for key, count in counts.items() if count}
+    if found:
+        listed = [f"{key} ({n} of {tensors[key].numel()} values)" for key, n in found.items()]
+        more = f" and {len(listed) - 5} more tensors" if len(listed) > 5 else ""
+        raise NotFiniteError(
+            f"{where} has NaN or Inf in {', '.join(listed[:5])}{more}: the training diverged or "
+            "the file is damaged. Use an earlier checkpoint, or create_model(..., "
+            "allow_nonfinite=True) to examine it"
+        )
+
+
+def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
+    """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`)."""
     own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    return save(own, metadata=metadata)
+    return save(own, metadata=dict(metadata))
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path``, of the same suffix, that takes its place at the end.
+
+    After an error ``path`` is what it was, and nothing is left of the temporary file.
+    """
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(file)
     temporary = Path(name)
     try:
-        with os.fdopen(file, "wb") as stream:
-            stream.write(data)
-            stream.flush()
+        yield temporary
+        with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.chmod(0o644)  # temporary files are for their owner alone
         temporary.replace(path)

@@ -11,7 +11,8 @@ that they compare across recipes.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Self, cast
 
 import pytorch_lightning as pl
 import torch
@@ -22,14 +23,13 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
+from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.finite import FiniteLoss
+from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.run_state import RunState
 
 Batch = tuple[Tensor, Tensor]
-
-# keywords of create_model that say where a model's first weights are from
-WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table")
 
 
 class Classifier(pl.LightningModule):
@@ -72,6 +72,44 @@ class Classifier(pl.LightningModule):
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
         self.metrics = make_metrics(class_count(self.model))
+
+    @classmethod
+    def load_from_checkpoint(  # type: ignore[override]
+        cls,
+        checkpoint_path: str | Path,
+        map_location: Any = "cpu",
+        *,
+        strict: bool = True,
+        **given: Any,
+    ) -> Self:
+        """The classifier of a local checkpoint; hyperparameters must be plain options of the zoo.
+
+        Why not Lightning's: see :mod:`revzoo.training.hyperparameters`.
+
+        Args:
+            checkpoint_path: what a run has saved.
+            map_location: where the tensors are put.
+            strict: whether the checkpoint must have every tensor of the module, and no other.
+            given: arguments of the constructor, before those in the file; ``model`` is needed for
+                a checkpoint of a module that was handed over finished. ``weights_only`` may be
+                given, but is always true.
+
+        Raises:
+            CheckpointError: damaged, or with hyperparameters that are refused.
+            ValueError: ``weights_only=False``, or another reader of hyperparameters, was asked for.
+        """
+        if given.pop("weights_only", True) is False or given.pop("hparams_file", None) is not None:
+            raise ValueError(
+                "weights_only=False and hparams_file are refused, as a checkpoint is read as plain "
+                "data only: leave them out, and give what is to differ as model=... or optim=..."
+            )
+        state = read_checkpoint(checkpoint_path, map_location=map_location)
+        hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=given)
+        module = cls(**{**hyper, **given})
+        module.on_load_checkpoint(state)
+        module.load_state_dict(state["state_dict"], strict=strict)
+        device = next(iter(state["state_dict"].values()), torch.empty(0)).device
+        return module.to(device)
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W)."""
@@ -166,7 +204,9 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
     """The specification that a checkpoint keeps: it brings its own weights, of the same shapes."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
-    if kept != spec and isinstance(model, ImageNetwork) and model.spec is not None:
+    if not isinstance(model, ImageNetwork) or model.spec is None:
+        return kept
+    if kept != spec or kept["name"] != model.spec.architecture:
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
         kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
     return kept

@@ -1,8 +1,4 @@
-"""A model back from a checkpoint, with the names of its classes and its normalisation.
-
-What a checkpoint says about the model is held against an exact list before anything is built: a
-checkpoint may come from anyone, and must not choose what is imported or called.
-"""
+"""A trained model back from a checkpoint or from weights, with its classes and normalisation."""
 
 from __future__ import annotations
 
@@ -11,11 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from revzoo.models import create_model
+from revzoo.models.pretrained import SUFFIX
+from revzoo.models.registry import MODELS
+from revzoo.models.tensors import check_finite
 from revzoo.training.checkpoints import CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier
+from revzoo.training.hyperparameters import check_hyperparameters
+from revzoo.weights.entry import HUB
+from revzoo.weights.errors import EntryError
+from revzoo.weights.table import WeightsTable
 
-HYPERPARAMETERS = ("model", "optim", "channels_last")
-SCALARS = (str, int, float, bool, type(None))
+UNIT = 1  # largest value of a pixel in the numbers of an entry
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Restored:
     Attributes:
         module: in evaluation mode, on the CPU.
         classes: names, by label.
-        data_state: of the data module, for ``load_state_dict``.
+        data_state: of the data module.
         image_size: side in pixels; None in checkpoints that do not say.
         in_chans: channels of the images.
     """
@@ -36,63 +39,47 @@ class Restored:
     image_size: int | None
     in_chans: int
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an entry of these weights would say of their data."""
+        return data_facts(self.data_state)
 
-def check_hyperparameters(given: Any) -> dict[str, Any]:
-    """``given``, if it is what a classifier of the zoo takes, and nothing else.
+    def state_for(self, pixel_max: int) -> dict[str, Any]:
+        """What a data module takes by ``load_state_dict`` whose stored pixels end at ``pixel_max``.
 
-    Names of models, keywords and options are checked by what they are given to; here it is made
-    sure that there is nothing else: no other key, no mapping where a value belongs, no reference.
-
-    Raises:
-        CheckpointError: naming the key.
-    """
-    if not isinstance(given, dict) or "model" not in given:
-        raise CheckpointError(
-            "the checkpoint has no hyperparameters of a model: it was trained on a module that was "
-            "handed over finished; load its state_dict into that module"
-        )
-    for key in given:
-        if key not in HYPERPARAMETERS:
-            raise _refused(str(key), f"expected only {', '.join(HYPERPARAMETERS)}")
-    for section in ("model", "optim"):
-        _check_options(given.get(section, {}), section, nested=("schedule",))
-    if not isinstance(given.get("channels_last", False), bool):
-        raise _refused("channels_last", "expected true or false")
-    return given
+        The numbers of a checkpoint are those of the pixels as its data stored them; an entry's are
+        of pixels in [0, 1].
+        """
+        if self.data_state.get("pixel_max") != UNIT:
+            return self.data_state
+        kept = self.data_state["normalisation"]
+        scaled = {name: [value * pixel_max for value in kept[name]] for name in ("mean", "std")}
+        return {**self.data_state, "normalisation": scaled, "pixel_max": pixel_max}
 
 
-def _check_options(options: Any, where: str, *, nested: tuple[str, ...] = ()) -> None:
-    if not isinstance(options, dict):
-        raise _refused(where, "expected a mapping")
-    for key, value in options.items():
-        name = f"{where}.{key}"
-        if not isinstance(key, str) or not key.isidentifier() or key.startswith("_"):
-            raise _refused(name, "expected the name of an option")
-        if where == "optim" and key in nested:
-            _check_options(value, name)
-        else:
-            _check_value(value, name)
+def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
+    """A trained classifier, ready for evaluation, by what holds it.
 
-
-def _check_value(value: Any, name: str) -> None:
-    items = value if isinstance(value, (list, tuple)) else [value]
-    for item in items:
-        if type(item) not in SCALARS:
-            raise _refused(name, f"expected a number, word or list of them, got {item!r:.80}")
-        if isinstance(item, str) and ("${" in item or "." in item or "/" in item):
-            raise _refused(name, f"expected a plain word, got {item!r:.80}")
-
-
-def _refused(key: str, why: str) -> CheckpointError:
-    return CheckpointError(f"the checkpoint's hyperparameter {key} is refused: {why}")
-
-
-def restore(path: str | Path) -> Restored:
-    """The classifier of a checkpoint that a run has written, ready for evaluation.
+    Args:
+        source: a checkpoint that a run has written (``.ckpt``); a safetensors file, or a folder of
+            ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
+        table: where names of weights are looked up; None for the package's own.
 
     Raises:
-        CheckpointError: if the file is damaged, or is not such a checkpoint.
+        CheckpointError: the file is damaged, or is not such a checkpoint.
+        WeightsError: there are no such weights, they are not valid, have NaN or Inf, or do not say
+            which classes and which normalisation they are for.
     """
+    text, path = str(source), Path(source)
+    is_name = text.partition(".")[0] in MODELS or text.startswith(HUB)
+    if (path.suffix == SUFFIX and path.is_file()) or path.is_dir():
+        return _from_weights(source, table)
+    if is_name and not path.is_file():
+        return _from_weights(source, table)
+    return _from_checkpoint(path)
+
+
+def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
     hyper = check_hyperparameters(state.get("hyper_parameters"))
     data = _data_state(state, path)
@@ -105,8 +92,33 @@ def restore(path: str | Path) -> Restored:
             f"{path} does not fit the model it names ({reason}): use the version of revzoo that "
             "has written it"
         ) from None
+    check_finite(module.state_dict(), str(path))
     in_chans = int(hyper["model"].get("in_chans", 3))
     return Restored(module.eval(), list(data["classes"]), data, data.get("image_size"), in_chans)
+
+
+def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
+    model = create_model(source, pretrained=True, table=table)
+    entry = model.entry
+    assert entry is not None, "pretrained weights have one"
+    lacking = [name for name in ("classes", "mean", "std") if not getattr(entry, name)]
+    if entry.classes is None or entry.mean is None or entry.std is None:
+        raise EntryError(
+            f"the weights {source} do not say their {', '.join(lacking)}: add that to their entry "
+            "(NAME.json), or use the checkpoint they were made from"
+        )
+    normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
+    classes = list(entry.classes)
+    data = {"classes": classes, "pixel_max": UNIT, "normalisation": normalisation}
+    module = Classifier(model).eval()
+    return Restored(module, classes, data, entry.input_size[-1], entry.in_chans)
+
+
+def data_facts(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Class names, and the normalisation of pixels in [0, 1], from the state of a data module."""
+    scale, kept = state.get("pixel_max", 255), state["normalisation"]
+    facts = {key: tuple(value / scale for value in kept[key]) for key in ("mean", "std")}
+    return {**facts, "classes": tuple(state["classes"])}
 
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

@@ -144,18 +144,27 @@ def read_entry(path: Path) -> WeightsEntry:
         raise EntryError(f"{path} is no readable JSON file: {error}") from error
     if not isinstance(values, dict):
         raise EntryError(f"{path} holds a {type(values).__name__}, expected a JSON object")
+    return entry_from(values, where=str(path), folder=path.parent)
+
+
+def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> WeightsEntry:
+    """The entry of plain ``values``, which were read from ``where``; its file is in ``folder``.
+
+    Raises:
+        EntryError: there are unknown, missing or invalid fields.
+    """
     known = {f.name for f in fields(WeightsEntry)} - {"folder"}
     needed = {"name", "architecture", "num_classes", "input_size", "sha256"}
     unknown, missing = sorted(values.keys() - known), sorted(needed - values.keys())
     if unknown or missing:
         raise EntryError(
-            f"{path}: unknown fields {unknown}, missing fields {missing}; the fields are "
+            f"{where}: unknown fields {unknown}, missing fields {missing}; the fields are "
             f"{', '.join(sorted(known))}"
         )
     try:
-        return WeightsEntry(**values, folder=path.parent)
+        return WeightsEntry(**values, folder=folder)
     except TypeError as error:  # a number where there should be a list
-        raise EntryError(f"{path}: a field has another type than expected: {error}") from error
+        raise EntryError(f"{where}: a field has another type than expected: {error}") from error
 
 
 def _is_count(value: object) -> bool:

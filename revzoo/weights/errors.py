@@ -29,6 +29,10 @@ class UnreadableWeightsError(WeightsError):
     """A file is damaged, or holds more than plain tensors."""
 
 
+class NotFiniteError(WeightsError):
+    """Tensors hold NaN or Inf; the message names them."""
+
+
 class ArchitectureMismatchError(WeightsError):
     """The weights are those of another architecture."""
 

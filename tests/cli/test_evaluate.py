@@ -12,13 +12,17 @@ import torch
 from PIL import Image
 
 from revzoo.cli.evaluate import evaluate, main
+from revzoo.cli.main import main as revzoo_main
 from revzoo.cli.overrides import compose_checked
 from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import to_plain, train
 from revzoo.data import Digits
-from revzoo.training.checkpoints import read_checkpoint
+from revzoo.models import create_model
+from revzoo.models.exporting import FORMATS
+from revzoo.training.checkpoints import read_checkpoint, write_checkpoint
 from revzoo.training.restore import restore
+from revzoo.weights.table import SHIPPED
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FULL = ("trainer.limit_test_batches=null", "trainer.limit_val_batches=null")
@@ -113,7 +117,7 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
         (["split=train"], "expected test or val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
-        (["model=revnet38"], "model"),
+        (["model=revnet38.cifar10"], "give ckpt=revnet38.cifar10"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str, run: Any) -> None:
@@ -183,3 +187,120 @@ def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
     assert all(
         v.dtype == state["state_dict"][n].dtype for n, v in state["current_model_state"].items()
     )
+
+
+ENTRY = SHIPPED.find("irevnet13.digits")
+
+
+@pytest.mark.parametrize("kind", ["name", "file", "lone file", "folder"])
+def test_shipped_weights_reproduce_their_figures(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ENTRY.folder is not None
+    assert ENTRY.file is not None
+    if kind in ("lone file", "folder"):
+        create_model(ENTRY.name, pretrained=True).save_pretrained(tmp_path / "net")
+        if kind == "lone file":
+            (tmp_path / "net" / "config.json").unlink()
+    places = {
+        "name": ENTRY.name,
+        "file": ENTRY.folder / ENTRY.file,
+        "lone file": tmp_path / "net" / "model.safetensors",
+        "folder": tmp_path / "net",
+    }
+    main([f"ckpt={places[kind]}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    for name, value in ENTRY.metrics.items():
+        assert float(found[name]) == pytest.approx(value, abs=1e-4)
+
+
+def test_weights_are_given_pixels_as_in_training(tmp_path: Path) -> None:
+    """Files hold 0 to 255 where the digits hold 0 to 16: an entry's numbers are of neither."""
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=3)
+    for path in root.rglob("*.png"):
+        pixels = np.array(Image.open(path)).astype(float) * 255 / 16
+        Image.fromarray(pixels.round().astype(np.uint8)).save(path)
+    data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1"]
+    figures = evaluate(config(f"ckpt={ENTRY.name}", *data))
+    assert figures["test/acc"] > 0.9
+    predictions = list(predict(restore(ENTRY.name), [root / "test"]))
+    found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
+    assert figures["test/acc"] == pytest.approx(np.mean(found))
+
+
+def test_weights_refuse_other_classes(tmp_path: Path) -> None:
+    names = [*map(str, range(9)), "nine"]
+    root = folder_of_digits(tmp_path, names, count=2)
+    data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "trainer=cpu"]
+    with pytest.raises(SystemExit) as end:
+        main([f"ckpt={ENTRY.name}", *data], config_dir=CONFIGS)
+    assert "10 classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, this data has 10: 0, 1" in str(end.value)
+    assert "only trained on: 9; only in the data: nine" in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "message"),
+    [
+        (ENTRY.name, "give data=NAME"),
+        ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
+        ("resnet32", "there are no weights 'resnet32'"),
+        ("nothing.safetensors", "there is no checkpoint"),
+    ],
+)
+def test_weights_that_are_not_there_are_told(ckpt: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main([f"ckpt={ckpt}", "trainer=cpu"], config_dir=CONFIGS)
+
+
+def test_weights_that_do_not_say_their_classes_are_refused(tmp_path: Path) -> None:
+    create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, mean=(0.3,), std=(0.4,))
+    with pytest.raises(SystemExit, match="do not say their classes: add"):
+        main([f"ckpt={tmp_path}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused(run: Any, tmp_path: Path) -> None:
+    state = read_checkpoint(run[0])
+    state["state_dict"]["model.fc.bias"][3] = float("nan")
+    write_checkpoint(state, tmp_path / "a.ckpt")
+    message = r"NaN or Inf in model.fc.bias \(1 of 10 values\)"
+    with pytest.raises(SystemExit, match=message):
+        main([f"ckpt={tmp_path / 'a.ckpt'}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+
+
+@pytest.mark.parametrize("kind", ["pt2", "safetensors"])
+def test_a_run_is_exported_with_its_classes(
+    kind: str, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"net.{kind}"
+    revzoo_main(["export", str(run[0]), "--format", kind, "--output", str(path)])
+    assert f"{path}  " in capsys.readouterr().out
+    data = Digits()
+    data.setup("test")
+    images, _ = next(iter(data.test_dataloader()))
+    images = data.transform(images, training=False)
+    module = restore(run[0]).module
+    with torch.no_grad():
+        found, expected = FORMATS[kind].load(path)(images), module(images)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if kind == "safetensors":
+        again = restore(path)
+        assert again.classes == data.classes
+        state = again.state_for(data.pixel_max)["normalisation"]
+        assert state["mean"] == pytest.approx(data.normalisation.state_dict()["mean"])
+
+
+def test_a_name_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    revzoo_main(["export", "irevnet13", "--pretrained", "--format", "safetensors"])
+    (file,) = tmp_path.iterdir()
+    assert file.name == "irevnet13.safetensors"
+    model = create_model(file, pretrained=True)
+    assert model.entry is not None
+    for fact in ("name", "license", "recipe", "metrics", "classes", "mean", "input_size"):
+        assert getattr(model.entry, fact) == getattr(ENTRY, fact)
+    with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
+        revzoo_main(["export", "nowhere.ckpt", "--format", "pt2"])
+    with pytest.raises(SystemExit, match="there are no weights 'revnet83'"):
+        revzoo_main(["export", "revnet83", "--format", "pt2"])

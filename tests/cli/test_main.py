@@ -55,11 +55,17 @@ def test_list_of_nothing_is_told(options: list[str]) -> None:
         main(["list", "vgg*", *options])
 
 
-def test_list_does_not_wait_for_torch(tmp_path: Path) -> None:
+def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     (tmp_path / "revnet38.small.json").touch()  # names need no reading
     script = (
-        "import sys; from revzoo.cli.main import main\n"
+        "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, main\n"
+        "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
+        "    told = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):\n"
+        "        main(arguments)\n"
+        "    assert 'usage: revzoo' in told.getvalue(), arguments\n"
         "main(['list']); main(['list', '*', '--pretrained', '--weights', sys.argv[1]])\n"
+        "assert len(sys.modules) < 250, len(sys.modules)\n"
         "heavy = {'torch', 'hydra', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
         "assert not heavy, heavy"
     )

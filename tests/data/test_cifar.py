@@ -1,6 +1,9 @@
+import hashlib
+import pickle
 import re
 import shutil
 import socket
+import tarfile
 from pathlib import Path
 from typing import NoReturn
 from urllib.error import URLError
@@ -125,3 +128,43 @@ def test_damaged_class_names_are_noticed_and_repaired(fake_cifar: Path) -> None:
     data = CIFAR10(fake_cifar)
     data.prepare_data()
     assert meta.stat().st_size > 0
+
+
+class Bomb:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("name", [_BATCH, "cifar-10-batches-py/batches.meta"])
+def test_a_pickle_that_is_not_the_published_one_is_not_opened(
+    name: str, fake_cifar: Path, tmp_path: Path
+) -> None:
+    (fake_cifar / name).write_bytes(pickle.dumps({"data": Bomb(tmp_path / "ran")}))
+    with pytest.raises(DataError, match="is damaged"):
+        CIFAR10(fake_cifar, download=False).setup("fit")
+    assert not (tmp_path / "ran").exists()
+    pickle.loads((fake_cifar / name).read_bytes())
+    assert (tmp_path / "ran").exists()  # what would have happened
+
+
+def test_an_archive_of_other_content_is_not_unpacked(
+    fake_cifar: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.rmtree(fake_cifar)
+    server = tmp_path / "server" / datasets.CIFAR10.filename
+    with tarfile.open(server, "w:gz") as tar:
+        tar.addfile(tarfile.TarInfo("../outside"))
+    with pytest.raises(DataError, match="corrupted"):
+        CIFAR10(fake_cifar).prepare_data()
+    # and were it published so, it would be refused as well
+    md5 = hashlib.md5(server.read_bytes()).hexdigest()
+    monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", md5)
+    with pytest.raises(DataError, match=r"ArchiveError.*'\.\./outside'"):
+        CIFAR10(fake_cifar).prepare_data()
+    assert not (tmp_path / "outside").exists()
+    assert [path.name for path in fake_cifar.iterdir()] == [datasets.CIFAR10.filename]

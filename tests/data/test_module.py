@@ -206,7 +206,7 @@ def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Pa
     assert torch.equal(other.normalisation.mean, data.normalisation.mean)
 
     other.classes = [*other.classes[1:], "ten"]
-    with pytest.raises(DataError, match=r"trained on 10 classes 0, 1, 2, 3, 4, \.\.\., this data"):
+    with pytest.raises(DataError, match=r"trained on 10 classes 0, 1.* only in the data: ten"):
         _trainer(tmp_path).test(model, other, ckpt_path=path, verbose=False, weights_only=True)
 
 

@@ -1,6 +1,7 @@
 """Trained weights into models: found in order, fitted, checked before anything is loaded."""
 
 import hashlib
+import re
 import sys
 import types
 
@@ -16,6 +17,7 @@ from revzoo.models.tensors import TensorFile
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
     HashMismatchError,
+    NotFiniteError,
     StateMismatchError,
     UnknownWeightsError,
     UnreadableWeightsError,
@@ -229,3 +231,51 @@ def test_a_file_says_which_images_it_is_for(tmp_path):
     create_model("irevnet13", in_chans=2).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     assert create_model("irevnet13", checkpoint_path=path).in_chans == 2
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, suffix):
+    path, model = tmp_path / f"w{suffix}", small()
+    with torch.no_grad():
+        model.fc.weight[0, :2] = value
+    (save_file if suffix == ".safetensors" else torch.save)(model.state_dict(), path)
+    options = {**OPTIONS, "checkpoint_path": path}
+    with pytest.raises(NotFiniteError, match=r"NaN or Inf in fc.weight \(2 of 40 values\): "):
+        create_model("revnet38", **options)
+    loaded = create_model("revnet38", **options, allow_nonfinite=True)
+    assert torch.equal(loaded.fc.weight.isfinite(), model.fc.weight.isfinite())
+
+
+def test_a_lone_file_says_how_its_model_is_made(tmp_path, table, file):
+    lone = tmp_path / "elsewhere" / "revnet38.safetensors"  # begins as an architecture does
+    lone.parent.mkdir()
+    lone.write_bytes(file.read_bytes())
+    model = from_pretrained(lone)
+    assert same(model, small())
+    assert (model.entry.classes, model.entry.mean) == (tuple("abcde"), (0.5, 0.4, 0.3))
+    lone.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(UnreadableWeightsError, match="no complete safetensors file"):
+        from_pretrained(lone)
+    save_file(small().state_dict(), lone)
+    with pytest.raises(UnreadableWeightsError, match="does not say how its model was made"):
+        from_pretrained(lone)
+
+
+def test_an_entry_beside_a_file_goes_before_its_header(tmp_path, table, file):
+    change(tmp_path, "revnet38.small", classes=list("vwxyz"))
+    assert from_pretrained(file).entry.classes == tuple("vwxyz")
+    change(tmp_path, "revnet38.small", sha256="0" * 64)
+    with pytest.raises(HashMismatchError):
+        from_pretrained(file)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["[]", "{", '{"_target_": "os.system"}', '{"name": "revnet38", "architecture": "resnet32"}'],
+)
+def test_a_header_that_is_no_entry_is_refused(tmp_path, entry):
+    path = tmp_path / "w.safetensors"
+    save_file(small().state_dict(), path, metadata={"entry": entry})
+    with pytest.raises(WeightsError, match=re.escape(str(path))):
+        from_pretrained(path)

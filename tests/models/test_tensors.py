@@ -20,7 +20,7 @@ def assert_tensors(found):
 
 def test_safetensors_tell_their_architecture(tmp_path):
     path = tmp_path / "w.safetensors"
-    path.write_bytes(safetensors_bytes(TENSORS, "revnet38", 3))
+    path.write_bytes(safetensors_bytes(TENSORS, {"architecture": "revnet38"}))
     file = read_checkpoint(path)
     assert_tensors(file.tensors)
     assert (file.architecture, file.where) == ("revnet38", str(path))
@@ -35,7 +35,7 @@ def test_safetensors_of_others_need_not(tmp_path):
 
 def test_tensors_that_share_memory_are_written_each():
     shared = torch.ones(2, 2)
-    assert safetensors_bytes({"a": shared, "b": shared.t()}, "x", 3)
+    assert safetensors_bytes({"a": shared, "b": shared.t()}, {})
 
 
 @pytest.mark.parametrize("prefix", ["", "module.", "_orig_mod.", "module._orig_mod."])
@@ -81,7 +81,7 @@ def test_a_truncated_file_is_refused(tmp_path, suffix, size):
     if suffix == ".pt":
         torch.save(TENSORS, path)
     else:
-        path.write_bytes(safetensors_bytes(TENSORS, "revnet38", 3))
+        path.write_bytes(safetensors_bytes(TENSORS, {"architecture": "revnet38"}))
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnreadableWeightsError, match=r"w\."):
         read_checkpoint(path)

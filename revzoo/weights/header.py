@@ -1,0 +1,76 @@
+"""What a safetensors file says of itself: the header's strings, and the entry among them.
+
+A file is 8 bytes (the header's length, little endian), the header (JSON), then the tensors
+(https://github.com/huggingface/safetensors#format). Its ``__metadata__`` maps strings to strings;
+``entry`` there is the JSON of what an entry knows before the file's own hash and place.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from revzoo.weights.entry import WeightsEntry, entry_from, read_entry
+from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.hub import CONFIG_FILE
+
+KEY = "entry"
+_OF_THE_FILE = ("sha256", "file", "url", "default")
+
+
+def metadata_of(data: bytes, where: str) -> dict[str, str]:
+    """The strings in the header of a safetensors file's bytes.
+
+    Raises:
+        UnreadableWeightsError: there is no such header.
+    """
+    size = int.from_bytes(data[:8], "little")
+    try:
+        if len(data) < 8 + size:
+            raise ValueError(f"{len(data)} bytes, and a header of {size}")
+        found = json.loads(data[8 : 8 + size]).get("__metadata__", {})
+    except (ValueError, AttributeError) as error:
+        raise UnreadableWeightsError(
+            f"{where} is no complete safetensors file: {error}. Fetch it again"
+        ) from error
+    return {str(key): str(value) for key, value in dict(found).items()}
+
+
+def metadata_for(entry: WeightsEntry) -> dict[str, str]:
+    """The header's strings for the file that ``entry`` will describe."""
+    known = {key: value for key, value in entry.plain().items() if key not in _OF_THE_FILE}
+    return {
+        "format": "pt",
+        "architecture": entry.architecture,
+        "in_chans": str(entry.in_chans),
+        KEY: json.dumps(known),
+    }
+
+
+def entry_of_file(path: Path) -> WeightsEntry:
+    """The entry of a safetensors file: beside it (``NAME.json``, ``config.json``), or inside it.
+
+    Raises:
+        EntryError: it is not valid.
+        UnreadableWeightsError: the file is damaged, or says nothing of the model's options.
+    """
+    for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
+        if beside.is_file():
+            entry = read_entry(beside)
+            if entry.file == path.name:
+                return entry
+    data = path.read_bytes()
+    try:
+        known = json.loads(metadata_of(data, str(path))[KEY])
+    except (KeyError, ValueError):
+        known = None
+    if not isinstance(known, Mapping):
+        raise UnreadableWeightsError(
+            f"{path} does not say how its model was made, and there is no {path.stem}.json beside "
+            "it: put that there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
+        )
+    fixed: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
+    return entry_from({**known, **fixed}, where=str(path), folder=path.parent)
