@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import Logger, TensorBoardLogger
 
 from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
 from revzoo.models.registry import MODELS
-from revzoo.training import build_callbacks
+from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.metrics_csv import MetricsCSV
 from revzoo.training.stop import GracefulStop
@@ -66,6 +66,21 @@ def build_data(data: Mapping[str, Any]) -> ImageData:
     """The data module of a checked ``data`` section."""
     options = {key: value for key, value in data.items() if key != "_target_"}
     return DATA[data["_target_"]](**options)
+
+
+def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
+    """The Lightning module for data that are set up, tried on one black image.
+
+    Raises:
+        ValueError: from the model, if images of this size do not pass through it.
+    """
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    channels_last = config["precision"]["channels_last"]
+    module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
+    module.train()
+    return module
 
 
 def build_loggers(

@@ -17,6 +17,7 @@ from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
 from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
 from revzoo.cli.overrides import ConfigError
+from revzoo.cli.tune import SECTION, check_tuner
 from revzoo.data import ImageData
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
@@ -37,9 +38,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: with what was got, what is expected and what to do.
     """
-    known = (*SECTIONS, *VALUES)
-    check_names(config, known, where="config")
-    for key in known:
+    needed = (*SECTIONS, *VALUES)
+    check_names(config, (*needed, SECTION), where="config")
+    for key in needed:
         if key not in config:
             raise ConfigError(f"{key} is missing from the configuration")
     if not isinstance(config["seed"], int) or not 0 <= config["seed"] < 2**32:
@@ -51,6 +52,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     check_logger(config["logger"])
     check_data(config["data"])
     check_model(config)
+    if config.get(SECTION) is not None:
+        check_tuner(config)
 
 
 def check_model(config: Mapping[str, Any]) -> None:
