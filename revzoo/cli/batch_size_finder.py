@@ -7,12 +7,14 @@ or another one. So there the search has an end before it begins:
 1. A first trial, of two images, loads what is loaded on first use. The activations of one image
    are counted in each memory mode (:func:`bytes_per_image`); with gradients, momentum and the
    optimiser's own copies that gives the largest batch for the memory that is free, or allowed.
-2. Lightning's finder goes up to that batch, no further, and trains each size on its way for real.
-   Before each, the growth of the process so far is extrapolated; beyond the limit the error of
-   torch's allocator is raised in its place, which Lightning knows.
-3. The size found is trained for two steps once more, as the finder returns its upper end untried.
+2. Lightning's finder goes from an eighth of that batch up to it, no further, and trains each size
+   on its way for real. Before each, the growth of the process in the last one is extrapolated;
+   beyond the limit the error of torch's allocator is raised, which Lightning knows.
+3. The size found is trained for two steps once more, as the finder returns its upper end untried,
+   and is lowered until the process stays within the limit.
 
-Known limit: what other processes take in the meantime is not foreseen.
+Known limits: what other processes take in the meantime is not foreseen; kernels that are prepared
+for each size count with the trial, which makes small limits (some 100 MiB) err to the safe side.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from typing import Any
 import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
-from revzoo.cli.memory_limit import free_bytes, resident_bytes
+from revzoo.cli.memory_limit import free_bytes, reset_peak, resident_bytes
 from revzoo.cli.out_of_memory import MODES, bytes_per_image, is_out_of_memory
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 SHARE = 0.8  # of the free memory; the rest is for kernels' workspaces and the allocator's gaps
 STEPS = 2  # a trial's: gradients and momentum exist in the second
 SMALLEST = 2
+FIRST = 8  # the search begins at this part of the largest batch that may fit
+SUCCESSES = 6  # at most, on the CPU: a search to the last image is not worth its time
 FIXED_COPIES = 3  # of the parameters: gradients, momentum, what the optimiser makes for a step
 FILE = "batch_size_finder.json"
 
@@ -168,11 +172,11 @@ class _Search:
         self.room: int | None = None
         with trial_trainer(options, max_steps=STEPS) as runner:
             self.device = runner.strategy.root_device
-        self._tried = 0
+        self._tried, self._measures = 0, False
         if not self._trains(SMALLEST):
             raise NoRoomError("not even a batch of two images fits into memory: free some")
         self.room = room_on(self.device, max_bytes)
-        self._before, self._peak_before = resident_bytes() or 0, peak_bytes(self.device)
+        self._before, self._tried = resident_bytes() or 0, 0
         self._fixed = FIXED_COPIES * sum(p.nbytes for p in module.parameters())
 
     def images_in_room(self, per_image: float) -> int:
@@ -182,7 +186,7 @@ class _Search:
 
     def run(self, largest: int) -> int:
         """The largest batch up to ``largest`` that could be trained."""
-        size = min(largest, SMALLEST)
+        size = max(SMALLEST, largest // FIRST)
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             data = self._data(size)
             found = Tuner(runner).scale_batch_size(
@@ -191,6 +195,7 @@ class _Search:
                 mode="binsearch",
                 steps_per_trial=STEPS,
                 init_val=size,
+                max_trials=SUCCESSES if self.device.type == "cpu" else 25,
                 margin=0.0,
                 max_val=largest,
             )
@@ -204,7 +209,7 @@ class _Search:
         peak = peak_bytes(self.device)
         if peak is None or self.device.type == "cuda":
             return peak
-        return peak - self._before if peak != self._peak_before else None
+        return max(0, peak - self._before) if self._measures else None
 
     def check(self, batch_size: int) -> None:
         """Before a batch is trained: extrapolate what the last one took.
@@ -212,18 +217,18 @@ class _Search:
         Raises:
             RuntimeError: as of torch's allocator, if that is beyond the room.
         """
-        if self.room is not None and self._tried and self.device.type == "cpu":
+        if self.room is not None and self.device.type == "cpu" and batch_size > self._tried:
             # never too low: activations grow as the batch does, the rest not at all
-            needed = (self.taken() or 0) * max(1.0, batch_size / self._tried)
-            if needed > self.room:
+            needed = (self.taken() or 0) * batch_size / (self._tried or 1)
+            if self._tried and needed > self.room:
                 raise RuntimeError(
                     f"DefaultCPUAllocator: can't allocate memory: {batch_size} images would take "
                     f"about {needed:.0f} bytes of {self.room}"
                 )
-        self._tried = max(self._tried, batch_size) if self.room is not None else 0
+        self._tried, self._measures = batch_size, reset_peak()
 
     def _trains(self, size: int) -> bool:
-        """Whether a batch can be trained; tried with a copy of its own."""
+        """Whether a batch can be trained within the room; tried with a copy of its own."""
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             try:
                 runner.fit(_Guarded(self.module, self), datamodule=self._data(size))
@@ -231,7 +236,8 @@ class _Search:
                 if not is_out_of_memory(error):
                     raise
                 return False
-        return True
+        on_cpu = self.room is not None and self.device.type == "cpu"
+        return not on_cpu or (self.taken() or 0) <= (self.room or 0)
 
     def _data(self, size: int) -> ImageData:
         data = data_copy(self.data)

@@ -16,6 +16,12 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.profilers import (
+    AdvancedProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 
 from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
 from revzoo.models.registry import MODELS
@@ -26,6 +32,11 @@ from revzoo.training.stop import GracefulStop
 
 DATA: dict[str, type[ImageData]] = {
     f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
+}
+PROFILERS: dict[str, type[Any]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
 }
 LOGGERS = ("tensorboard", "csv")
 METRICS_FILE = "metrics.csv"
@@ -104,6 +115,11 @@ def build_loggers(
     return loggers
 
 
+def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
+    """Lightning's profiler of that name, which writes into the run's folder."""
+    return None if name is None else PROFILERS[name](dirpath=run_dir, filename="profile")
+
+
 def build_trainer(
     config: Mapping[str, Any],
     *,
@@ -131,8 +147,11 @@ def build_trainer(
     callbacks = build_callbacks(specs, run_dir=run_dir)
     if stop is not None:
         callbacks.append(stop)
+    options = dict(config["trainer"])
+    profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
     return pl.Trainer(
-        **config["trainer"],
+        **options,
+        profiler=profiler,
         precision=config["precision"]["trainer"],
         callbacks=callbacks,
         plugins=[PlainCheckpointIO()],

@@ -15,7 +15,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
-from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
+from revzoo.cli.build import (
+    DATA,
+    LOGGERS,
+    MANAGED_BY_TRAIN,
+    PROFILERS,
+    build_data,
+    model_spec,
+)
 from revzoo.cli.overrides import ConfigError
 from revzoo.cli.tune import SECTION, check_tuner
 from revzoo.data import ImageData
@@ -116,6 +123,12 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={accumulate}: expected a whole number >= 1"
+        )
+    profiler = trainer.get("profiler")
+    if profiler is not None and profiler not in PROFILERS:
+        raise ConfigError(
+            f"trainer.profiler={profiler}: expected {', '.join(PROFILERS)} or null"
+            + nearest(str(profiler), PROFILERS)
         )
     device_kind(trainer.get("accelerator"))
 

@@ -29,6 +29,15 @@ def resident_bytes(proc: Path = PROC) -> int | None:
     return _field(proc / "self/status", "VmRSS")
 
 
+def reset_peak(proc: Path = PROC) -> bool:
+    """Let the peak of this process's memory begin anew; whether the system can do so."""
+    try:
+        (proc / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present use
+    except OSError:
+        return False
+    return True
+
+
 def _of_machine(proc: Path = PROC) -> int | None:
     return _field(proc / "meminfo", "MemAvailable")
 
