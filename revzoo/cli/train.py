@@ -39,6 +39,7 @@ from revzoo.cli.summary import (
     write_config,
     write_summary,
 )
+from revzoo.cli.switches import switches_restored
 from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
 from revzoo.cli.tune import SECTION, tune
 from revzoo.data import ImageData
@@ -134,7 +135,7 @@ def train(
     """
     stop = GracefulStop()
     try:
-        with stop.listening():
+        with stop.listening(), switches_restored():
             if config.get(SECTION) is None or resume is not None:
                 return _train(config, run_dir, overrides, resume, stop)
             following = search(config, run_dir, overrides)
