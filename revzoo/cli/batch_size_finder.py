@@ -8,8 +8,9 @@ or another one. So there the search has an end before it begins:
    are counted in each memory mode (:func:`bytes_per_image`); with gradients, momentum and the
    optimiser's own copies that gives the largest batch for the memory that is free, or allowed.
 2. Lightning's finder goes from an eighth of that batch up to it, no further, and trains each size
-   on its way for real. Before each, the growth of the process in the last one is extrapolated;
-   beyond the limit the error of torch's allocator is raised, which Lightning knows.
+   on its way for real. Before each, the growth of the process in the last one is extrapolated,
+   and after each it is measured; beyond the limit the error of torch's allocator is raised, which
+   Lightning knows.
 3. The size found is trained for two steps once more, as the finder returns its upper end untried,
    and is lowered until the process stays within the limit.
 
@@ -83,7 +84,7 @@ def find_batch_size(
     module: Classifier,
     data: ImageData,
     *,
-    max_bytes: int | None = None,
+    max_bytes: float | None = None,
     max_size: int = 8192,
     trainer: Mapping[str, Any] | None = None,
 ) -> BatchSize:
@@ -123,13 +124,13 @@ def memory_of(module: Classifier) -> str:
     return "store" if mode == "offload" else str(mode)
 
 
-def room_on(device: torch.device, max_bytes: int | None) -> int | None:
+def room_on(device: torch.device, max_bytes: float | None) -> int | None:
     """Bytes that a step may take beyond what is taken now; None for what the device can give."""
     if device.type != "cpu":
-        return max_bytes
+        return None if max_bytes is None else int(max_bytes)
     resident, free = resident_bytes(), free_bytes(device)
     if max_bytes is not None and resident is not None:
-        return max(0, max_bytes - resident)
+        return max(0, int(max_bytes) - resident)
     if free is None or resident is None:
         raise NoRoomError(
             "this system does not say how much memory is free, and does not raise an error when "
@@ -166,7 +167,7 @@ class _Search:
         data: ImageData,
         options: Mapping[str, Any],
         *,
-        max_bytes: int | None,
+        max_bytes: float | None,
     ) -> None:
         self.module, self.data, self.options = module, data, options
         self.room: int | None = None
@@ -211,21 +212,31 @@ class _Search:
             return peak
         return max(0, peak - self._before) if self._measures else None
 
-    def check(self, batch_size: int) -> None:
+    def begin(self, batch_size: int) -> None:
         """Before a batch is trained: extrapolate what the last one took.
 
         Raises:
             RuntimeError: as of torch's allocator, if that is beyond the room.
         """
-        if self.room is not None and self.device.type == "cpu" and batch_size > self._tried:
+        if self._tried and batch_size > self._tried:
             # never too low: activations grow as the batch does, the rest not at all
-            needed = (self.taken() or 0) * batch_size / (self._tried or 1)
-            if self._tried and needed > self.room:
-                raise RuntimeError(
-                    f"DefaultCPUAllocator: can't allocate memory: {batch_size} images would take "
-                    f"about {needed:.0f} bytes of {self.room}"
-                )
+            self._refuse(batch_size, (self.taken() or 0) * batch_size / self._tried)
         self._tried, self._measures = batch_size, reset_peak()
+
+    def end(self) -> None:
+        """After it was trained: look at what it took.
+
+        Raises:
+            RuntimeError: as above.
+        """
+        self._refuse(self._tried, self.taken() or 0)
+
+    def _refuse(self, batch_size: int, needed: float) -> None:
+        if self.device.type == "cpu" and self.room is not None and needed > self.room:
+            raise RuntimeError(
+                f"DefaultCPUAllocator: can't allocate memory: {batch_size} images take about "
+                f"{needed:.0f} bytes of {self.room}"
+            )
 
     def _trains(self, size: int) -> bool:
         """Whether a batch can be trained within the room; tried with a copy of its own."""
@@ -236,8 +247,7 @@ class _Search:
                 if not is_out_of_memory(error):
                     raise
                 return False
-        on_cpu = self.room is not None and self.device.type == "cpu"
-        return not on_cpu or (self.taken() or 0) <= (self.room or 0)
+        return True
 
     def _data(self, size: int) -> ImageData:
         data = data_copy(self.data)
@@ -259,7 +269,7 @@ class _Search:
 
 
 class _Guarded(Trial):
-    """A trial that asks the search before each batch size."""
+    """A trial that asks the search before and after each batch size."""
 
     def __init__(self, original: Classifier, search: _Search) -> None:
         super().__init__(original)
@@ -267,4 +277,7 @@ class _Guarded(Trial):
 
     def on_train_start(self) -> None:
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self._search.check(data.batch_size)
+        self._search.begin(data.batch_size)
+
+    def on_train_end(self) -> None:
+        self._search.end()

@@ -14,6 +14,9 @@ from revzoo.cli import train as train_module
 from revzoo.cli.train import train
 from revzoo.core.memory import MODES
 
+# said where a test may use one CPU only
+pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
+
 SMALL = (
     "debug=smoke",
     "trainer=cpu",

@@ -74,7 +74,7 @@ def test_each_group_has_the_rate_of_the_recipe(optim: dict[str, Any]) -> None:
     rates = [group["lr"] for group in optimizer.param_groups]
     assert rates == rates_at(sweep, replace(sweep.optim, lr=0.7))
     assert len(set(rates)) > 1
-    assert rates[0] != 0.7 or "sgd_lr" in optim
+    assert min(rates) < 0.7
     assert 0.1 in rates or "layer_decay" in optim
 
 
