@@ -36,7 +36,7 @@ from revzoo.cli.out_of_memory import MODES, bytes_per_image, is_out_of_memory
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier
 from revzoo.training.footprint import peak_bytes
-from revzoo.training.trial import Trial, data_copy, trial_trainer
+from revzoo.training.trial import Trial, data_copy, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +103,8 @@ def find_batch_size(
     """
     options = {"accelerator": "auto", **(trainer or {})}
     search = _Search(module, data, options, max_bytes=max_bytes)
-    per_image = counted(module, data, options) if search.device.type == "cpu" else {}
+    with random_states_kept():  # models are built to be counted
+        per_image = counted(module, data, options) if search.device.type == "cpu" else {}
     largest = {name: search.images_in_room(each) for name, each in per_image.items()}
     bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
     bounds["training images"] = data.train_count

@@ -42,6 +42,16 @@ class Trial(Classifier):
 
 
 @contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been drawn inside."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+@contextmanager
 def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.Trainer]:
     """A trainer on one device that validates, logs and keeps nothing.
 
@@ -51,24 +61,23 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
         options: of the run's trainer; those in :data:`KEPT` count.
         max_steps: optimiser steps.
     """
-    states = random_states()
-    with tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
-        try:
-            yield pl.Trainer(
-                **{name: options[name] for name in KEPT if name in options},
-                devices=1,
-                max_steps=max_steps,
-                check_val_every_n_epoch=sys.maxsize,
-                num_sanity_val_steps=0,
-                default_root_dir=folder,
-                plugins=[PlainCheckpointIO()],
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-            )
-        finally:
-            set_random_states(states)
+    with (
+        random_states_kept(),
+        tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder,
+    ):
+        yield pl.Trainer(
+            **{name: options[name] for name in KEPT if name in options},
+            devices=1,
+            max_steps=max_steps,
+            check_val_every_n_epoch=sys.maxsize,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+            plugins=[PlainCheckpointIO()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
 
 
 def data_copy(data: Data) -> Data:

@@ -20,14 +20,14 @@ SMALL = (
 SWEEP = ("tuner=lr", "tuner.steps=15")
 
 
-def weights(run_dir: Path) -> dict[str, Any]:
-    state = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)
-    return {name: state[name] for name in ("state_dict", "optimizer_states", "lr_schedulers")}
-
-
 def assert_same_run(one: Path, other: Path, *, extra: set[str]) -> None:
-    first, second = weights(one), weights(other)
-    torch.testing.assert_close(first, second, rtol=0, atol=0)
+    first, second = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for folder in (one, other)
+    )
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+    assert first["lr_schedulers"] == second["lr_schedulers"]
     assert (one / "config.yaml").read_text() == (other / "config.yaml").read_text()
     names = [{path.name for path in folder.iterdir()} for folder in (one, other)]
     assert names[1] - names[0] == extra
