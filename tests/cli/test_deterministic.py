@@ -47,6 +47,7 @@ def test_two_runs_are_the_same(mode: str, compose: Any, tmp_path: Path) -> None:
 def test_images_augmented_by_workers_are_the_same(compose: Any, tmp_path: Path) -> None:
     root = image_folder(tmp_path / "images")
     images = ("data=imagefolder", f"data.root={root}", "data.cache_bytes=0", "data.batch_size=8")
+    images += ("data.image_size=8",)
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         config = compose(*SMALL, *images, "data.num_workers=2", f"seed={seed}")
         train(config, run_dir=tmp_path / name)

@@ -15,7 +15,13 @@ from revzoo.cli.checks import check_config
 from revzoo.cli.train import train
 from revzoo.training import Classifier
 
-SMALL = ("trainer=cpu", "+model.units=[1,1,1]", "model.norm=none", "test=false")
+SMALL = (
+    "trainer=cpu",
+    "trainer.log_every_n_steps=1",
+    "+model.units=[1,1,1]",
+    "model.norm=none",
+    "test=false",
+)
 PLAIN = {
     "lr": 1.0,
     "momentum": 0.0,
