@@ -174,7 +174,7 @@ class _Search:
         self.room: int | None = None
         with trial_trainer(options, max_steps=STEPS) as runner:
             self.device = runner.strategy.root_device
-        self._tried, self._measures = 0, False
+        self._before, self._tried, self._measures = 0, 0, False
         if not self._trains(SMALLEST):
             raise NoRoomError("not even a batch of two images fits into memory: free some")
         self.room = room_on(self.device, max_bytes)
