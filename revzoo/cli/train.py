@@ -44,7 +44,7 @@ from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
 from revzoo.cli.tune import SECTION, tune
 from revzoo.data import ImageData
 from revzoo.training import Classifier
-from revzoo.training.callbacks import best_checkpoint_path
+from revzoo.training.callbacks import CHECKPOINTS, best_checkpoint_path
 from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.run_state import RunState
 from revzoo.training.stop import GracefulStop, RunStopped
@@ -143,7 +143,9 @@ def train(
                 return {}
             return _train(following, run_dir, overrides, resume, stop)
     except RunStopped as stopped:
-        log.warning("%s; go on with: revzoo-train --resume %s", stopped, run_dir)
+        saved = (run_dir / CHECKPOINTS).is_dir()  # not in a search, nor before the first steps
+        hint = f"; go on with: revzoo-train --resume {run_dir}" if saved else ""
+        log.warning("%s%s", stopped, hint)
         sys.exit(stopped.status)
 
 
