@@ -16,16 +16,27 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.profilers import (
+    AdvancedProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
 
 from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
 from revzoo.models.registry import MODELS
-from revzoo.training import build_callbacks
+from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.metrics_csv import MetricsCSV
 from revzoo.training.stop import GracefulStop
 
 DATA: dict[str, type[ImageData]] = {
     f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
+}
+PROFILERS: dict[str, type[Any]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
 }
 LOGGERS = ("tensorboard", "csv")
 METRICS_FILE = "metrics.csv"
@@ -68,6 +79,22 @@ def build_data(data: Mapping[str, Any]) -> ImageData:
     return DATA[data["_target_"]](**options)
 
 
+def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
+    """The Lightning module for data that are set up, tried on one black image.
+
+    Raises:
+        ValueError: from the model, if images of this size do not pass through it.
+    """
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    channels_last = config["precision"]["channels_last"]
+    module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
+    if config["precision"]["trainer"] == "64-true":
+        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
+    return module.train()
+
+
 def build_loggers(
     logger: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
 ) -> list[Logger]:
@@ -87,6 +114,11 @@ def build_loggers(
             TensorBoardLogger(save_dir=run_dir, name="", version=kind, purge_step=first_step)
         )
     return loggers
+
+
+def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
+    """Lightning's profiler of that name, which writes into the run's folder."""
+    return None if name is None else PROFILERS[name](dirpath=run_dir, filename="profile")
 
 
 def build_trainer(
@@ -116,8 +148,11 @@ def build_trainer(
     callbacks = build_callbacks(specs, run_dir=run_dir)
     if stop is not None:
         callbacks.append(stop)
+    options = dict(config["trainer"])
+    profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
     return pl.Trainer(
-        **config["trainer"],
+        **options,
+        profiler=profiler,
         precision=config["precision"]["trainer"],
         callbacks=callbacks,
         plugins=[PlainCheckpointIO()],

@@ -15,8 +15,16 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
-from revzoo.cli.build import DATA, LOGGERS, MANAGED_BY_TRAIN, build_data, model_spec
+from revzoo.cli.build import (
+    DATA,
+    LOGGERS,
+    MANAGED_BY_TRAIN,
+    PROFILERS,
+    build_data,
+    model_spec,
+)
 from revzoo.cli.overrides import ConfigError
+from revzoo.cli.tune import SECTION, check_tuner
 from revzoo.data import ImageData
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
@@ -38,9 +46,9 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: with what was got, what is expected and what to do.
     """
-    known = (*SECTIONS, *VALUES)
-    check_names(config, known, where="config")
-    for key in known:
+    needed = (*SECTIONS, *VALUES)
+    check_names(config, (*needed, SECTION), where="config")
+    for key in needed:
         if key not in config:
             raise ConfigError(f"{key} is missing from the configuration")
     if not isinstance(config["seed"], int) or not 0 <= config["seed"] < 2**32:
@@ -52,6 +60,8 @@ def check_config(config: Mapping[str, Any]) -> None:
     check_logger(config["logger"])
     check_data(config["data"])
     check_model(config)
+    if config.get(SECTION) is not None:
+        check_tuner(config)
 
 
 def check_model(config: Mapping[str, Any]) -> None:
@@ -115,6 +125,12 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     if not isinstance(accumulate, int) or accumulate < 1:
         raise ConfigError(
             f"trainer.accumulate_grad_batches={accumulate}: expected a whole number >= 1"
+        )
+    profiler = trainer.get("profiler")
+    if profiler is not None and profiler not in PROFILERS:
+        raise ConfigError(
+            f"trainer.profiler={profiler}: expected {', '.join(PROFILERS)} or null"
+            + nearest(str(profiler), PROFILERS)
         )
     device_kind(trainer.get("accelerator"))
 

@@ -45,7 +45,7 @@ def told_plainly(kinds: tuple[type[Exception], ...] = TOLD) -> Iterator[None]:
 @contextmanager
 def quiet() -> Iterator[None]:
     """Without Lightning's greetings, and the warnings of :data:`EXPECTED_WARNINGS`."""
-    greeter = logging.getLogger("pytorch_lightning.utilities.rank_zero")
+    greeter = logging.getLogger("pytorch_lightning")
     level = greeter.level
     greeter.setLevel(logging.WARNING)
     try:

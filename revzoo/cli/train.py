@@ -17,14 +17,13 @@ from typing import Any
 
 import hydra
 import pytorch_lightning as pl
-import torch
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from revzoo.cli.build import apply_precision, build_data, build_trainer, model_spec
+from revzoo.cli.build import apply_precision, build_data, build_module, build_trainer
 from revzoo.cli.checks import check_config
 from revzoo.cli.lock import locked
 from revzoo.cli.multirun import check_started_together, run_job
@@ -46,7 +45,9 @@ from revzoo.cli.summary import (
     write_config,
     write_summary,
 )
-from revzoo.cli.telling import TOLD_IN_TRAINING, quiet, told_plainly
+from revzoo.cli.switches import switches_restored
+from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
+from revzoo.cli.tune import SECTION, tune
 from revzoo.data import ImageData
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
@@ -128,7 +129,8 @@ def train(
         resume: the checkpoint to go on from; None for a run from the start.
 
     Returns:
-        The last figures of training and validation, and those of the test.
+        The last figures of training and validation, and those of the test; none where a search
+        was all that was asked for.
 
     Raises:
         SystemExit: if the configuration or the data cannot be used, if training fails in a known
@@ -136,12 +138,28 @@ def train(
     """
     stop = GracefulStop()
     try:
-        with stop.listening():
-            return _train(config, run_dir, overrides, resume, stop)
+        with stop.listening(), switches_restored():
+            if config.get(SECTION) is None or resume is not None:
+                return _train(config, run_dir, overrides, resume, stop)
+            following = search(config, run_dir, overrides)
+            if config[SECTION]["then"] == "stop":
+                return {}
+            return _train(following, run_dir, overrides, resume, stop)
     except RunStopped as stopped:
         if is_first_process():
             log.warning("%s; %s", stopped, way_on(run_dir))
         sys.exit(stopped.status)
+
+
+def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Find what ``config["tuner"]`` asks for; returns the configuration of the run that follows."""
+    with quiet(), told_plainly((*TOLD, *TOLD_IN_TRAINING)):
+        check_config(config)
+        following = tune(config, run_dir)
+    if config[SECTION]["then"] == "stop":
+        write_config(config, run_dir)
+        record_session(run_dir, overrides=overrides, from_step=0)
+    return following
 
 
 def _train(
@@ -171,22 +189,6 @@ def _train(
         if resume is not None:
             log.info("going on at step %d, from %s", step, resume)
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
-
-
-def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
-    """The Lightning module for data that are set up, tried on one black image.
-
-    Raises:
-        ValueError: from the model, if images of this size do not pass through it.
-    """
-    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
-    channels_last = config["precision"]["channels_last"]
-    module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    with torch.no_grad():
-        module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
-    if config["precision"]["trainer"] == "64-true":
-        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
-    return module.train()
 
 
 def fit_and_test(

@@ -48,11 +48,12 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
+from torch.autograd import forward_ad, profiler
 from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
@@ -134,6 +135,13 @@ def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> Non
             )
 
 
+def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
+    """The replay's range in profiles; nothing, at no cost, while none is made."""
+    if not profiler._is_profiler_enabled:
+        return nullcontext()
+    return profiler.record_function(f"revzoo.replay {entry.name}")
+
+
 class Tape:
     """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
 
@@ -180,6 +188,10 @@ class Tape:
         """Fill the slots of entry ``index``: the package's backward rule."""
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
+        with _in_profiles(self.entries[index]):
+            self._replay(index)
+
+    def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
         if position > index + 1:
             for i in range(position - 1, index, -1):

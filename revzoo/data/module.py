@@ -136,6 +136,12 @@ class ImageData(pl.LightningDataModule, ABC):
         return len(self.classes)
 
     @property
+    def train_count(self) -> int:
+        """Number of training images, without those held back, after ``setup("fit")``."""
+        assert self._train is not None, "setup() comes first"
+        return len(self._train)
+
+    @property
     def has_test(self) -> bool:
         """Whether there is a test split; known without reading it."""
         return True

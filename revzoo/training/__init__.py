@@ -7,6 +7,7 @@ from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning
 from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
+from revzoo.training.lr_finder import LRCurve, find_lr
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.schedules import make_schedule
 
@@ -17,10 +18,12 @@ __all__ = [
     "EpochLog",
     "Finetuning",
     "Footprint",
+    "LRCurve",
     "OptimSpec",
     "build_callbacks",
     "build_optimizer",
     "build_schedule",
+    "find_lr",
     "make_schedule",
     "peak_bytes",
     "peak_host_bytes",

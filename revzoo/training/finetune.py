@@ -97,9 +97,12 @@ class Finetuning(pl.Callback):
         if stage == "fit":
             _freeze_before("stem", _network(pl_module))
 
+    def freeze(self, network: nn.Module, *, epoch: int) -> None:
+        """Freeze what is not trained in ``epoch``, train the rest."""
+        _freeze_before(self.first_trained(network, epoch=epoch), network)
+
     def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        network = _network(pl_module)
-        _freeze_before(self.first_trained(network, epoch=trainer.current_epoch), network)
+        self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
     def _plan(self, names: list[str]) -> dict[int, int]:
         """The place in ``names`` of the first part that is trained, by epoch."""

@@ -37,7 +37,7 @@ def test_every_option_passes_the_checks(option: str, compose: Any) -> None:
 
 def test_groups_are_the_sections() -> None:
     groups = {option.partition("=")[0] for option in OPTIONS}
-    assert groups == {*SECTIONS, "experiment", "debug"}
+    assert groups == {*SECTIONS, "tuner", "experiment", "debug"}
 
 
 def test_model_options_are_models() -> None:

@@ -5,11 +5,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
-from PIL import Image
+from small_images import image_folder
 
 from revzoo.cli.train import check_command_line, train
 from revzoo.data import Digits
@@ -17,19 +16,6 @@ from revzoo.training import Classifier
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
-
-
-def image_folder(root: Path, splits: tuple[str, ...] = ("train", "test"), side: int = 8) -> Path:
-    rng = np.random.default_rng(0)
-    for split in splits:
-        for name in ("dark", "light"):
-            folder = root / split / name
-            folder.mkdir(parents=True)
-            for i in range(20):
-                low = 0 if name == "dark" else 128
-                pixels = rng.integers(low, low + 128, (side, side, 3), dtype=np.uint8)
-                Image.fromarray(pixels).save(folder / f"{i}.png")
-    return root
 
 
 def test_a_run_leaves_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:

@@ -1,0 +1,219 @@
+"""Images per second of ``revzoo-train`` against a bare loop, and the time until the first step.
+
+    python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
+
+The trainer is that of ``revzoo-train``, with its default callbacks and loggers. Each round runs a
+few steps of it and as many of two bare loops over networks with the same first weights: with data
+(the same loader and augmentation, the same loss and optimiser, no metrics and no log) and the
+step alone (batches made before). A callback takes turns with Lightning between two steps, so that
+a slow moment of a shared machine hits all alike; what it times of Lightning is whole cycles, with
+everything between two batches. Validation and checkpoints, once an epoch, are outside of it. Time
+is told by two clocks: the process's CPU time, which other processes hardly change, and the wall's.
+
+CIFAR's images are random bytes of that size: none are needed for the speed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytorch_lightning as pl
+import torch
+from measure import environment
+from torch import Tensor, nn
+
+from revzoo.cli.build import build_trainer, model_spec
+from revzoo.cli.overrides import compose_checked
+from revzoo.cli.telling import quiet
+from revzoo.cli.train import to_plain
+from revzoo.data import Digits, ImageData
+from revzoo.data.images import TensorImages
+from revzoo.training import Classifier, build_optimizer, build_schedule
+
+ROOT = Path(__file__).parents[1]
+Batch = tuple[Tensor, Tensor]
+TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
+LOOPS = ("revzoo-train", "bare loop with data", "bare step alone")
+FIRST_STEP = ("trainer.max_steps=1", "test=false", "callbacks.best_checkpoint=null")
+
+
+class Times(NamedTuple):
+    """Seconds by the clock of the process and that of the wall."""
+
+    cpu: float
+    wall: float
+
+
+class RandomCIFAR(ImageData):
+    """Random bytes of CIFAR's size, held in memory."""
+
+    def read(self, split: str) -> TensorImages | None:
+        if split == "val":
+            return None
+        generator = torch.Generator().manual_seed(0)
+        images = torch.randint(256, (2560, 3, 32, 32), dtype=torch.uint8, generator=generator)
+        return TensorImages(images, torch.arange(2560) % 10, classes=list("0123456789"))
+
+
+class BareLoop:
+    """What a training loop cannot do without: batch, loss, gradient, step.
+
+    Args:
+        module: gives the network and its recipe.
+        batches: endless, on the device, augmented and normalised.
+    """
+
+    def __init__(self, module: Classifier, batches: Iterator[Batch]) -> None:
+        self.model, self.spec, self.batches = module.model, module.optim, batches
+        self.optimizer = build_optimizer(self.model, self.spec)
+        self.schedule = build_schedule(self.optimizer, self.spec, total_steps=100_000)
+
+    def __call__(self, steps: int) -> None:
+        for images, labels in islice(self.batches, steps):
+            self.optimizer.zero_grad()
+            smoothing = self.spec.label_smoothing
+            logits = self.model(images)
+            loss = nn.functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+            loss.backward()
+            self.optimizer.step()
+            self.schedule.step()
+
+
+class Turns(pl.Callback):
+    """Times ``steps`` steps of Lightning, then those of each bare loop, and so on."""
+
+    def __init__(self, loops: dict[str, BareLoop], *, steps: int, rounds: int) -> None:
+        self.loops, self.steps, self.rounds = loops, steps, rounds
+        self.seconds: dict[str, list[Times]] = {name: [] for name in LOOPS}
+        self._since = Times(0.0, 0.0)
+        self._count = -steps  # the first steps warm up
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self._count == self.steps:
+            self.seconds[LOOPS[0]].append(since(self._since))
+            for name, loop in self.loops.items():
+                start = now()
+                loop(self.steps)
+                self.seconds[name].append(since(start))
+            trainer.should_stop = len(self.seconds[LOOPS[0]]) == self.rounds
+            self._count = 0
+        if self._count <= 0:
+            self._since = now()
+        self._count += 1
+
+    def on_train_epoch_end(self, *args: Any) -> None:
+        self._count = 0  # a cycle with the end of an epoch in it does not count
+
+
+def now() -> Times:
+    """What the clocks show."""
+    return Times(time.process_time(), time.perf_counter())
+
+
+def since(start: Times) -> Times:
+    """Seconds by each clock."""
+    return Times(*(end - begin for begin, end in zip(start, now(), strict=True)))
+
+
+def with_data(data: ImageData) -> Iterator[Batch]:
+    """The batches of a loop of one's own, epoch after epoch."""
+    while True:
+        for images, labels in data.train_dataloader():
+            yield data.transform(images, training=True), labels
+
+
+def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
+    """Data and module, the same ones each time."""
+    options = {k: v for k, v in config["data"].items() if k in ("batch_size", "augment")}
+    data = Digits(**options) if task == "digits" else RandomCIFAR(**options)
+    data.setup("fit")
+    torch.manual_seed(0)
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    return data, Classifier(spec, optim=config["optim"])
+
+
+def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
+    """Seconds of each loop and round, and images a step."""
+    overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
+    config = to_plain(compose_checked(overrides, config_dir=ROOT / "configs"))
+    data, module = make(task, config)
+    fed, fixed = make(task, config), make(task, config)
+    loops = {
+        LOOPS[1]: BareLoop(fed[1], with_data(fed[0])),
+        LOOPS[2]: BareLoop(fixed[1], cycle(list(islice(with_data(fixed[0]), steps)))),
+    }
+    for loop in loops.values():
+        loop(steps)
+    turns = Turns(loops, steps=steps, rounds=rounds)
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        trainer = build_trainer(config, run_dir=Path(folder))
+        trainer.callbacks.append(turns)
+        trainer.fit(module, datamodule=data)
+    return turns.seconds, data.batch_size
+
+
+def rows(task: str, seconds: dict[str, list[Times]], images: int) -> Iterator[str]:
+    """The table's rows of one task: medians, and the quartiles of the ratios within a round."""
+    base = seconds[LOOPS[0]]
+    for name, times in seconds.items():
+        rate = images / statistics.median(t.cpu for t in times)
+        pairs = list(zip(base, times, strict=True))
+        cpu, wall = (quartiles([t[i] / own[i] for own, t in pairs]) for i in range(2))
+        yield f"| {task} | {name} | {rate:.0f} | {cpu} | {wall} |"
+
+
+def quartiles(values: list[float]) -> str:
+    """Median, and from the first to the third quartile."""
+    low, middle, high = statistics.quantiles(values, n=4)
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
+
+
+def first_step() -> tuple[float, float]:
+    """Wall and CPU seconds of a run on digits that ends after its first step, start to exit."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, str(ROOT / "train.py"), *FIRST_STEP]
+        command += [f"hydra.run.dir={folder}/run", "trainer=cpu"]
+        start = time.perf_counter()
+        child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        _, status, usage = os.wait4(child.pid, 0)
+        if status:
+            raise RuntimeError(f"{' '.join(command)} ended with status {status}")
+        return time.perf_counter() - start, usage.ru_utime + usage.ru_stime
+
+
+def main() -> None:
+    """Print the report."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--steps", type=int, default=10, help="of each loop in a round")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--starts", type=int, default=5)
+    args = parser.parse_args()
+    print("# Training through revzoo-train against a bare loop\n")
+    print(environment() + f"- revnet38, defaults; n = {args.rounds} rounds of {args.steps} steps\n")
+    print("| task | loop | images per CPU second | speed of revzoo-train over it | by the wall |")
+    print("|---|---|---|---|---|")
+    for task in args.tasks:
+        seconds, batch = compare(task, steps=args.steps, rounds=args.rounds)
+        print("\n".join(rows(task, seconds, batch * args.steps)), flush=True)
+    if args.starts:
+        starts = [first_step() for _ in range(args.starts)]
+        wall, cpu = ([f"{s:.1f}" for s in sorted(column)] for column in zip(*starts, strict=True))
+        load = os.getloadavg()[0]
+        print(f"\n`python train.py {' '.join(FIRST_STEP)}` on digits, from start to exit, ", end="")
+        print(f"n = {args.starts}, load average {load:.1f}: CPU {', '.join(cpu)} s; ", end="")
+        print(f"wall {', '.join(wall)} s.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""How much memory is left: to this process, by every limit that the system sets it, or on a GPU.
+
+A process of Linux is limited by what the machine has free, by its control group (a container's
+limit, or a batch job's) and by ``ulimit -v``. Beyond the first two nothing is raised: the kernel
+ends the process.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+PROC = Path("/proc")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be taken on ``device``; None where the system does not say."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    limits = (_of_machine(), _of_control_groups(), _of_address_space())
+    known = [limit for limit in limits if limit is not None]
+    return max(0, min(known)) if known else None
+
+
+def resident_bytes(proc: Path = PROC) -> int | None:
+    """What this process holds of the machine's memory, in bytes; None where nothing says so."""
+    return _field(proc / "self/status", "VmRSS")
+
+
+def reset_peak(proc: Path = PROC) -> bool:
+    """Let the peak of this process's memory begin anew; whether the system can do so."""
+    try:
+        (proc / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present use
+    except OSError:
+        return False
+    return True
+
+
+def _of_machine(proc: Path = PROC) -> int | None:
+    return _field(proc / "meminfo", "MemAvailable")
+
+
+def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
+    """What is free in the control group of this process, and in those around it (version 2)."""
+    own = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
+    if not own:
+        return None
+    group = root / own[0].lstrip("/")
+    folders = [group, *group.parents] if group.is_relative_to(root) else [root]
+    free = [_of_group(folder) for folder in folders if folder.is_relative_to(root)]
+    return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
+
+
+def _of_group(folder: Path) -> int | None:
+    limit, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
+    if not limit or not used or limit[0] == "max":
+        return None
+    # pages of files that the kernel drops before it ends anything
+    cached = _field(folder / "memory.stat", "inactive_file", unit=1) or 0
+    return int(limit[0]) - int(used[0]) + cached
+
+
+def _of_address_space(proc: Path = PROC) -> int | None:
+    """What ``ulimit -v`` leaves; None without such a limit, or where there is no such thing."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    used = _field(proc / "self/status", "VmSize")
+    return None if limit == resource.RLIM_INFINITY or used is None else limit - used
+
+
+def _field(path: Path, name: str, *, unit: int = 1024) -> int | None:
+    """The number behind ``name`` in bytes; the kernel prints KiB in ``/proc``."""
+    for line in _lines(path):
+        words = line.replace(":", " ").split()
+        if words[:1] == [name]:
+            return int(words[1]) * unit
+    return None
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []

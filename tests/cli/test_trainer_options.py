@@ -1,0 +1,108 @@
+"""Options that Lightning carries out do what they say in our runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_task import TinyNet, loader
+
+from revzoo.cli.build import build_trainer
+from revzoo.cli.checks import check_config
+from revzoo.cli.train import train
+from revzoo.training import Classifier
+
+SMALL = (
+    "trainer=cpu",
+    "trainer.log_every_n_steps=1",
+    "+model.units=[1,1,1]",
+    "model.norm=none",
+    "test=false",
+)
+PLAIN = {
+    "lr": 1.0,
+    "momentum": 0.0,
+    "nesterov": False,
+    "weight_decay": 0.0,
+    "schedule": {"name": "constant"},
+}
+
+
+def trained(run_dir: Path) -> dict[str, torch.Tensor]:
+    state = torch.load(run_dir / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"]
+    return {name: value for name, value in state.items() if name.startswith("model.")}
+
+
+def test_accumulated_batches_are_one_large_batch(compose: Any, tmp_path: Path) -> None:
+    """Norms see the batch, so there are none here; nor is there augmentation."""
+    common = (*SMALL, "precision=fp64", "data.augment.crop_padding=0", "trainer.max_epochs=1")
+    for name, size, parts in (("whole", 16, 1), ("parts", 8, 2), ("small", 8, 1)):
+        own = (f"data.batch_size={size}", f"trainer.accumulate_grad_batches={parts}")
+        batches = 3 if size == 16 else 6
+        config = compose(*common, *own, f"trainer.limit_train_batches={batches}")
+        train(config, run_dir=tmp_path / name)
+    steps = [
+        json.loads((tmp_path / name / "summary.json").read_text())["steps"]
+        for name in ("whole", "parts", "small")
+    ]
+    assert steps == [3, 3, 6]
+    whole, parts, small = (trained(tmp_path / name) for name in ("whole", "parts", "small"))
+    torch.testing.assert_close(whole, parts, rtol=1e-9, atol=1e-12)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(whole, small, rtol=1e-9, atol=1e-12)
+
+
+def changes(config: dict[str, Any], run_dir: Path) -> torch.Tensor:
+    """What one step of plain gradient descent with rate 1 subtracts from the weights."""
+    torch.manual_seed(0)
+    module = Classifier(TinyNet(), optim=PLAIN)
+    before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
+    build_trainer(config, run_dir=run_dir).fit(module, loader())
+    return before - torch.nn.utils.parameters_to_vector(module.parameters()).detach()
+
+
+def test_gradients_are_clipped(compose: Any, tmp_path: Path) -> None:
+    def changed(*overrides: str) -> torch.Tensor:
+        quiet = ("callbacks=none", "logger=none", "trainer.max_steps=1")
+        return changes(compose("trainer=cpu", *quiet, *overrides), tmp_path)
+
+    free = changed()
+    assert free.norm() > 0.1
+    clipped = changed("trainer.gradient_clip_val=0.01")
+    assert clipped.norm() == pytest.approx(0.01, rel=1e-3)
+    torch.testing.assert_close(clipped / clipped.norm(), free / free.norm(), rtol=1e-3, atol=1e-5)
+    by_value = ("trainer.gradient_clip_val=0.01", "trainer.gradient_clip_algorithm=value")
+    torch.testing.assert_close(changed(*by_value), free.clamp(-0.01, 0.01), rtol=1e-4, atol=1e-7)
+
+
+def test_a_run_that_does_not_get_better_is_stopped(compose: Any, tmp_path: Path) -> None:
+    stopping = "callbacks.early_stopping={monitor: val/loss, mode: min, patience: 2}"
+    short = ("trainer.max_epochs=5", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1")
+    still = ("optim=step", "optim.lr=1.0e-30")  # no weight changes, and there are no statistics
+    train(compose(*SMALL, *short, *still, stopping), run_dir=tmp_path / "with")
+    train(compose(*SMALL, *short, *still), run_dir=tmp_path / "without")
+    epochs = [
+        json.loads((tmp_path / name / "summary.json").read_text())["epochs"]
+        for name in ("with", "without")
+    ]
+    assert epochs == [3, 5]
+
+
+@pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])
+@pytest.mark.filterwarnings("ignore:.*profiler.*:UserWarning")
+def test_profiles_are_written_into_the_runs_folder(name: str, compose: Any, tmp_path: Path) -> None:
+    small = ("debug=smoke", *SMALL, "trainer.limit_val_batches=0", f"trainer.profiler={name}")
+    train(compose(*small, "callbacks.best_checkpoint=null"), run_dir=tmp_path)
+    assert "run_training_batch" in (tmp_path / "fit-profile.txt").read_text()
+    if name == "pytorch":
+        (trace,) = tmp_path.glob("fit-profile*.pt.trace.json")
+        names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
+        assert "revzoo.replay stages.0.steps.0.steps.0 AdditiveCoupling" in names
+
+
+def test_an_unknown_profiler_is_refused(compose: Any) -> None:
+    with pytest.raises(ValueError, match="did you mean 'simple'"):
+        check_config(compose("trainer.profiler=simpel"))
