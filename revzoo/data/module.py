@@ -267,12 +267,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:
-        """Refused: a file must not choose what a data module reads, and checkpoints keep no such
-        options; a run's state returns by ``load_state_dict``, which its trainer calls.
-
-        Raises:
-            NotImplementedError: always.
-        """
+        """Raise a NotImplementedError: a file must not choose what a data module reads."""
         raise NotImplementedError(
             f"{cls.__name__} is not made from a checkpoint: make {cls.__name__}(...) with its own "
             "options, and give the checkpoint to the trainer (ckpt_path=...)"
