@@ -2,20 +2,25 @@
 
 from revzoo.training.callbacks import build_callbacks
 from revzoo.training.classifier import Classifier
+from revzoo.training.confusion import ConfusionMatrix
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning
 from revzoo.training.footprint import Footprint, peak_bytes, peak_host_bytes
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.schedules import make_schedule
+from revzoo.training.showing import Reconstructions, Samples
 
 __all__ = [
     "Classifier",
+    "ConfusionMatrix",
     "DriftLogger",
     "EpochLog",
     "Finetuning",
     "Footprint",
     "OptimSpec",
+    "Reconstructions",
+    "Samples",
     "build_callbacks",
     "build_optimizer",
     "build_schedule",
