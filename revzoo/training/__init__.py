@@ -1,5 +1,6 @@
 """Training on Lightning: the classifier module, its optimiser and schedules, its callbacks."""
 
+from revzoo.training.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks import build_callbacks
 from revzoo.training.classifier import Classifier
 from revzoo.training.confusion import ConfusionMatrix
@@ -12,6 +13,7 @@ from revzoo.training.schedules import make_schedule
 from revzoo.training.showing import Reconstructions, Samples
 
 __all__ = [
+    "BatchNormMomentum",
     "Classifier",
     "ConfusionMatrix",
     "DriftLogger",

@@ -17,6 +17,7 @@ from pytorch_lightning.callbacks import (
 )
 
 from revzoo.training.averaging import AveragedWeights
+from revzoo.training.batch_norm import BatchNormMomentum
 from revzoo.training.confusion import ConfusionMatrix
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
@@ -103,6 +104,12 @@ def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callb
     return AveragedWeights(decay=decay, warmup=warmup)
 
 
+def batch_norm(run_dir: Path, *, momentum: float = 0.1) -> pl.Callback:
+    """How fast running statistics follow, for runs of a few hundred steps."""
+    check_range("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
+    return BatchNormMomentum(momentum=momentum)
+
+
 def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
     """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
     return Finetuning(unfreeze=unfreeze)
@@ -123,6 +130,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         confusion,
         early_stopping,
         ema,
+        batch_norm,
         finetuning,
     )
 }

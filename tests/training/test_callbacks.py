@@ -14,11 +14,15 @@ from pytorch_lightning.callbacks import (
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import (
+    BatchNormMomentum,
     Classifier,
+    ConfusionMatrix,
     DriftLogger,
     EpochLog,
     Finetuning,
     Footprint,
+    Reconstructions,
+    Samples,
     build_callbacks,
 )
 from revzoo.training.averaging import AveragedWeights
@@ -38,8 +42,12 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         Footprint,
         EpochLog,
         DriftLogger,
+        Samples,
+        Reconstructions,
+        ConfusionMatrix,
         EarlyStopping,
         AveragedWeights,
+        BatchNormMomentum,
         Finetuning,
     }
 
