@@ -47,7 +47,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "linear probe": (*TUNED, "callbacks.finetuning.unfreeze=null", "optim.lr=0.5"),
     "unfrozen stage by stage": (*TUNED, "callbacks.finetuning.unfreeze=[{sixth},{third}]"),
     "whole, layer decay": (*TUNED, "callbacks.finetuning=null"),
-    "from scratch": ("optim=onecycle", "optim.lr=0.1", "callbacks.batch_norm={momentum: 0.1}"),
+    "from scratch": ("optim=onecycle", "optim.lr=0.1", "callbacks.batch_norm={{momentum: 0.1}}"),
 }
 SCRATCH = "from scratch"
 
