@@ -69,7 +69,7 @@ def fit(folder: Path, module: Any, data: Any = None, /, **options: Any) -> Event
 def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventAccumulator, Path, Digits]:
     folder, data = tmp_path_factory.mktemp("digits"), Digits(eval_batch_size=50)
     torch.manual_seed(0)
-    found = fit(folder, Classifier(IREVNET, optim=OPTIM), data, num_sanity_val_steps=1)
+    found = fit(folder, Classifier(IREVNET, optim=OPTIM), data)
     return found, folder, data
 
 
@@ -79,6 +79,12 @@ def test_pictures_come_every_few_epochs_and_at_the_end(digits: Any) -> None:
     for tag in found.Tags()["images"]:
         assert [image.step for image in found.Images(tag)] == [4, 6]
     assert [event.step for event in found.Scalars("reconstruction/error")] == [4, 6]
+
+
+def test_the_sanity_check_is_not_shown(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_epochs": 1, "callbacks": callbacks(tmp_path, every=1)}
+    found = fit(tmp_path, Classifier(TINY, optim=OPTIM), num_sanity_val_steps=2, **options)
+    assert [image.step for image in found.Images("samples")] == [2]
 
 
 def val_images(data: Digits) -> Tensor:
