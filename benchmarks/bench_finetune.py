@@ -4,9 +4,9 @@
 
 DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` of 3x32x32 pixels. From it, and from the embedded
 digits enlarged to 32x32, sets of a few classes with a few images each are drawn; every run trains
-on all of these images for a fixed number of steps and is tested, with its last weights, on the
-whole test split of its classes. A seed decides the images, the new weights and the order. The
-classes are the same for all seeds.
+on all of these images, in whole epochs, for at least the steps asked for, and is tested with its
+last weights on the whole test split of its classes. A seed decides the images, the new
+weights and the order. The classes are the same for all seeds.
 
 ``revnet38.cifar10`` has seen CIFAR-10: where DIR is that set, the comparison shows what the recipes
 do and cost, and no transfer to unseen data; the digits are classes and images it has not seen.
