@@ -245,6 +245,10 @@ class ImageData(pl.LightningDataModule, ABC):
             images = self.augment(images)
         return self.normalisation(images)
 
+    def shown(self, images: Tensor) -> Tensor:
+        """What :meth:`transform` has normalised (B, C, S, S), to be looked at: in [0, 1]."""
+        return (self.normalisation.inverse(images) / self.pixel_max).clamp(0, 1)
+
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
         assert self.trainer is not None, "Lightning calls this hook"
         images, labels = batch

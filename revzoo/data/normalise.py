@@ -44,6 +44,10 @@ class Normalisation:
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
         return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
+    def inverse(self, images: Tensor) -> Tensor:
+        """Normalised images (B, C, H, W) in units of the stored bytes again, float32."""
+        return images.float() * self.std.to(images.device) + self.mean.to(images.device)
+
     def state_dict(self) -> dict[str, list[float]]:
         """Plain lists, so that a checkpoint loads with ``weights_only=True``."""
         return {"mean": self.mean.flatten().tolist(), "std": self.std.flatten().tolist()}

@@ -11,8 +11,8 @@ from torchvision.ops import StochasticDepth
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """The probabilities of ``depth`` units: 0 for the first, ``rate`` for the last."""
-    return [rate * i / (depth - 1) if depth > 1 else rate for i in range(depth)]
+    """The probabilities of ``depth`` units: 0 for the first, ``rate`` for the last of several."""
+    return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
 def add_drop_path(branch: nn.Sequential, rate: float) -> nn.Sequential:

@@ -1,23 +1,51 @@
-"""An exponential moving average of the weights, by Lightning's callback, mended in one place."""
+"""An exponential moving average of the weights, by Lightning's callback, mended in three places.
+
+1. Whole numbers, such as BatchNorm's count of batches, are copied. Torch's average truncates them
+   to integers at every update, and so leaves them where they were after the first.
+2. The decay may be warmed up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as TensorFlow's
+   ``tf.train.ExponentialMovingAverage`` does with ``num_updates``. A constant decay of 0.999 would
+   hold on to the first weights for some thousand steps.
+3. Lightning 2.6 exchanges the average for the weights in training whenever a checkpoint is loaded,
+   also to test it: the test would be one of weights that nothing else has seen.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import EMAWeightAveraging
+import torch
+from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor
 
 
-class AveragedWeights(EMAWeightAveraging):
+class AveragedWeights(WeightAveraging):
     """Validates with, tests and saves the average; running statistics are averaged, too.
 
-    Lightning 2.6 exchanges the average for the weights in training whenever a checkpoint is loaded,
-    also to test it: the test would be one of weights that nothing else has seen.
+    Args:
+        decay: the share of the average that stays at an update, one after each optimiser step.
+        warmup: begin with a smaller one, see above.
     """
+
+    def __init__(self, *, decay: float = 0.999, warmup: bool = True) -> None:
+        self.decay = decay
+        self.warmup = warmup
+        super().__init__(use_buffers=True, avg_fn=self._average)
+
+    def decay_after(self, updates: Tensor | int) -> Tensor:
+        """The decay of the next update after so many, the first of which has copied."""
+        t = torch.as_tensor(updates)
+        warm = (1 + t) / (10 + t) if self.warmup else torch.ones_like(t, dtype=torch.float32)
+        return warm.clamp(max=self.decay)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
+
+    def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
+        if not average.is_floating_point():
+            return current
+        return torch.lerp(current, average, self.decay_after(updates).to(average))

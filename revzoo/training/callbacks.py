@@ -1,8 +1,6 @@
 """The callbacks a run may ask for, by name: a table instead of import paths in configurations.
 
-Each entry takes the run's folder and the options of its configuration. Everything but
-:class:`Footprint`, :class:`EpochLog`, :class:`DriftLogger`, :class:`Finetuning`,
-:class:`CompiledBranches` and what keeps checkpoints is Lightning's own.
+Each entry takes the run's folder and the options of its configuration.
 """
 
 from __future__ import annotations
@@ -19,15 +17,19 @@ from pytorch_lightning.callbacks import (
 )
 
 from revzoo.training.averaging import AveragedWeights
+from revzoo.training.batch_norm import BatchNormMomentum
 from revzoo.training.compiling import CompiledBranches
+from revzoo.training.confusion import ConfusionMatrix
 from revzoo.training.drift import DriftLogger
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning, Unfreeze
 from revzoo.training.footprint import Footprint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
+from revzoo.training.showing import Reconstructions, Samples
 from revzoo.training.spec import check_names, check_range, keyword_names
 
 CHECKPOINTS = "checkpoints"  # folder of a run
+CONFUSION_FILE = "confusion.csv"
 
 
 def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
@@ -72,6 +74,21 @@ def drift(run_dir: Path, *, every_n_steps: int = 100) -> pl.Callback:
     return DriftLogger(every_n_steps=every_n_steps)
 
 
+def samples(run_dir: Path, *, count: int = 16, every_n_epochs: int = 5) -> pl.Callback:
+    """Validation images with true and predicted class, in TensorBoard."""
+    return Samples(count=count, every_n_epochs=every_n_epochs)
+
+
+def reconstructions(run_dir: Path, *, count: int = 8, every_n_epochs: int = 5) -> pl.Callback:
+    """What an i-RevNet gives back of validation images, in TensorBoard."""
+    return Reconstructions(count=count, every_n_epochs=every_n_epochs)
+
+
+def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
+    """The confusion matrix of the validation, in TensorBoard and as ``confusion.csv``."""
+    return ConfusionMatrix(run_dir / CONFUSION_FILE, every_n_epochs=every_n_epochs)
+
+
 def early_stopping(
     run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
 ) -> pl.Callback:
@@ -79,13 +96,19 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
-def ema(run_dir: Path, *, decay: float = 0.999) -> pl.Callback:
+def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callback:
     """Validate, test and save an exponential moving average of the weights.
 
-    Running statistics are averaged with them. ``last.ckpt`` keeps both, to go on from.
+    ``last.ckpt`` keeps both, to go on from.
     """
     check_range("callbacks.ema.decay", decay, high=1, open_high=True)
-    return AveragedWeights(decay=decay, use_buffers=True)
+    return AveragedWeights(decay=decay, warmup=warmup)
+
+
+def batch_norm(run_dir: Path, *, momentum: float = 0.1) -> pl.Callback:
+    """How fast running statistics follow, for runs of a few hundred steps."""
+    check_range("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
+    return BatchNormMomentum(momentum=momentum)
 
 
 def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
@@ -108,8 +131,12 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         footprint,
         epoch_log,
         drift,
+        samples,
+        reconstructions,
+        confusion,
         early_stopping,
         ema,
+        batch_norm,
         finetuning,
         compiled_branches,
     )

@@ -124,8 +124,9 @@ class Classifier(pl.LightningModule):
         self._log_epoch("train", loss, logits, labels)
         return loss
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate("val", batch)
+    def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        """The logits (B, num_classes), for callbacks that show them."""
+        return self._evaluate("val", batch)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch)
@@ -159,10 +160,11 @@ class Classifier(pl.LightningModule):
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
 
-    def _evaluate(self, split: str, batch: Batch) -> None:
+    def _evaluate(self, split: str, batch: Batch) -> Tensor:
         images, labels = batch
         logits = at_least_float32(self(images))
         self._log_epoch(split, functional.cross_entropy(logits, labels), logits, labels)
+        return logits
 
     def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
         hard = labels.argmax(1) if labels.dim() > 1 else labels

@@ -7,6 +7,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from revzoo.core.guard import drift
+from revzoo.training.spec import check_whole
 
 
 class DriftLogger(pl.Callback):
@@ -23,8 +24,7 @@ class DriftLogger(pl.Callback):
     """
 
     def __init__(self, *, every_n_steps: int = 100) -> None:
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}: expected a whole number from 1 on")
+        check_whole("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
 
     def on_train_batch_end(

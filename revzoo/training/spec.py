@@ -57,6 +57,16 @@ def check_range(
         raise ValueError(f"{name}={value!r}: expected a number in {interval}")
 
 
+def check_whole(name: str, value: Any) -> None:
+    """Refuse a ``value`` that is no whole number from 1 on.
+
+    Raises:
+        ValueError: with what was expected.
+    """
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{name}={value!r}: expected a whole number from 1 on")
+
+
 def keyword_names(function: Callable[..., Any]) -> list[str]:
     """The names of a function's keyword-only parameters."""
     return [p.name for p in signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]

@@ -191,6 +191,16 @@ def test_a_plain_loop_gets_what_lightning_gets() -> None:
     assert images.dtype == torch.uint8
 
 
+def test_what_is_shown_are_the_pixels_again() -> None:
+    data = Digits()
+    data.setup("fit")
+    pixels, _ = next(iter(data.val_dataloader()))
+    shown = data.shown(data.transform(pixels, training=False))
+    assert shown.dtype == torch.float32
+    assert torch.allclose(shown, pixels / 16, atol=1e-6)
+    assert shown.max() <= 1
+
+
 def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Path) -> None:
     trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
     data = Digits()

@@ -13,7 +13,7 @@ from revzoo.layers.droppath import add_drop_path, drop_path_rates
 
 def test_rates_rise_linearly_to_the_last():
     assert drop_path_rates(0.3, 4) == pytest.approx([0, 0.1, 0.2, 0.3])
-    assert drop_path_rates(0.3, 1) == [0.3]
+    assert drop_path_rates(0.3, 1) == [0]
 
 
 def test_no_rate_adds_nothing():

@@ -14,12 +14,16 @@ from pytorch_lightning.callbacks import (
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import (
+    BatchNormMomentum,
     Classifier,
     CompiledBranches,
+    ConfusionMatrix,
     DriftLogger,
     EpochLog,
     Finetuning,
     Footprint,
+    Reconstructions,
+    Samples,
     build_callbacks,
 )
 from revzoo.training.averaging import AveragedWeights
@@ -39,8 +43,12 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         Footprint,
         EpochLog,
         DriftLogger,
+        Samples,
+        Reconstructions,
+        ConfusionMatrix,
         EarlyStopping,
         AveragedWeights,
+        BatchNormMomentum,
         Finetuning,
         CompiledBranches,
     }

@@ -1,0 +1,92 @@
+"""Pictures for TensorBoard, as uint8 tensors (3, H, W): images with words, and a table of counts.
+
+Drawn with Pillow and torchvision, which the package needs anyway; matplotlib is no requirement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from PIL import Image, ImageDraw
+from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
+
+SIDE = 96  # pixels of a small image once it is enlarged, by a whole factor
+LINE = 14  # pixels of a line of words
+NAMED = 30  # classes up to which a matrix has room for names and numbers
+CELL = 40  # pixels of a cell of such a matrix
+
+
+class Words(NamedTuple):
+    """A line of text and its colour."""
+
+    text: str
+    colour: str = "black"
+
+
+def captioned(images: Tensor, words: Sequence[Sequence[Words]], *, columns: int) -> Tensor:
+    """Images in rows of ``columns``, each above its lines of words.
+
+    Args:
+        images: (N, C, H, W) in [0, 1], C being 1 or 3.
+        words: for each image as many lines as for the others.
+        columns: images in a row.
+    """
+    tiles = [_tile(image, lines) for image, lines in zip(images.cpu(), words, strict=True)]
+    return make_grid([pil_to_tensor(t) for t in tiles], nrow=columns, padding=2, pad_value=255)
+
+
+def _tile(image: Tensor, lines: Sequence[Words]) -> Image.Image:
+    picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
+    factor = max(1, -(-SIDE // max(picture.size)))
+    width, height = picture.width * factor, picture.height * factor
+    tile = Image.new("RGB", (width, height + LINE * len(lines)), "white")
+    tile.paste(picture.resize((width, height), Image.Resampling.NEAREST))
+    pen = ImageDraw.Draw(tile)
+    for i, line in enumerate(lines):
+        pen.text((1, height + LINE * i), line.text, fill=line.colour, font_size=LINE - 3)
+    return tile
+
+
+def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
+    """Counts (N, N) as blue cells, true classes from top to bottom, predicted ones across.
+
+    A cell is as dark as its share of the row, that is of the true class. More than 30 classes are
+    drawn without names and numbers.
+    """
+    count, told = len(names), len(names) <= NAMED
+    cell = CELL if told else max(2, NAMED * CELL // count)
+    margin = LINE * 8 if told else LINE
+    picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
+    pen = ImageDraw.Draw(picture)
+    shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
+    for row in range(count):
+        for column in range(count):
+            share, (x, y) = (
+                float(shares[row, column]),
+                (margin + column * cell, margin + row * cell),
+            )
+            fill = (round(255 - 225 * share), round(255 - 180 * share), 255)
+            pen.rectangle((x, y, x + cell, y + cell), fill, outline="lightgrey" if told else None)
+            if told and counts[row, column]:
+                colour = "white" if share > 0.5 else "black"
+                number, middle = str(int(counts[row, column])), (x + cell / 2, y + cell / 2)
+                pen.text(middle, number, fill=colour, font_size=LINE - 3, anchor="mm")
+    if told:
+        picture.paste(_axis(names, margin, cell), (0, margin))
+        upwards = _axis(names, margin, cell).transpose(Image.Transpose.ROTATE_90)
+        picture.paste(upwards, (margin, 0))
+    pen.text((2, 2), "true: down", fill="black", font_size=LINE - 4)
+    pen.text((2, 2 + LINE), "predicted: across", fill="black", font_size=LINE - 4)
+    return pil_to_tensor(picture)
+
+
+def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:
+    """The names one below the other, ``cell`` pixels each."""
+    picture = Image.new("RGB", (width, cell * len(names)), "white")
+    pen = ImageDraw.Draw(picture)
+    for i, name in enumerate(names):
+        pen.text((4, (i + 0.5) * cell), name, fill="black", font_size=LINE - 2, anchor="lm")
+    return picture

@@ -1,0 +1,111 @@
+from __future__ import annotations
+
+import csv
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from small_task import TinyNet, halves, loader, trainer
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+from revzoo.data import Digits
+from revzoo.training import Classifier, ConfusionMatrix, Samples
+
+OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
+
+
+def table(path: Path) -> tuple[list[str], list[list[int]]]:
+    with path.open(newline="") as file:
+        head, *rows = list(csv.reader(file))
+    assert [row[0] for row in rows] == head[1:]
+    return head[1:], [[int(value) for value in row[1:]] for row in rows]
+
+
+def counted(module: Classifier, batches: DataLoader[Any]) -> list[list[int]]:
+    """How often each class was taken for each, by hand."""
+    count: list[list[int]] = [[0, 0], [0, 0]]
+    with torch.no_grad():
+        for images, labels in batches:
+            for true, guess in zip(labels, module.eval()(images).argmax(1), strict=True):
+                count[int(true)][int(guess)] += 1
+    return count
+
+
+def test_counts_are_those_of_the_last_weights(tmp_path: Path) -> None:
+    confusion = ConfusionMatrix(tmp_path / "run" / "confusion.csv", every_n_epochs=2)
+    module = Classifier(TinyNet(), optim=OPTIM)
+    val = loader(40, seed=1)
+    trainer(tmp_path, max_epochs=3, callbacks=[confusion]).fit(module, loader(), val)
+    names, counts = table(confusion.path)
+    assert names == ["0", "1"]
+    assert counts == counted(module, val)
+    assert sum(map(sum, counts)) == 40
+    assert [path.name for path in confusion.path.parent.iterdir()] == ["confusion.csv"]
+
+
+def test_classes_have_their_names(tmp_path: Path) -> None:
+    confusion = ConfusionMatrix(tmp_path / "confusion.csv")
+    spec = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
+    options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 1}
+    runner = trainer(tmp_path, callbacks=[confusion], **options)
+    runner.fit(Classifier(spec, optim=OPTIM), datamodule=Digits())
+    names, counts = table(confusion.path)
+    assert names == [str(digit) for digit in range(10)]
+    assert sum(map(sum, counts)) == 144
+
+
+def test_shares_of_classes_count_for_the_largest(tmp_path: Path) -> None:
+    class Shares(torch.utils.data.Dataset[Any]):
+        def __len__(self) -> int:
+            return 6
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return torch.zeros(1, 8, 8), torch.tensor([0.4, 0.6])
+
+    confusion = ConfusionMatrix(tmp_path / "confusion.csv")
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[confusion])
+    runner.fit(Classifier(TinyNet(), optim=OPTIM), loader(), DataLoader(Shares(), batch_size=4))
+    (nothing, taken) = table(confusion.path)[1]
+    assert nothing == [0, 0]
+    assert sum(taken) == 6
+
+
+def _one_of_two(rank: int, port: int, folder: str) -> None:
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", NODE_RANK=str(rank)
+    )
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    confusion = ConfusionMatrix(Path(folder) / f"confusion{rank}.csv", every_n_epochs=1)
+    seen = Samples(count=4, every_n_epochs=9)
+    module = Classifier(TinyNet(), optim=OPTIM)
+    options: dict[str, Any] = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "max_epochs": 1}
+    runner = trainer(Path(folder), callbacks=[confusion, seen], **options)
+    runner.fit(module, loader(), DataLoader(halves(41, 1), batch_size=16))
+    torch.save((module.state_dict(), len(seen._seen)), Path(folder) / f"{rank}.pt")
+    sys.stdout.flush()
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+@pytest.mark.timeout(300)
+def test_two_processes_count_each_image_once_and_the_first_alone_writes(tmp_path: Path) -> None:
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(_one_of_two, (port, str(tmp_path)), nprocs=2)
+    assert not (tmp_path / "confusion1.csv").exists()
+    _, counts = table(tmp_path / "confusion0.csv")
+    weights, shown = torch.load(tmp_path / "0.pt")
+    _, elsewhere = torch.load(tmp_path / "1.pt")
+    assert shown > 0
+    assert elsewhere == 0
+    module = Classifier(TinyNet())
+    module.load_state_dict(weights)
+    assert counts == counted(module, DataLoader(halves(41, 1), batch_size=16))  # 41 is odd
