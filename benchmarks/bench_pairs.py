@@ -2,9 +2,8 @@
 
     python benchmarks/bench_pairs.py --pairs resnet32:revnet38 resnet110:revnet110 --batch 128
 
-A step is that of ``bench_modes.py``, channels last;
-the seconds of an epoch follow from the median step, without data.
-The ResNet stores its activations, the RevNet runs in each mode asked for.
+A step is that of ``bench_modes.py``, channels last; the seconds of an epoch follow from the median
+step, without data. The ResNet stores its activations, the RevNet runs in each mode asked for.
 """
 
 from __future__ import annotations
@@ -52,8 +51,8 @@ def main() -> None:
     print("# ResNets and the RevNets made from them\n")
     print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds\n")
     print(
-        f"| model | mode | seconds a step | seconds for {args.images} images | time over the ResNet "
-        "(quartiles) | peak growth, MiB |"
+        f"| model | mode | seconds a step | seconds for {args.images} images "
+        "| time over the ResNet (quartiles) | peak growth, MiB |"
     )
     print("|---|---|---|---|---|---|")
     for pair in args.pairs:
