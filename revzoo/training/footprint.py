@@ -43,7 +43,8 @@ def peak_bytes(device: torch.device) -> int | None:
 class Footprint(pl.Callback):
     """Log ``footprint/peak_bytes``, ``footprint/images_per_second``, ``footprint/epoch_seconds``.
 
-    Under data parallelism the images of all processes count, the memory is that of the first.
+    Under data parallelism the images of all processes count, the memory is that of the first. Of
+    an epoch that a run has gone on in, the figures are those of the part since.
     """
 
     def __init__(self) -> None:
@@ -57,6 +58,12 @@ class Footprint(pl.Callback):
         if pl_module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         self._resume(pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._since is None:  # a run that goes on within an epoch does not start it
+            self._resume(pl_module)
 
     def on_train_batch_end(
         self,

@@ -58,6 +58,19 @@ def test_figures_of_an_epoch(tmp_path: Path) -> None:
         assert peak / 2 < float(figures["footprint/peak_bytes"]) <= peak
 
 
+@pytest.mark.filterwarnings("ignore")  # of callbacks and data that cannot go on
+def test_an_epoch_that_is_gone_on_in_counts_from_there(tmp_path: Path) -> None:
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3)
+    first = trainer(tmp_path, max_steps=4, callbacks=[saving], enable_checkpointing=True)
+    first.fit(Classifier(TinyNet()), loader(128), loader(16))
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint(), Slow()])
+    runner.fit(Classifier(TinyNet()), loader(128), loader(16), ckpt_path=saving.best_model_path)
+    seconds = float(runner.callback_metrics["footprint/epoch_seconds"])
+    images = seconds * float(runner.callback_metrics["footprint/images_per_second"])
+    assert seconds > 0.005 * round(images / 16)
+    assert images == pytest.approx(5 * 16)
+
+
 def test_without_a_source_no_memory_is_logged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
