@@ -29,8 +29,7 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException, OverrideParseException
 
 from revzoo.cli.checks import check_config
-from revzoo.cli.overrides import ConfigError, compose_checked
-from revzoo.cli.train import to_plain
+from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 
 
 @dataclass(frozen=True)
