@@ -92,7 +92,7 @@ def publish(
 
 def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
     from revzoo.models.saving import json_of
-    from revzoo.models.tensors import write_atomically
+    from revzoo.weights.writing import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]

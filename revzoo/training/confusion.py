@@ -17,6 +17,7 @@ from revzoo.training.classifier import true_classes
 from revzoo.training.pictures import matrix
 from revzoo.training.repeats import count_own
 from revzoo.training.showing import Shown, add_image, class_names
+from revzoo.weights.writing import replacing
 
 
 class ConfusionMatrix(Shown):
@@ -57,9 +58,7 @@ class ConfusionMatrix(Shown):
 
     def _write(self, names: list[str], rows: list[list[int]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["true / predicted", *names])
             writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
-        temporary.replace(self.path)
