@@ -96,17 +96,6 @@ def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> No
     assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
 
 
-def test_jobs_of_a_multirun_have_the_configuration_that_was_named(tmp_path: Path) -> None:
-    (tmp_path / "mine").mkdir()
-    (tmp_path / "mine" / "own.yaml").write_text("defaults: [train, _self_]\nseed: 77\n")
-    named = ("--config-dir", "mine", "--config-name=own", "-m")
-    options = ("optim=step,onecycle", *SMALL, "hydra.sweep.dir=jobs")
-    done = start(str(ROOT / "train.py"), *named, *options, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    configs = [path.read_text() for path in tmp_path.glob("jobs/*/config.yaml")]
-    assert ["\nseed: 77\n" in config for config in configs] == [True, True]
-
-
 def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
