@@ -6,8 +6,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from revzoo.cli.command_line import check_command_line
 from revzoo.cli.resume import asks_to_resume, resume
-from revzoo.cli.train import check_command_line, run
+from revzoo.cli.train import run
 
 CONFIGS = Path(__file__).parent / "configs"
 

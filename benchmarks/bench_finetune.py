@@ -31,10 +31,9 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from revzoo.cli.build import build_data, build_trainer
-from revzoo.cli.overrides import compose_checked
+from revzoo.cli.build import build_data, build_module, build_trainer
+from revzoo.cli.overrides import compose_checked, to_plain
 from revzoo.cli.telling import quiet
-from revzoo.cli.train import build_module, to_plain
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes

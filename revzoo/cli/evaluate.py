@@ -20,11 +20,10 @@ import pytorch_lightning as pl
 
 from revzoo.cli.build import apply_precision, build_data
 from revzoo.cli.checks import check_data, check_precision, check_trainer, device_kind
-from revzoo.cli.overrides import ConfigError, compose_checked
+from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.resume import recorded_config
 from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import quiet, told_plainly
-from revzoo.cli.train import to_plain
 from revzoo.data import DataError
 from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.restore import Restored, restore

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hydra._internal.utils import get_args_parser
 from hydra.conf import HydraConf
 from hydra.errors import CompactHydraException
 
@@ -29,7 +30,7 @@ def run_job(hydra_cfg: HydraConf, run_dir: Path) -> None:
     own = [o for o in hydra_cfg.overrides.hydra if not o.startswith(("hydra.mode=", "hydra.run."))]
     overrides = [*hydra_cfg.overrides.task, *own, f"hydra.run.dir={quoted(run_dir)}"]
     try:
-        status = run_program([*this_program(), *overrides])
+        status = run_program([*this_program(), *own_configuration(sys.argv[1:]), *overrides])
     except RunStopped as stopped:
         sys.exit(stopped.status)
     if status:
@@ -44,8 +45,23 @@ def this_program() -> list[str]:
     return [sys.executable, str(Path(sys.argv[0]).absolute())]
 
 
-def check_started_together(overrides: Sequence[str], *, multirun: bool) -> None:
+def own_configuration(arguments: Sequence[str]) -> list[str]:
+    """The options of a command line that say which configuration is composed."""
+    args = get_args_parser().parse_args(list(arguments))
+    found = {
+        "--config-name": args.config_name,
+        "--config-path": args.config_path,
+        "--config-dir": args.config_dir,
+    }
+    return [part for option, value in found.items() if value for part in (option, value)]
+
+
+def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
     """Refuse processes of ``torchrun`` or ``srun`` that would not find each other.
+
+    Args:
+        overrides: of the command line.
+        several: whether it asks for several runs (``-m``, ``revzoo-sweep``).
 
     Raises:
         ConfigError: naming what to add.
@@ -53,10 +69,10 @@ def check_started_together(overrides: Sequence[str], *, multirun: bool) -> None:
     count = started_together()
     if count == 1:
         return
-    if multirun:
+    if several:
         raise ConfigError(
-            f"-m starts processes of its own, but there are {count} of this one already: start "
-            "the runs one by one, or -m without torchrun or srun"
+            f"several runs are started one by one, but there are {count} processes of this program "
+            "already, and each would start them all: leave out torchrun or srun"
         )
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(

@@ -55,6 +55,16 @@ def compose_checked(
         return _compose(overrides, _check(overrides, name), name)
 
 
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, every reference resolved.
+
+    Missing values stay ``"???"`` for the checks to name.
+    """
+    plain = OmegaConf.to_container(cfg, resolve=True)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
 def check_sweep(overrides: Sequence[str], *, config_dir: Path | None = None) -> None:
     """Check the keys and options of a sweep (``--multirun``), not the combinations it makes.
 

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--size", type=int, help="side of the images; default the architecture's")
+    parser.add_argument("--size", type=int, help="side of the images; default that of training")
     parser.add_argument("--url", help="where the file will be downloaded from")
     parser.add_argument("--default", action="store_true", help="what the bare name will mean")
 
@@ -55,36 +55,24 @@ def publish(
     """Write ``NAME.safetensors`` and ``NAME.json``, the weights before what describes them.
 
     Args:
-        checkpoint: of :class:`revzoo.training.Classifier`, with its data's state if Lightning
-            wrote it.
+        checkpoint: of a run.
         folder: made if need be.
         facts: fields of the entry; ``name`` among them.
-        size: side of the images in pixels; None for the architecture's.
+        size: side of the images in pixels; None for that of the images trained on.
 
     Raises:
-        ValueError: the checkpoint names no model.
-        CheckpointError: what it says of its model is more than names and plain values.
-        WeightsError: it is damaged, does not fit its model, or a fact is not valid.
+        CheckpointError: it is damaged, does not say what it is of, or says more than plain values.
+        WeightsError: there is NaN or Inf in it, or a fact is not valid.
     """
-    from revzoo.models import create_model
-    from revzoo.models.pretrained import load_weights
+    from revzoo.models import ImageNetwork
     from revzoo.models.saving import pack
-    from revzoo.models.tensors import TensorFile, load_plain, model_spec_of, tensors_in
-    from revzoo.training.hyperparameters import check_model_options
+    from revzoo.training.restore import restore
 
-    content = load_plain(checkpoint)
-    spec = model_spec_of(content)
-    if "name" not in spec:
-        raise ValueError(
-            f"{checkpoint} does not say which model it is of: expected a checkpoint of revzoo-train"
-        )
-    options = check_model_options(spec)
-    architecture = options.pop("name")
-    model = create_model(architecture, **options)
-    tensors = TensorFile(tensors_in(content, str(checkpoint)), str(checkpoint))
-    load_weights(model, tensors, architecture=architecture)
-    side = size or model.image_size
-    described = {**_data_facts(content), "input_size": (model.in_chans, side, side)}
+    restored = restore(checkpoint)
+    model = restored.module.model
+    assert isinstance(model, ImageNetwork), "restore builds models of the zoo"
+    side = size or restored.image_size or model.image_size
+    described = {**restored.facts, "input_size": (model.in_chans, side, side)}
     name = facts["name"]
     data, entry = pack(model, file=f"{name}.safetensors", facts={**described, **facts})
     return _write(folder, entry, data)
@@ -92,23 +80,13 @@ def publish(
 
 def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
     from revzoo.models.saving import json_of
-    from revzoo.models.tensors import write_atomically
+    from revzoo.weights.writing import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]
     for path, content in zip(paths, (data, json_of(entry)), strict=True):
         write_atomically(path, content)
     return paths
-
-
-def _data_facts(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Class names and normalisation, from the state of the data module in the checkpoint."""
-    from revzoo.training.restore import data_facts
-
-    for state in content.values():
-        if isinstance(state, Mapping) and {"classes", "normalisation"} <= state.keys():
-            return data_facts(state)
-    return {}
 
 
 def _summary(checkpoint: Path) -> dict[str, float]:

@@ -22,10 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from revzoo.cli.build import model_spec
 from revzoo.cli.checks import check_config
 from revzoo.cli.lock import locked
-from revzoo.cli.overrides import ConfigError, compose_checked
+from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import told_plainly
-from revzoo.cli.train import to_plain, train
+from revzoo.cli.train import train
 from revzoo.training.callbacks import CHECKPOINTS
 from revzoo.training.checkpoints import CheckpointError, has_saved, read_last
 from revzoo.training.hyperparameters import WEIGHTS

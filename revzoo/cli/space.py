@@ -29,8 +29,8 @@ from hydra.core.override_parser.types import (
 from hydra.errors import HydraException, OverrideParseException
 
 from revzoo.cli.checks import check_config
-from revzoo.cli.overrides import ConfigError, compose_checked
-from revzoo.cli.train import to_plain
+from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
+from revzoo.cli.tune import SECTION
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,13 @@ def check_space(
         ValueError: naming the key or the value.
     """
     for trial in _tried(space):
-        check_config(to_plain(compose_checked([*fixed, *trial], config_dir=config_dir)))
+        config = to_plain(compose_checked([*fixed, *trial], config_dir=config_dir))
+        check_config(config)
+        if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
+            raise ConfigError(
+                "tuner.then=stop trains nothing, so that trials have no figure to compare: leave "
+                "the tuner out, or give tuner.then=use"
+            )
 
 
 def _tried(space: Sequence[Parameter]) -> Iterator[list[str]]:

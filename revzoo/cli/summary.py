@@ -25,6 +25,7 @@ from revzoo.cli.overrides import ConfigError
 from revzoo.training.callbacks import CHECKPOINTS, best_checkpoint_path
 from revzoo.training.checkpoints import has_saved
 from revzoo.training.processes import is_first_process
+from revzoo.weights.writing import write_atomically
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -35,7 +36,12 @@ LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write the configuration, every reference resolved, as ``config.yaml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(dict(config)), run_dir / CONFIG_FILE)
+    write_yaml(config, run_dir / CONFIG_FILE)
+
+
+def write_yaml(values: Mapping[str, Any], path: Path) -> None:
+    """Write plain containers as YAML, whole or not at all."""
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
 
 
 def check_unused(run_dir: Path) -> None:
@@ -148,4 +154,4 @@ def describe_run(
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json``; a figure that is not finite stays readable as a word."""
     text = json.dumps(summary, indent=2, sort_keys=True)
-    (run_dir / SUMMARY_FILE).write_text(text + "\n")
+    write_atomically(run_dir / SUMMARY_FILE, f"{text}\n".encode())

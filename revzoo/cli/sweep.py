@@ -31,6 +31,7 @@ from typing import Any
 
 from revzoo.cli.jobs import quoted, run_program
 from revzoo.cli.lock import locked
+from revzoo.cli.multirun import check_started_together
 from revzoo.cli.overrides import ConfigError
 from revzoo.cli.space import Parameter, check_space
 from revzoo.cli.summary import CONFIG_FILE
@@ -192,6 +193,7 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
         sys.stdout.write((__doc__ or "").partition("\nNOTE")[0])
         return
     with told_plainly():
+        check_started_together(given, several=True)
         load_optuna()
         now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
         folder, plan = read_plan(given, default=Path("outputs", "sweep", now))

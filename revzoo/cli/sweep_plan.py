@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from revzoo.cli.overrides import ConfigError
 from revzoo.cli.space import Parameter, parse, split_space
+from revzoo.cli.summary import write_yaml
 
 PLAN_FILE = "sweep.yaml"
 DIRECTIONS = ("maximize", "minimize")
@@ -69,7 +70,7 @@ class Plan:
 
     def write(self, folder: Path) -> None:
         """Record the plan in the sweep's folder."""
-        OmegaConf.save(OmegaConf.create(self.plain()), folder / PLAN_FILE)
+        write_yaml(self.plain(), folder / PLAN_FILE)
 
 
 def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:

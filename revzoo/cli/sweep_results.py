@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from revzoo.cli.build import METRICS_FILE
-from revzoo.cli.summary import SUMMARY_FILE
+from revzoo.cli.summary import SUMMARY_FILE, write_yaml
 from revzoo.cli.sweep_plan import Plan
+from revzoo.weights.writing import replacing
 
 
 def figure_of(run_dir: Path, metric: str) -> float:
@@ -80,16 +79,13 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
         figure = trial.value if trial.state.name == "COMPLETE" else ""
         error = trial.user_attrs.get("error", "")
         rows.append([trial.number, trial.state.name.lower(), figure, *values, seconds, error])
-    temporary = folder / ".trials.tmp"
-    with temporary.open("w", newline="") as file:
+    with replacing(folder / "trials.csv") as temporary, temporary.open("w", newline="") as file:
         csv.writer(file).writerows(rows)
-    temporary.replace(folder / "trials.csv")
     done = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if done:
         sign = 1 if plan.direction == "maximize" else -1
         best = max(done, key=lambda trial: sign * trial.value)
-        OmegaConf.save(OmegaConf.create(_described(best, plan)), folder / ".best.tmp")
-        (folder / ".best.tmp").replace(folder / "best.yaml")
+        write_yaml(_described(best, plan), folder / "best.yaml")
 
 
 def _described(best: Any, plan: Plan) -> dict[str, Any]:

@@ -24,6 +24,7 @@ EXPECTED_WARNINGS = (
     ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
     "You requested to overfit",  # debug=overfit means it
     "It is recommended to use `self.log.'footprint/",  # of the first process, and so meant
+    "Using `DistributedSampler` with",  # figures leave repeated images out
     "Checkpoint directory .* exists and is not empty",  # that of a run that goes on
 )
 

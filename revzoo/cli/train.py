@@ -17,24 +17,18 @@ from typing import Any
 
 import hydra
 import pytorch_lightning as pl
-from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo.cli.build import apply_precision, build_data, build_module, build_trainer
 from revzoo.cli.checks import check_config
+from revzoo.cli.command_line import check_command_line
 from revzoo.cli.lock import locked
-from revzoo.cli.multirun import check_started_together, run_job
+from revzoo.cli.multirun import run_job
 from revzoo.cli.out_of_memory import is_out_of_memory, memory_advice
-from revzoo.cli.overrides import (
-    CONFIG_MODULE,
-    CONFIG_NAME,
-    HYDRA_VERSION,
-    check_sweep,
-    compose_checked,
-)
+from revzoo.cli.overrides import CONFIG_MODULE, CONFIG_NAME, HYDRA_VERSION, to_plain
 from revzoo.cli.summary import (
     CONFIG_FILE,
     check_unused,
@@ -57,38 +51,6 @@ from revzoo.training.run_state import RunState
 from revzoo.training.stop import GracefulStop, RunStopped
 
 log = logging.getLogger(__name__)
-
-
-def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
-    """Refuse a command line that cannot be run, before Hydra makes a folder for the run.
-
-    Args:
-        arguments: the command line without the program's name.
-        config_dir: folder of the configurations; None for the installed ones.
-
-    Raises:
-        SystemExit: with a message that names the nearest valid key or option.
-    """
-    args = get_args_parser().parse_args(list(arguments))
-    own_config = args.config_path or args.config_name or args.config_dir
-    if own_config or args.help or args.hydra_help or args.info or args.shell_completion:
-        return  # other configurations or no run: the configuration is checked when it is used
-    with told_plainly():
-        check_started_together(args.overrides, multirun=args.multirun)
-        if args.multirun:
-            check_sweep(args.overrides, config_dir=config_dir)
-        else:
-            check_config(to_plain(compose_checked(args.overrides, config_dir=config_dir)))
-
-
-def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, every reference resolved.
-
-    Missing values stay ``"???"`` for the checks to name.
-    """
-    plain = OmegaConf.to_container(cfg, resolve=True)
-    assert isinstance(plain, dict)
-    return {str(key): value for key, value in plain.items()}
 
 
 def run(cfg: DictConfig) -> dict[str, float]:

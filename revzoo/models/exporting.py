@@ -32,7 +32,7 @@ from revzoo.core.memory import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.saving import pack
-from revzoo.models.tensors import replacing
+from revzoo.weights.writing import replacing
 
 EXTRA = "revzoo.json"
 INPUT, OUTPUT = "images", "logits"

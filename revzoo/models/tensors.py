@@ -1,4 +1,4 @@
-"""Files of tensors: read without running anything, written whole or not at all.
+"""Files of tensors, read without running anything.
 
 safetensors files hold bytes and shapes. torch's own files are pickles; they are read by
 ``torch.load(weights_only=True)``, which refuses everything but tensors and plain containers, and by
@@ -7,10 +7,7 @@ nothing else.
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -96,7 +93,8 @@ def load_plain(path: Path) -> Mapping[str, Any]:
 
 def model_spec_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The keywords of ``create_model`` in a checkpoint of training; empty for other files."""
-    spec = content.get("hyper_parameters", {}).get("model", {})
+    kept = content.get("hyper_parameters")
+    spec = kept.get("model") if isinstance(kept, Mapping) else None
     return spec if isinstance(spec, Mapping) else {}
 
 
@@ -143,28 +141,3 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`)."""
     own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     return save(own, metadata=dict(metadata))
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
-
-
-@contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path``, of the same suffix, that takes its place at the end.
-
-    After an error ``path`` is what it was, and nothing is left of the temporary file.
-    """
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(file)
-    temporary = Path(name)
-    try:
-        yield temporary
-        with temporary.open("rb") as stream:
-            os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # temporary files are for their owner alone
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)

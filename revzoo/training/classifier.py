@@ -27,6 +27,7 @@ from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.finite import FiniteLoss
 from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.repeats import count_own
 from revzoo.training.run_state import RunState
 
 Batch = tuple[Tensor, Tensor]
@@ -130,10 +131,10 @@ class Classifier(pl.LightningModule):
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The logits (B, num_classes), for callbacks that show them."""
-        return self._evaluate("val", batch)
+        return self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
-        self._evaluate("test", batch)
+        self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Class probabilities (B, num_classes); labels, if the batch has any, are not used."""
@@ -164,14 +165,17 @@ class Classifier(pl.LightningModule):
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
 
-    def _evaluate(self, split: str, batch: Batch) -> Tensor:
+    def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         logits = at_least_float32(self(images))
-        self._log_epoch(split, functional.cross_entropy(logits, labels), logits, labels)
+        loaders = getattr(self._trainer, f"{split}_dataloaders", None)
+        if own := count_own(loaders, batch_idx, len(logits)):
+            loss = functional.cross_entropy(logits[:own], labels[:own])
+            self._log_epoch(split, loss, logits[:own], labels[:own])
         return logits
 
     def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        hard = labels.argmax(1) if labels.dim() > 1 else labels
+        hard = true_classes(labels)
         for name, module in self._metrics_of(split).items():
             metric = cast(Metric, module)
             if name == "loss":
@@ -231,6 +235,11 @@ def class_count(model: nn.Module) -> int:
             "num_classes, the number of its logits"
         )
     return count
+
+
+def true_classes(labels: Tensor) -> Tensor:
+    """Labels (B,), also of shares (B, num_classes)."""
+    return labels.argmax(1) if labels.dim() > 1 else labels
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

@@ -1,23 +1,23 @@
 """The confusion matrix of each validation, as a picture and as a table in the run's folder.
 
-torchmetrics counts, in all processes together. A ``DistributedSampler`` repeats images until every
-process has as many; the repeated ones are left out here, so that the counts are those of the split.
+torchmetrics counts, in all processes together; images that are repeated there count once.
 """
 
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor
-from torch.utils.data import DistributedSampler
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from revzoo.training.classifier import true_classes
 from revzoo.training.pictures import matrix
-from revzoo.training.showing import Shown, add_image, class_names, true_classes
+from revzoo.training.repeats import count_own
+from revzoo.training.showing import Shown, add_image, class_names
+from revzoo.weights.writing import replacing
 
 
 class ConfusionMatrix(Shown):
@@ -34,18 +34,16 @@ class ConfusionMatrix(Shown):
         super().__init__(every_n_epochs=every_n_epochs)
         self.path = path
         self._metric: MulticlassConfusionMatrix | None = None
-        self._left = 0  # images of this process that are no repetitions
         self._counts: Tensor | None = None
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
         if i == 0:
             metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
-            self._metric, self._left = metric.to(logits.device), _own_images(trainer)
+            self._metric = metric.to(logits.device)
         assert self._metric is not None
-        labels = true_classes(batch[1])[: self._left]
-        if len(labels):
-            self._metric.update(logits[: self._left], labels)
-        self._left -= len(labels)
+        own = count_own(trainer.val_dataloaders, i, len(logits))
+        if own:
+            self._metric.update(logits[:own], true_classes(batch[1])[:own])
 
     def gathered(self, trainer: pl.Trainer, module: Any) -> None:
         if self._metric is not None:
@@ -60,19 +58,7 @@ class ConfusionMatrix(Shown):
 
     def _write(self, names: list[str], rows: list[list[int]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["true / predicted", *names])
             writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))
-        temporary.replace(self.path)
-
-
-def _own_images(trainer: pl.Trainer) -> int:
-    """How many images of this process's part of the split come before the repeated ones."""
-    loaders = trainer.val_dataloaders
-    loader = loaders[0] if isinstance(loaders, list | tuple) else loaders
-    sampler = getattr(loader, "sampler", None)
-    if not isinstance(sampler, DistributedSampler):
-        return sys.maxsize
-    return len(range(sampler.rank, len(sampler.dataset), sampler.num_replicas))  # type: ignore[arg-type]

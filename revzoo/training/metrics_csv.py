@@ -13,6 +13,8 @@ from typing import Any
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
+from revzoo.weights.writing import replacing
+
 
 class MetricsCSV(Logger):
     """Writes ``path``; columns are ``step`` and the names of the figures, in order of appearance.
@@ -79,10 +81,8 @@ class MetricsCSV(Logger):
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = self.path.with_suffix(".tmp")
-        with temporary.open("w", newline="") as file:
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)
-        temporary.replace(self.path)
         self._columns = columns

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from PIL import Image, ImageDraw
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
@@ -58,29 +59,33 @@ def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     """
     count, told = len(names), len(names) <= NAMED
     cell = CELL if told else max(2, NAMED * CELL // count)
-    margin = LINE * 8 if told else LINE
+    margin = LINE * (8 if told else 2)
     picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
-    pen = ImageDraw.Draw(picture)
     shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
-    for row in range(count):
-        for column in range(count):
-            share, (x, y) = (
-                float(shares[row, column]),
-                (margin + column * cell, margin + row * cell),
-            )
-            fill = (round(255 - 225 * share), round(255 - 180 * share), 255)
-            pen.rectangle((x, y, x + cell, y + cell), fill, outline="lightgrey" if told else None)
-            if told and counts[row, column]:
-                colour = "white" if share > 0.5 else "black"
-                number, middle = str(int(counts[row, column])), (x + cell / 2, y + cell / 2)
-                pen.text(middle, number, fill=colour, font_size=LINE - 3, anchor="mm")
+    falling = torch.tensor((225, 180, 0))[:, None, None]  # of red, green and blue, with the share
+    cells = to_pil_image((255 - falling * shares).round().to(torch.uint8))
+    picture.paste(cells.resize((count * cell,) * 2, Image.Resampling.NEAREST), (margin, margin))
+    pen = ImageDraw.Draw(picture)
     if told:
+        _number(pen, counts, shares, margin)
         picture.paste(_axis(names, margin, cell), (0, margin))
         upwards = _axis(names, margin, cell).transpose(Image.Transpose.ROTATE_90)
         picture.paste(upwards, (margin, 0))
     pen.text((2, 2), "true: down", fill="black", font_size=LINE - 4)
     pen.text((2, 2 + LINE), "predicted: across", fill="black", font_size=LINE - 4)
     return pil_to_tensor(picture)
+
+
+def _number(pen: ImageDraw.ImageDraw, counts: Tensor, shares: Tensor, margin: int) -> None:
+    """Frame each cell of ``counts`` (N, N), and write what is not zero into it."""
+    for row, values in enumerate(counts.tolist()):
+        for column, value in enumerate(values):
+            x, y = margin + column * CELL, margin + row * CELL
+            pen.rectangle((x, y, x + CELL, y + CELL), outline="lightgrey")
+            if value:
+                colour = "white" if shares[row, column] > 0.5 else "black"
+                middle = (x + CELL / 2, y + CELL / 2)
+                pen.text(middle, str(value), fill=colour, font_size=LINE - 3, anchor="mm")
 
 
 def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:

@@ -24,6 +24,7 @@ from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.core.invertible import NotInvertibleError
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
+from revzoo.training.classifier import true_classes
 from revzoo.training.pictures import Words, captioned
 from revzoo.training.spec import check_whole
 
@@ -208,11 +209,6 @@ def class_names(trainer: pl.Trainer, count: int) -> list[str]:
     """The data's class names, or numbers."""
     data = trainer.datamodule  # type: ignore[attr-defined]
     return data.classes if isinstance(data, ImageData) else [str(i) for i in range(count)]
-
-
-def true_classes(labels: Tensor) -> Tensor:
-    """Labels (B,), also of shares (B, C)."""
-    return labels.argmax(1) if labels.dim() > 1 else labels
 
 
 def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None:

@@ -23,7 +23,13 @@ from revzoo.training.run_state import random_states, set_random_states
 Data = TypeVar("Data", bound=pl.LightningDataModule)
 
 # what a trial takes over from a run's trainer: it changes a step, or where it is computed
-KEPT = ("accelerator", "precision", "accumulate_grad_batches", "gradient_clip_val")
+KEPT = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
 
 
 class Trial(Classifier):

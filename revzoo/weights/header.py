@@ -31,12 +31,12 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
     try:
         if len(data) < 8 + size:
             raise ValueError(f"{len(data)} bytes, and a header of {size}")
-        found = json.loads(data[8 : 8 + size]).get("__metadata__", {})
-    except (ValueError, AttributeError) as error:
+        found = dict(json.loads(data[8 : 8 + size]).get("__metadata__", {}))
+    except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
-    return {str(key): str(value) for key, value in dict(found).items()}
+    return {str(key): str(value) for key, value in found.items()}
 
 
 def metadata_for(entry: WeightsEntry) -> dict[str, str]:
@@ -58,10 +58,8 @@ def entry_of_file(path: Path) -> WeightsEntry:
         UnreadableWeightsError: the file is damaged, or says nothing of the model's options.
     """
     for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
-        if beside.is_file():
-            entry = read_entry(beside)
-            if entry.file == path.name:
-                return entry
+        if _file_in(beside) == path.name:
+            return read_entry(beside)
     data = path.read_bytes()
     try:
         known = json.loads(metadata_of(data, str(path))[KEY])
@@ -70,7 +68,15 @@ def entry_of_file(path: Path) -> WeightsEntry:
     if not isinstance(known, Mapping):
         raise UnreadableWeightsError(
             f"{path} does not say how its model was made, and there is no {path.stem}.json beside "
-            "it: put that there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
+            "it that does: put that there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
         )
     fixed: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
     return entry_from({**known, **fixed}, where=str(path), folder=path.parent)
+
+
+def _file_in(path: Path) -> Any:
+    """The file that an entry names; None for what is no entry, as any ``config.json`` may be."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))["file"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return None

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.overrides import compose_checked
-from revzoo.cli.train import to_plain
+from revzoo.cli.overrides import compose_checked, to_plain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

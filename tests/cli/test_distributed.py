@@ -15,9 +15,9 @@ import torch
 import torch.multiprocessing as mp
 
 from revzoo.cli import train as train_module
-from revzoo.cli.overrides import compose_checked
+from revzoo.cli.overrides import compose_checked, to_plain
 from revzoo.cli.resume import resume
-from revzoo.cli.train import to_plain, train
+from revzoo.cli.train import train
 from revzoo.training.checkpoints import LAST, read_checkpoint
 from revzoo.training.stop import GracefulStop
 

@@ -13,10 +13,10 @@ from PIL import Image
 
 from revzoo.cli.evaluate import evaluate, main
 from revzoo.cli.main import main as revzoo_main
-from revzoo.cli.overrides import compose_checked
+from revzoo.cli.overrides import compose_checked, to_plain
 from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
-from revzoo.cli.train import to_plain, train
+from revzoo.cli.train import train
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.models.exporting import FORMATS

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 from small_task import TINY
-from torch import Tensor
 
 from revzoo.cli.main import main
 from revzoo.models import create_model
@@ -19,10 +18,6 @@ from revzoo.weights.table import WeightsTable
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "64 images"]
 
 
-def state_of(module: Classifier) -> dict[str, Tensor]:
-    return {**module.state_dict(), "test_metrics.acc.tp": torch.ones(1)}
-
-
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     """What Lightning leaves: the checkpoint of a classifier, and the state of its data."""
@@ -31,12 +26,13 @@ def run_dir(tmp_path: Path) -> Path:
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     content = {
-        "state_dict": state_of(module),
+        "state_dict": module.state_dict(),
         "hyper_parameters": dict(module.hparams),
         "Digits": {
             "classes": ["left", "right"],
             "pixel_max": 16,
             "normalisation": {"mean": [4.0], "std": [8.0]},
+            "image_size": 8,
         },
     }
     torch.save(content, run / "checkpoints" / "best.ckpt")
@@ -54,7 +50,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
-    pack(run_dir, out, "--size", "8", "--metric", "test/acc5=1", "--default")
+    pack(run_dir, out, "--metric", "test/acc5=1", "--default")
     names = ["revnet38.halves.json", "revnet38.halves.safetensors"]
     assert sorted(p.name for p in out.iterdir()) == names
     assert sorted(capsys.readouterr().out.split()) == [str(out / name) for name in names]
@@ -91,5 +87,5 @@ def test_what_is_not_valid_writes_nothing(
 def test_a_file_that_is_no_checkpoint_of_training_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "w.ckpt"
     torch.save({"state_dict": {}}, path)
-    with pytest.raises(SystemExit, match="does not say which model it is of"):
+    with pytest.raises(SystemExit, match="has no hyperparameters of a model"):
         main(["pack", str(path), "revnet38.x", *DESCRIPTION])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.train import check_command_line
+from revzoo.cli.command_line import check_command_line
 from revzoo.training.checkpoints import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
@@ -103,11 +103,15 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "run holds a run already: go on with it by --resume" in done.stderr
     assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1\n"
+    assert {path.name for path in (tmp_path / "run").iterdir()} == {"config.yaml", ".lock"}
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [((), "add hydra.run.dir=outputs/NAME"), (("-m", "hydra.run.dir=a"), "-m starts processes")],
+    [
+        ((), "add hydra.run.dir=outputs/NAME"),
+        (("-m", "hydra.run.dir=a"), "leave out torchrun or srun"),
+    ],
 )
 def test_processes_started_together_need_one_folder(
     arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch

@@ -61,6 +61,7 @@ def test_what_makes_no_space_is_refused(override: str, message: str) -> None:
         ("optim=onecycle,mu", "optim=mu: no such option"),
         ("trainer.max_epochs=interval(1,5)", "expected a whole number"),
         ("optim.momentum=interval(0,1.5)", "momentum"),  # the far end of it
+        ("tuner=lr,batch_size", r"leave the tuner out, or give tuner\.then=use"),
     ],
 )
 def test_what_no_trial_could_run_is_refused_before_any(override: str, message: str) -> None:

@@ -138,6 +138,11 @@ def test_bad_plans_are_refused_and_leave_nothing(
     assert not (tmp_path / "new").exists()
 
 
+def test_one_process_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert "leave out torchrun or srun" in refused(tmp_path / "new", *SPACE)
+
+
 def test_without_optuna_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,7 +10,8 @@ import torch
 import yaml
 from small_images import image_folder
 
-from revzoo.cli.train import check_command_line, train
+from revzoo.cli.command_line import check_command_line
+from revzoo.cli.train import train
 from revzoo.data import Digits
 from revzoo.training import Classifier
 

@@ -13,6 +13,7 @@ from small_weights import OPTIONS, change, small, write_entry
 import revzoo
 from revzoo.models import create_model, from_pretrained, list_models
 from revzoo.models.pretrained import adapt_channels, load_weights
+from revzoo.models.saving import pack
 from revzoo.models.tensors import TensorFile
 from revzoo.weights.errors import (
     ArchitectureMismatchError,
@@ -268,6 +269,23 @@ def test_an_entry_beside_a_file_goes_before_its_header(tmp_path, table, file):
     change(tmp_path, "revnet38.small", sha256="0" * 64)
     with pytest.raises(HashMismatchError):
         from_pretrained(file)
+
+
+@pytest.mark.parametrize("text", ['{"model_type": "other"}', "[1]", "{", '{"file": "other"}'])
+def test_a_foreign_config_beside_a_file_is_none_of_it(tmp_path, text):
+    model = small()
+    path = tmp_path / "w.safetensors"
+    path.write_bytes(pack(model, file=path.name, facts={})[0])
+    (tmp_path / "config.json").write_text(text)
+    assert same(from_pretrained(path), model)
+
+
+@pytest.mark.parametrize("kept", [3, {"model": 3}, [1]])
+def test_hyperparameters_that_are_none_do_not_make_weights_unreadable(tmp_path, kept):
+    model = small()
+    tensors = {f"model.{key}": value for key, value in model.state_dict().items()}
+    torch.save({"hyper_parameters": kept, "state_dict": tensors}, tmp_path / "w.ckpt")
+    assert same(create_model("revnet38", **OPTIONS, checkpoint_path=tmp_path / "w.ckpt"), model)
 
 
 @pytest.mark.parametrize(

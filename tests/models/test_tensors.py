@@ -1,13 +1,12 @@
 """Files of tensors: what is read, and that nothing in them is run."""
 
 import os
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from revzoo.models.tensors import read_checkpoint, safetensors_bytes, write_atomically
+from revzoo.models.tensors import read_checkpoint, safetensors_bytes
 from revzoo.weights.errors import UnreadableWeightsError
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
@@ -103,18 +102,3 @@ def test_missing_and_unknown_files_are_told(tmp_path, name, message):
         (tmp_path / name).touch()
     with pytest.raises(UnreadableWeightsError, match=message):
         read_checkpoint(tmp_path / name)
-
-
-def test_writing_replaces_at_once_or_not_at_all(tmp_path, monkeypatch):
-    path = tmp_path / "f"
-    write_atomically(path, b"one")
-
-    def fail(self, target):
-        raise OSError("disk full")
-
-    monkeypatch.setattr(Path, "replace", fail)
-    with pytest.raises(OSError, match="disk full"):
-        write_atomically(path, b"two")
-    assert path.read_bytes() == b"one"
-    assert [p.name for p in tmp_path.iterdir()] == ["f"]
-    assert path.stat().st_mode & 0o777 == 0o644

@@ -88,7 +88,10 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
     options: dict[str, Any] = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "max_epochs": 1}
     runner = trainer(Path(folder), callbacks=[confusion, seen], **options)
     runner.fit(module, loader(), DataLoader(halves(41, 1), batch_size=16))
-    torch.save((module.state_dict(), len(seen._seen)), Path(folder) / f"{rank}.pt")
+    val = float(runner.callback_metrics["val/acc"])
+    (figures,) = runner.test(module, DataLoader(halves(41, 1), batch_size=16), verbose=False)
+    found = (module.state_dict(), len(seen._seen), val, figures)
+    torch.save(found, Path(folder) / f"{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
@@ -102,10 +105,17 @@ def test_two_processes_count_each_image_once_and_the_first_alone_writes(tmp_path
     mp.spawn(_one_of_two, (port, str(tmp_path)), nprocs=2)
     assert not (tmp_path / "confusion1.csv").exists()
     _, counts = table(tmp_path / "confusion0.csv")
-    weights, shown = torch.load(tmp_path / "0.pt")
-    _, elsewhere = torch.load(tmp_path / "1.pt")
+    weights, shown, val, test = torch.load(tmp_path / "0.pt")
+    elsewhere = torch.load(tmp_path / "1.pt")[1]
     assert shown > 0
     assert elsewhere == 0
     module = Classifier(TinyNet())
     module.load_state_dict(weights)
     assert counts == counted(module, DataLoader(halves(41, 1), batch_size=16))  # 41 is odd
+    right = sum(counts[i][i] for i in range(2)) / 41
+    assert val == pytest.approx(right)
+    assert test["test/acc"] == pytest.approx(right)
+    images, labels = next(iter(DataLoader(halves(41, 1), batch_size=41)))
+    with torch.no_grad():
+        loss = torch.nn.functional.cross_entropy(module.eval()(images), labels)
+    assert test["test/loss"] == pytest.approx(float(loss), rel=1e-5)

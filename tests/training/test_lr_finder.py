@@ -36,6 +36,16 @@ def test_what_is_given_stays_as_it_was(data: Digits) -> None:
     assert (data._order_seed, data.trainer) == (None, None)
 
 
+def test_gradients_are_clipped_as_in_the_run(data: Digits) -> None:
+    module, clipped = Classifier(TEN), {**CPU, "gradient_clip_val": 1e-3}
+    norm, again, value = (
+        find_lr(module, data, steps=15, trainer={**clipped, "gradient_clip_algorithm": kind})
+        for kind in ("norm", "norm", "value")
+    )
+    assert norm.losses == again.losses
+    assert norm.losses != value.losses
+
+
 def test_the_curve_begins_with_the_first_loss(data: Digits) -> None:
     module = Classifier(TEN)
     images, labels = next(iter(copy.copy(data).train_dataloader()))

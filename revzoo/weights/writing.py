@@ -1,0 +1,34 @@
+"""Files that are written whole or not at all, whatever happens in between."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(data)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary file beside ``path``, of the same suffix, that takes its place at the end.
+
+    After an error ``path`` is what it was, and nothing is left of the temporary file.
+    """
+    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+    os.close(file)
+    temporary = Path(name)
+    try:
+        yield temporary
+        with temporary.open("rb") as stream:
+            os.fsync(stream.fileno())
+        temporary.chmod(0o644)  # temporary files are for their owner alone
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
