@@ -32,3 +32,12 @@ def test_other_names_are_no_attributes(name):
 def test_the_package_alone_does_not_load_torch():
     script = "import sys, revzoo; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_models_do_not_load_the_compiler_or_torchvision():
+    """Both take seconds; what needs neither should not wait for them."""
+    script = (
+        "import sys, revzoo; revzoo.create_model('revnet38'); revzoo.create_model('revvit_cifar')\n"
+        "heavy = {'torchvision', 'torch._dynamo'} & set(sys.modules); assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -13,8 +13,8 @@ Shapes: B batch, N tokens, D width of a token.
 
 from torch import Tensor, nn
 from torch.nn import functional
-from torchvision.ops import StochasticDepth
 
+from revzoo.layers.droppath import drop_path as make_drop_path
 from revzoo.layers.norm import ACTIVATIONS
 
 # ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
@@ -40,7 +40,7 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(width, 3 * width)
         self.proj = nn.Linear(width, width)
         self.drop = nn.Dropout(dropout)
-        self.drop_path = StochasticDepth(drop_path, mode="row")
+        self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, tokens, width = x.shape
@@ -77,7 +77,7 @@ class MLP(nn.Module):
         self.act = ACTIVATIONS[activation]()
         self.fc2 = nn.Linear(hidden, width)
         self.drop = nn.Dropout(dropout)
-        self.drop_path = StochasticDepth(drop_path, mode="row")
+        self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.drop(self.act(self.fc1(self.norm(x))))

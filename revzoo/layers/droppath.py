@@ -7,7 +7,6 @@ replay draws the same images again. Streams on a grid round the value after the 
 """
 
 from torch import nn
-from torchvision.ops import StochasticDepth
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
@@ -15,8 +14,21 @@ def drop_path_rates(rate: float, depth: int) -> list[float]:
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
+def drop_path(rate: float) -> nn.Module:
+    """Stochastic depth of probability ``rate``; the identity for 0.
+
+    Only then is torchvision imported: with it comes torch's compiler, seconds of CPU time.
+    """
+    if not rate:
+        return nn.Identity()
+    from torchvision.ops import StochasticDepth
+
+    layer: nn.Module = StochasticDepth(rate, mode="row")
+    return layer
+
+
 def add_drop_path(branch: nn.Sequential, rate: float) -> nn.Sequential:
     """Append stochastic depth to ``branch``, if ``rate`` is not 0; no key of it changes."""
     if rate:
-        branch.add_module("drop_path", StochasticDepth(rate, mode="row"))
+        branch.add_module("drop_path", drop_path(rate))
     return branch

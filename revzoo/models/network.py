@@ -21,8 +21,6 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd  # base of Dropout*, AlphaDropout*
-from torchvision.ops import StochasticDepth
 
 from revzoo.core.invertible import (
     NotInvertibleError,
@@ -38,7 +36,9 @@ from revzoo.layers.split import halves
 from revzoo.models.checks import check_count, check_probability
 from revzoo.weights.entry import WeightsEntry
 
-DROPS = (_DropoutNd, StochasticDepth)  # draw anew in each pass
+# Draw anew in each pass. By name, as torchvision's is imported only where it is used; _DropoutNd is
+# the base of torch's Dropout*, AlphaDropout*.
+DROPS = ("_DropoutNd", "StochasticDepth")
 
 
 class FeatureInfo(NamedTuple):
@@ -226,7 +226,8 @@ class ImageNetwork(nn.Module, ABC):
                 "model.stages[i].inverse(...)"
             )
         for name, module in self.stages.named_modules():
-            if isinstance(module, DROPS) and module.training and module.p > 0:
+            drops = any(kind.__name__ in DROPS for kind in type(module).__mro__)
+            if drops and module.training and module.p > 0:
                 raise NotInvertibleError(
                     f"stages.{name} drops values with p={module.p} in training mode, other ones in "
                     "each pass: call eval() before encode and inverse"

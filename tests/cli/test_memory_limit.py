@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import resource
 from pathlib import Path
 
@@ -64,3 +65,20 @@ def test_the_least_of_all_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in limits.items():
         monkeypatch.setattr(memory_limit, name, lambda value=value: value)
     assert memory_limit.free_bytes(torch.device("cpu")) == 20
+
+
+def test_pages_that_are_only_kept_are_given_back() -> None:
+    """Freed blocks below one that is alive stay with the process, as in a trial of training."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "malloc_trim"):
+        pytest.skip("not glibc")
+    blocks = [bytearray(b"1" * 2**16) for _ in range(2**11)]
+    last = bytearray(b"1" * 2**16)
+    full = memory_limit.resident_bytes()
+    blocks.clear()
+    memory_limit.give_back()
+    left = memory_limit.resident_bytes()
+    assert full is not None
+    assert left is not None
+    assert len(last) == 2**16
+    assert left < full - 2**26

@@ -190,7 +190,7 @@ def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*a\.ckpt"):
         read_checkpoint(tmp_path / "a.ckpt")
-    with pytest.raises(CheckpointError, match="before it saved anything"):
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*last\.ckpt"):
         read_last(tmp_path)
 
 

@@ -79,7 +79,7 @@ def test_every_branch_is_compiled_also_beyond_torchs_limit(tmp_path: Path) -> No
 
 
 def test_an_average_of_the_weights_goes_with_it(tmp_path: Path) -> None:
-    callbacks = CompiledBranches(backend="eager"), AveragedWeights(decay=0.5, use_buffers=True)
+    callbacks = CompiledBranches(backend="eager"), AveragedWeights(decay=0.5)
     module = trained(tmp_path, {**TINY, "memory": "invert"}, *callbacks)
     assert all(torch.isfinite(value).all() for value in module.state_dict().values())
 
