@@ -53,11 +53,11 @@ METHODS: dict[str, tuple[str, ...]] = {
     "from scratch": ("optim=onecycle", "callbacks.batch_norm={{momentum: 0.1}}"),
 }
 SCRATCH = "from scratch"
-RATES = {  # a factor of three to either side of the recipe's own
-    "linear probe": (0.15, 0.5, 1.5),  # a classifier alone learns slowly
-    "unfrozen stage by stage": (0.015, 0.05, 0.15),
-    "whole, layer decay": (0.015, 0.05, 0.15),
-    SCRATCH: (0.03, 0.1, 0.3),
+RATES = {  # of new layers and whole networks in so few steps, a factor of three apart
+    "linear probe": (0.5, 1.5, 5.0),
+    "unfrozen stage by stage": (0.05, 0.15, 0.5),
+    "whole, layer decay": (0.05, 0.15, 0.5),
+    SCRATCH: (0.05, 0.15, 0.5),
 }
 FEWEST_EPOCHS = 6  # so that a sixth and a third of a run are different epochs
 
