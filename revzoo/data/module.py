@@ -12,9 +12,8 @@ The rules, for every set:
 3. Only batches of the training loop are augmented.
 4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
    the number of the batch (``order.py``): what was drawn before does not matter.
-5. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
-   names, so that it is evaluated with the numbers it was trained with, and refused on other
-   classes.
+5. Normalisation is measured on the training images; a checkpoint keeps it with the class names: it
+   is evaluated with the numbers it was trained with, and refused on other classes.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
@@ -34,7 +33,7 @@ from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.normalise import Normalisation
-from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
+from revzoo.data.order import EpochSampler, TrainLoader, mixed, once_each, seeded
 from revzoo.data.split import stratified_split
 from revzoo.data.workers import available_cpus
 
@@ -108,9 +107,7 @@ class ImageData(pl.LightningDataModule, ABC):
         _check_at_least("eval_batch_size", eval_batch_size, 1)
         _check_at_least("num_workers", num_workers or 0, 0)
         if not 0 < val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {val_fraction}: expected a share, 0 < val_fraction < 1"
-            )
+            raise ValueError(f"val_fraction is {val_fraction}: expected a share between 0 and 1")
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
@@ -198,12 +195,16 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def val_dataloader(self) -> DataLoader[Batch]:
         assert self._val is not None, "setup() comes first"
-        return DataLoader(**self._options(self._val, self.eval_batch_size))
+        return self._evaluated(self._val)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         if self._test is None:
             raise DataError(self._no_test())
-        return DataLoader(**self._options(self._test, self.eval_batch_size))
+        return self._evaluated(self._test)
+
+    def _evaluated(self, images: ImageSet) -> DataLoader[Batch]:
+        sampler = once_each(len(images), self.trainer)
+        return DataLoader(**self._options(images, self.eval_batch_size), sampler=sampler)
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self.test_dataloader()

@@ -17,9 +17,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.overrides.distributed import UnrepeatedDistributedSampler
 from torch.utils.data import DataLoader, DistributedSampler
 
+from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 
 
@@ -71,6 +74,30 @@ class EpochSampler(DistributedSampler[int]):
         padded = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
         yield from padded[self.rank :: self.num_replicas][start:].tolist()
         self.epoch += 1
+
+
+def once_each(count: int, trainer: pl.Trainer | None) -> DistributedSampler[int] | None:
+    """This process's share of ``count`` images that are evaluated, in order and each of them once.
+
+    None, for all of them, where there is one process. Lightning's own sampler for validation and
+    test repeats images until every process has as many, and these would count twice. Shares that
+    differ by one may differ by a batch, which is safe where processes talk in the first batch and
+    after the last, as under DDP.
+
+    Raises:
+        DataError: there are fewer images than processes.
+    """
+    if trainer is None or trainer.world_size == 1:
+        return None
+    processes = trainer.world_size
+    if count < processes:
+        raise DataError(
+            f"{count} images to evaluate for {processes} processes: each needs one; give "
+            f"trainer.devices={count} or fewer, or more images"
+        )
+    return UnrepeatedDistributedSampler(
+        range(count), num_replicas=processes, rank=trainer.global_rank, shuffle=False
+    )
 
 
 class TrainLoader(DataLoader[Batch]):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 from small_task import TinyNet, halves, loader, trainer
@@ -76,6 +77,16 @@ def test_shares_of_classes_count_for_the_largest(tmp_path: Path) -> None:
     assert sum(taken) == 6
 
 
+def evaluated(runner: pl.Trainer) -> dict[str, float]:
+    """Figures of 73 images, an odd number, in batches of 36: two processes have 37 and 36."""
+    torch.manual_seed(0)
+    spec = {"name": "revnet38", "num_classes": 10, "in_chans": 1, "units": [1, 1, 1]}
+    module = Classifier(spec, optim=OPTIM)
+    data = Digits(val_fraction=0.0505, eval_batch_size=36)
+    (figures,) = runner.validate(module, datamodule=data, verbose=False)
+    return dict(figures)
+
+
 def _one_of_two(rank: int, port: int, folder: str) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", NODE_RANK=str(rank)
@@ -88,7 +99,10 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
     options: dict[str, Any] = {"strategy": "ddp", "devices": 1, "num_nodes": 2, "max_epochs": 1}
     runner = trainer(Path(folder), callbacks=[confusion, seen], **options)
     runner.fit(module, loader(), DataLoader(halves(41, 1), batch_size=16))
-    torch.save((module.state_dict(), len(seen._seen)), Path(folder) / f"{rank}.pt")
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    runner = trainer(Path(folder), strategy="ddp", devices=1, num_nodes=2)
+    figures = evaluated(runner)
+    torch.save((state, len(seen._seen), figures), Path(folder) / f"{rank}.pt")
     sys.stdout.flush()
     os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
@@ -102,10 +116,12 @@ def test_two_processes_count_each_image_once_and_the_first_alone_writes(tmp_path
     mp.spawn(_one_of_two, (port, str(tmp_path)), nprocs=2)
     assert not (tmp_path / "confusion1.csv").exists()
     _, counts = table(tmp_path / "confusion0.csv")
-    weights, shown = torch.load(tmp_path / "0.pt")
-    _, elsewhere = torch.load(tmp_path / "1.pt")
+    weights, shown, figures = torch.load(tmp_path / "0.pt")
+    _, elsewhere, figures_elsewhere = torch.load(tmp_path / "1.pt")
     assert shown > 0
     assert elsewhere == 0
     module = Classifier(TinyNet())
     module.load_state_dict(weights)
     assert counts == counted(module, DataLoader(halves(41, 1), batch_size=16))  # 41 is odd
+    alone = evaluated(trainer(tmp_path))  # validation and test repeat no image either
+    assert figures == figures_elsewhere == pytest.approx(alone, rel=1e-5)
