@@ -15,8 +15,7 @@ The rules, for every set:
 5. Normalisation is measured on the training images; a checkpoint keeps it with the class names: it
    is evaluated with the numbers it was trained with, and refused on other classes.
 
-Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
-runs on the test split.
+Known limits: each process has its own copy of an in-memory set; ``predict`` is of the test split.
 """
 
 from abc import ABC, abstractmethod

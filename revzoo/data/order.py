@@ -11,6 +11,8 @@ Lightning's own protocol for this, loaders with ``load_state_dict``, is not reli
 steps has them built before the checkpoint is restored.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from PIL import Image
 from revzoo.data import Augment, Digits
 from revzoo.data.folders import Files
 from revzoo.data.lazy import FileImages
-from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
+from revzoo.data.errors import DataError
+from revzoo.data.order import EpochSampler, TrainLoader, mixed, once_each, seeded
 
 
 def order(epoch: int, seed: int = 0) -> list[int]:
@@ -90,3 +93,19 @@ def test_files_are_augmented_by_epoch_and_image(tmp_path: Path) -> None:
     assert torch.equal(one[0], again[0])
     assert not torch.equal(one[0], other[0])
     assert not torch.equal(one[0], one[1])
+
+
+def of_process(rank: int, processes: int) -> Any:
+    return SimpleNamespace(world_size=processes, global_rank=rank)
+
+
+def test_what_is_evaluated_is_shared_without_repetition() -> None:
+    shares = [list(once_each(7, of_process(rank, 3)) or ()) for rank in range(3)]
+    assert shares == [[0, 3, 6], [1, 4], [2, 5]]
+    assert once_each(7, of_process(0, 1)) is None
+    assert once_each(7, None) is None
+
+
+def test_fewer_images_than_processes_are_refused() -> None:
+    with pytest.raises(DataError, match=r"2 images .* 3 processes.*trainer.devices=2 or fewer"):
+        once_each(2, of_process(0, 3))
