@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 
 from revzoo.data import Augment, Digits
+from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.lazy import FileImages
-from revzoo.data.errors import DataError
 from revzoo.data.order import EpochSampler, TrainLoader, mixed, once_each, seeded
 
 
