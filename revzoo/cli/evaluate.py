@@ -59,6 +59,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     data.setup("test" if config["split"] == "test" else "fit")
     data.load_state_dict(restored.state_for(data.pixel_max))
     _check_images(restored, in_chans=data.in_chans)
+    restored.module.lay_out(channels_last=config["precision"]["channels_last"])
     trainer = pl.Trainer(
         **config["trainer"],
         precision=config["precision"]["trainer"],

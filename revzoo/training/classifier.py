@@ -69,9 +69,13 @@ class Classifier(pl.LightningModule):
         if not isinstance(model, nn.Module):
             plain["model"] = _without_weights(model, self.model)
         self.save_hyperparameters(plain)
+        self.lay_out(channels_last=channels_last)
+        self.metrics = make_metrics(class_count(self.model))
+
+    def lay_out(self, *, channels_last: bool) -> None:
+        """Choose the memory format of weights and images; under bfloat16 it decides rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
-        self.metrics = make_metrics(class_count(self.model))
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
