@@ -92,8 +92,12 @@ def in_own_process(script: str, arguments: Sequence[str]) -> str:
     return result.stdout
 
 
-def environment() -> str:
-    """Command, commit, versions and device, as the head of a report."""
+def environment(*, root: Path | None = None) -> str:
+    """Command, commit, versions and device, as the head of a report.
+
+    Args:
+        root: a folder that the command names and the report calls DIR.
+    """
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
     ).stdout.strip()
@@ -102,6 +106,8 @@ def environment() -> str:
     else:
         device = f"CPU, {_processor()}, {torch.get_num_threads()} threads"
     command = " ".join(["python", *sys.argv])
+    if root is not None:
+        command = command.replace(str(root), "DIR")
     return (
         f"- Command: `{command}`\n"
         f"- Commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')}\n"

@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytorch_lightning as pl
 
-from revzoo.models import create_model
-
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 
@@ -24,9 +22,6 @@ def test_the_section_on_weights_runs(tmp_path, monkeypatch, capsys):
 def test_the_section_on_fine_tuning_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     code = README.split("### Fine-tuning")[1].split("```python\n")[1].split("```")[0]
-    create_model("revnet38", num_classes=7).save_pretrained(
-        "my_revnet", license="MIT", recipe="python train.py model=revnet38"
-    )
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, **quiet))
     names: dict[str, object] = {}

@@ -161,6 +161,11 @@ class ImageNetwork(nn.Module, ABC):
         classifier = _linear(self.num_features, num_classes).train(self.training)
         self.fc = classifier.to(like.device, like.dtype)
 
+    @property
+    def invertible(self) -> bool:
+        """Whether no layer before the head loses information, so that :meth:`inverse` works."""
+        return all(step.invertible for step in self._steps())
+
     def encode(self, x: Tensor) -> Tensor:
         """Representation of images ``(B, in_chans, H, W)``: the last stage's streams, merged.
 

@@ -131,11 +131,11 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         footprint,
         epoch_log,
         drift,
+        ema,
         samples,
         reconstructions,
         confusion,
         early_stopping,
-        ema,
         batch_norm,
         finetuning,
         compiled_branches,
@@ -163,7 +163,8 @@ def build_callbacks(
         ValueError: for a name or option that does not exist, naming the nearest.
     """
     check_callbacks(specs)
-    # in the table's order: epoch_log tells what footprint has logged before it
+    # in the table's order: epoch_log tells what footprint has logged before it, and
+    # reconstructions look at the average that ema leaves at the end
     given = {name: specs[name] for name in CALLBACKS if name in specs}
     return [
         CALLBACKS[name](run_dir, **options)

@@ -49,7 +49,7 @@ class ConfusionMatrix(Shown):
         if self._metric is not None:
             self._counts = self._metric.compute().cpu()
 
-    def show(self, trainer: pl.Trainer, step: int) -> None:
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         if self._counts is None:
             return
         names = class_names(trainer, len(self._counts))

@@ -5,6 +5,10 @@ returns, with the weights that are validated (a moving average, where there is o
 same in every validation, spread evenly over the split. Nothing is drawn at random, so that a run is
 bit for bit the same with and without; sanity checks and ``fast_dev_run`` show nothing.
 
+Which validation is the last is known after it, as a run may be ended early, by time or by a signal.
+So every validation keeps the few images and logits, which costs next to nothing, and what does cost
+is computed for those that are shown.
+
 Known limits: under data parallelism the samples are of the first process's part of the split; of
 several validation loaders the first is shown, and only one whose length is known.
 """
@@ -21,12 +25,12 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
-from revzoo.core.invertible import NotInvertibleError
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.classifier import true_classes
 from revzoo.training.pictures import Words, captioned
 from revzoo.training.spec import check_whole
+from revzoo.training.stop import RunStopped
 
 COLUMNS = 8  # images in a row
 COLOURS = ("red", "green")  # of a wrong prediction, of a right one
@@ -34,6 +38,8 @@ COLOURS = ("red", "green")  # of a wrong prediction, of a right one
 
 class Shown(pl.Callback, ABC):
     """Gathers in each validation of a training; shows every few epochs, and at the end.
+
+    The end is also that by a signal, but not by an error.
 
     Args:
         every_n_epochs: epochs between two showings.
@@ -49,14 +55,18 @@ class Shown(pl.Callback, ABC):
 
     @abstractmethod
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
-        """See a batch ``(images, labels)`` of the validation, the ``i``-th, and its logits."""
+        """Keep what is needed of a batch ``(images, labels)``, the ``i``-th, and its logits."""
 
     def gathered(self, trainer: pl.Trainer, module: Any) -> None:
         """Close a validation, in all processes."""
 
     @abstractmethod
-    def show(self, trainer: pl.Trainer, step: int) -> None:
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         """Show what the last validation gave, after optimiser step ``step``: process 0 alone."""
+
+    def due(self, trainer: pl.Trainer) -> bool:
+        """Whether validations of this epoch are shown."""
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def on_validation_batch_end(
         self,
@@ -75,6 +85,8 @@ class Shown(pl.Callback, ABC):
                 f"{type(pl_module).__name__}: expected the logits (B, classes); return them, or "
                 "leave the callback out"
             )
+        if batch_idx == 0:
+            self._step = None
         self.gather(trainer, pl_module, outputs.detach(), batch, batch_idx)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -82,15 +94,21 @@ class Shown(pl.Callback, ABC):
             return
         self.gathered(trainer, pl_module)
         self._step = trainer.global_step
-        if (trainer.current_epoch + 1) % self.every_n_epochs == 0:
-            self._show(trainer)
+        if self.due(trainer):
+            self._show(trainer, pl_module)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._show(trainer)
+        self._show(trainer, pl_module)
 
-    def _show(self, trainer: pl.Trainer) -> None:
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, RunStopped):
+            self._show(trainer, pl_module)
+
+    def _show(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         if self._step is not None and trainer.is_global_zero:
-            self.show(trainer, self._step)
+            self.show(trainer, module, self._step)
         self._step = None
 
 
@@ -114,15 +132,13 @@ class Samples(Shown):
         chosen = places(trainer, self.count, len(logits), i)
         if trainer.is_global_zero and chosen:
             images, labels = batch
-            pixels = pixels_of(trainer, images[chosen])
-            self._seen.append((pixels, true_classes(labels)[chosen], logits[chosen].softmax(1)))
+            self._seen.append((images[chosen], true_classes(labels)[chosen], logits[chosen]))
 
-    def show(self, trainer: pl.Trainer, step: int) -> None:
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         if not self._seen:
             return
-        images, labels, shares = (
-            torch.cat([t.cpu() for t in ts]) for ts in zip(*self._seen, strict=True)
-        )
+        kept, labels, logits = (torch.cat(tensors) for tensors in zip(*self._seen, strict=True))
+        images, shares = pixels_of(trainer, kept).cpu(), logits.softmax(1).cpu()
         names = class_names(trainer, shares.shape[1])
         words = []
         for label, found in zip(labels.tolist(), shares, strict=True):
@@ -139,7 +155,11 @@ class Reconstructions(Shown):
     brightened until its largest value is white. The figure, also logged as scalar
     ``reconstruction/error``, is the largest difference relative to the largest value of the images;
     these are rounded to multiples of 2**-14 first, which mode ``exact`` gives back bit for bit. Of
-    networks that lose information nothing is shown.
+    networks that lose information nothing is shown, nor computed.
+
+    Where the end comes between two showings, it is that of the network as it then is: after a
+    signal a few steps further, and not averaged; otherwise averaged, if ``AveragedWeights`` comes
+    first among the callbacks.
 
     Args:
         count: images.
@@ -150,26 +170,28 @@ class Reconstructions(Shown):
         super().__init__(every_n_epochs=every_n_epochs)
         check_whole("count", count)
         self.count = count
-        self._seen: list[tuple[Tensor, Tensor]] = []
+        self._seen: list[tuple[Tensor, Tensor | None]] = []
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
         if i == 0:
             self._seen = []
         network, chosen = module.model, places(trainer, self.count, len(logits), i)
-        if not trainer.is_global_zero or not chosen or not isinstance(network, ImageNetwork):
-            return
-        images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
-        try:
-            with torch.no_grad(), trainer.precision_plugin.val_step_context():
-                back = network.inverse(network.encode(images))
-        except NotInvertibleError:
-            return
-        self._seen.append((images, back.to(images.dtype)))
+        invertible = isinstance(network, ImageNetwork) and network.invertible
+        if trainer.is_global_zero and chosen and invertible:
+            images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
+            # now: an average is in the network's place only as long as it is validated
+            back = given_back(trainer, network, images) if self.due(trainer) else None
+            self._seen.append((images, back))
 
-    def show(self, trainer: pl.Trainer, step: int) -> None:
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
         if not self._seen:
             return
-        images, back = (torch.cat(ts) for ts in zip(*self._seen, strict=True))
+        images = torch.cat([images for images, _ in self._seen])
+        found = [back for _, back in self._seen if back is not None]
+        if found:
+            back = torch.cat(found)
+        else:
+            back, step = given_back(trainer, module.model, images), trainer.global_step
         difference = (back - images).abs()
         error = float(difference.max() / images.abs().max())
         own = difference.flatten(1).amax(1) / images.abs().max()
@@ -181,6 +203,18 @@ class Reconstructions(Shown):
         add_image(trainer, "reconstructions", picture, step)
         for logger in trainer.loggers:
             logger.log_metrics({"reconstruction/error": error}, step=step)
+
+
+def given_back(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
+    """The inverse of the encoding of images, in evaluation mode and in the run's precision."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            return network.inverse(network.encode(images)).to(images.dtype)
+    finally:
+        for module, training in modes.items():
+            module.training = training
 
 
 def _watched(trainer: pl.Trainer) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +24,7 @@ from revzoo.training import Classifier, ConfusionMatrix, Reconstructions, Sample
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.pictures import LINE, SIDE
 from revzoo.training.showing import places
+from revzoo.training.stop import RunStopped
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 IREVNET = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
@@ -156,16 +159,139 @@ def test_what_is_shown_are_the_weights_that_are_validated(tmp_path: Path) -> Non
     shown = Samples(count=8, every_n_epochs=1)
     module = Classifier(TinyNet(), optim={**OPTIM, "lr": 0.5})
     fit(tmp_path, module, callbacks=[shown, last, average], max_epochs=2)
-    _, _, shares = shown._seen[-1]
+    _, _, logits = shown._seen[-1]
     chosen = [0, 2, 5]  # of the last batch of 8 images: 40 = 16 + 16 + 8
-    assert torch.equal(shares, last.logits[chosen].softmax(1))
+    assert torch.equal(logits, last.logits[chosen])
     with torch.no_grad():  # fit leaves the average in the module
         (*_, (images, _)) = loader(40, seed=1)
-        assert torch.allclose(module.eval()(images)[chosen].softmax(1), shares, atol=1e-6)
+        assert torch.allclose(module.eval()(images)[chosen], logits, atol=1e-5)
+
+
+class Calls:
+    """The epochs in which a network was asked to encode four images, and to give back any."""
+
+    def __init__(self, module: Classifier) -> None:
+        self.made: dict[str, list[int]] = {"encode": [], "inverse": []}
+        for name, epochs in self.made.items():
+            self.watch(module, name, epochs)
+
+    def watch(self, module: Classifier, name: str, epochs: list[int]) -> None:
+        network: Any = module.model
+        plain = getattr(network, name)
+
+        def counted(given: Tensor) -> Tensor:
+            if name == "inverse" or len(given) == 4:  # forward passes encode whole batches
+                assert not network.training
+                epochs.append(module.trainer.current_epoch)
+            found: Tensor = plain(given)
+            return found
+
+        setattr(network, name, counted)
+
+
+def fit_counted(folder: Path, spec: Any, **options: Any) -> tuple[Calls, EventAccumulator]:
+    module = Classifier(spec, optim=OPTIM)
+    calls, data = Calls(module), Digits(eval_batch_size=144)
+    found = fit(folder, module, data, **{"limit_train_batches": 1, **options})
+    assert calls.made["encode"] == calls.made["inverse"]
+    assert all(part.training for part in module.modules())
+    return calls, found
+
+
+def test_inverses_are_computed_only_where_they_are_shown(tmp_path: Path) -> None:
+    calls, found = fit_counted(tmp_path, IREVNET, max_epochs=5)
+    assert calls.made["inverse"] == [1, 3, 5]  # after the second, the fourth, and the last
+    assert [event.step for event in found.Scalars("reconstruction/error")] == [2, 4, 5]
+
+
+def test_of_a_network_that_loses_information_nothing_is_computed(tmp_path: Path) -> None:
+    calls, _ = fit_counted(tmp_path, {**TINY, "num_classes": 10}, max_epochs=2)
+    assert calls.made["inverse"] == []
+
+
+class Ended(pl.Callback):
+    """Ends a run after its third epoch, as early stopping does, or while it trains on."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.way == "signal" and trainer.global_step == 4:
+            raise RunStopped(signal.SIGTERM)
+        if self.way == "error" and trainer.global_step == 4:
+            raise ZeroDivisionError
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.way == "time" and trainer.global_step == 3:
+            trainer.should_stop = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.way == "early stopping" and trainer.current_epoch == 2:
+            trainer.should_stop = True
+
+
+@pytest.mark.parametrize(
+    ("way", "batches", "step", "now"),
+    [("early stopping", 1, 3, 3), ("time", 1, 3, 3), ("signal", 2, 4, 4), ("error", 2, 0, 0)],
+)
+def test_an_end_that_nobody_knew_of_is_shown(
+    tmp_path: Path, way: str, batches: int, step: int, now: int
+) -> None:
+    ending: dict[str, Any] = {"max_epochs": 9, "limit_train_batches": batches}
+    ending["callbacks"] = [*callbacks(tmp_path, every=5), Ended(way)]
+    module = Classifier(IREVNET, optim=OPTIM)
+    expected = {"signal": RunStopped, "error": ZeroDivisionError}.get(way)
+    with pytest.raises(expected) if expected else nullcontext():
+        fit(tmp_path, module, Digits(), **ending)
+    found = events(tmp_path)
+    steps = {tag: [i.step for i in found.Images(tag)] for tag in found.Tags()["images"]}
+    if way == "error":
+        assert steps == {}
+    else:
+        assert steps == {"samples": [step], "confusion": [step], "reconstructions": [now]}
+    assert (tmp_path / "confusion.csv").exists() == (way != "error")
+
+
+def test_a_validation_that_is_broken_off_is_not_shown(tmp_path: Path) -> None:
+    class Broken(pl.Callback):
+        def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.current_epoch == 1:
+                raise RunStopped(signal.SIGTERM)
+
+    with pytest.raises(RunStopped):
+        fit(
+            tmp_path,
+            Classifier(IREVNET, optim=OPTIM),
+            Digits(eval_batch_size=50),
+            callbacks=[*callbacks(tmp_path, every=5), Broken()],
+        )
+    assert events(tmp_path).Tags()["images"] == []
+
+
+def test_the_last_reconstruction_is_of_the_average(tmp_path: Path) -> None:
+    module = Classifier(IREVNET, optim={**OPTIM, "lr": 0.5})
+    network: Any = module.model
+    encode, seen = network.encode, []
+
+    def watched(images: Tensor) -> Tensor:
+        if len(images) == 2:  # forward passes encode whole batches
+            seen.append({name: value.clone() for name, value in network.state_dict().items()})
+        found: Tensor = encode(images)
+        return found
+
+    network.encode = watched
+    data = Digits(eval_batch_size=144)
+    average = AveragedWeights(decay=0.9)
+    shown = Reconstructions(count=2, every_n_epochs=2)
+    fit(tmp_path, module, data, callbacks=[average, shown], max_epochs=1)
+    (state,) = seen
+    for name, value in network.state_dict().items():  # fit leaves the average in the module
+        assert torch.equal(state[name], value), name
 
 
 @pytest.mark.parametrize("spec", [IREVNET, {**IREVNET, "memory": "exact", "dropout": 0.1}])
-def test_a_run_is_bit_for_bit_the_same_without(tmp_path: Path, spec: Any) -> None:
+@pytest.mark.parametrize("every", [1, 5])
+def test_a_run_is_bit_for_bit_the_same_without(tmp_path: Path, spec: Any, every: int) -> None:
     def run(name: str, shown: list[pl.Callback]) -> tuple[dict[str, Tensor], Tensor]:
         pl.seed_everything(3, verbose=False)
         module = Classifier(spec, optim=OPTIM)
@@ -176,7 +302,7 @@ def test_a_run_is_bit_for_bit_the_same_without(tmp_path: Path, spec: Any) -> Non
 
     (without, plain), (with_, state) = (
         run("plain", []),
-        run("tb", callbacks(tmp_path, every=1)),
+        run("tb", callbacks(tmp_path, every=every)),
     )
     assert len(events(tmp_path).Tags()["images"]) == 3
     assert torch.equal(plain, state)
