@@ -285,8 +285,10 @@ class _Guarded(Trial):
         self._search = search
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
         self._search.begin(data.batch_size)
 
     def on_train_end(self) -> None:
+        super().on_train_end()
         self._search.end()

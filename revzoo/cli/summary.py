@@ -67,10 +67,15 @@ def way_on(run_dir: Path) -> str:
 
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
-    """Remove what Hydra has written, and the folders that are empty then; nothing else."""
+    """Remove what Hydra has written, and the folders that are empty then; nothing else.
+
+    The working directory stays, empty or not.
+    """
     for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
         path.unlink(missing_ok=True)
     for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
+        if folder.resolve() == Path.cwd():
+            return
         try:
             folder.rmdir()
         except OSError:

@@ -108,9 +108,12 @@ def train(
                 return {}
             return _train(following, run_dir, overrides, resume, stop)
     except RunStopped as stopped:
+        status = stopped.status
         if is_first_process():
             log.warning("%s; %s", stopped, way_on(run_dir))
-        sys.exit(stopped.status)
+    # Not inside the handler: the exception holds the frames, and they the graph of the step that
+    # it ended, which must not outlive the interpreter.
+    sys.exit(status)
 
 
 def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:

@@ -150,6 +150,7 @@ class _Sweep(Trial):
     """A classifier whose groups of parameters follow the sweep, each in its own way."""
 
     def on_train_start(self) -> None:
+        super().on_train_start()
         # Lightning's bar would be drawn into log files
         self.trainer.callbacks[0].progress_bar_refresh_rate = 0  # type: ignore[attr-defined]
 

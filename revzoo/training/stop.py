@@ -18,7 +18,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 
@@ -51,6 +51,9 @@ class GracefulStop(pl.Callback):
             they do together (save, leave a loop) depends on this one alone.
     """
 
+    listens: ClassVar[GracefulStop | None] = None
+    """The one that answers this process's signals; for trainings without a run's callbacks."""
+
     def __init__(self) -> None:
         self.requested: int | None = None
         self.agreed: int | None = None
@@ -65,9 +68,11 @@ class GracefulStop(pl.Callback):
             return
         before = {signum: signal.getsignal(signum) for signum in SIGNALS}
         self._listen()
+        outer, GracefulStop.listens = GracefulStop.listens, self
         try:
             yield
         finally:
+            GracefulStop.listens = outer
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 

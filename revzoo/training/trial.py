@@ -19,6 +19,7 @@ from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim import build_optimizer
 from revzoo.training.run_state import random_states, set_random_states
+from revzoo.training.stop import GracefulStop
 
 Data = TypeVar("Data", bound=pl.LightningDataModule)
 
@@ -42,6 +43,19 @@ class Trial(Classifier):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         return []
+
+    def on_train_start(self) -> None:
+        """Lightning's finders set callbacks aside, so a signal is waited with and answered here."""
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_train_start(self.trainer, self)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_validation_batch_end(self.trainer, self)  # nothing to save: ends at once
+
+    def on_train_end(self) -> None:
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_train_end(self.trainer, self)
 
     def configure_optimizers(self) -> Any:
         return build_optimizer(self.model, self.optim)

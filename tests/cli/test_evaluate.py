@@ -256,7 +256,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
     [
         (ENTRY.name, "give data=NAME"),
         ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
-        ("resnet32", "there are no weights 'resnet32'"),
+        ("resnet110", "there are no weights 'resnet110'"),
         ("nothing.safetensors", "there is no checkpoint"),
     ],
 )

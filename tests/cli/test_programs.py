@@ -130,6 +130,36 @@ def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_ends_a_search_and_leaves_nothing(
+    signum: int, status: int, tmp_path: Path
+) -> None:
+    temporary, cwd = tmp_path / "temporary", tmp_path / "cwd"
+    temporary.mkdir()
+    cwd.mkdir()
+    options = ("trainer=cpu", SMALL[2], "tuner=lr", "tuner.steps=1000000", "hydra.run.dir=run")
+    with subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *options],
+        cwd=cwd,
+        env={**os.environ, "TMPDIR": str(temporary)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        deadline = time.monotonic() + 80
+        while not list(temporary.glob("revzoo-trial-*/*.ckpt")):  # what the sweep comes back to
+            assert time.monotonic() < deadline
+            assert process.poll() is None
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signum)
+        told, _ = process.communicate(timeout=30)
+    assert process.returncode == status, told
+    assert "Traceback" not in told
+    assert list(cwd.iterdir()) == []
+    assert not list(temporary.glob("revzoo-*"))
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
     options = ("trainer=cpu", SMALL[2], "trainer.max_epochs=1000", "hydra.run.dir=run")

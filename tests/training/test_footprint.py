@@ -62,15 +62,19 @@ def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore")  # of callbacks and data that cannot go on
-def test_an_epoch_that_is_gone_on_in_counts_from_there(tmp_path: Path) -> None:
+def test_an_epoch_that_is_gone_on_in_counts_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=3)
     first = trainer(tmp_path, max_steps=4, callbacks=[saving], enable_checkpointing=True)
     first.fit(Classifier(TinyNet()), loader(128), loader(16))
-    runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint(), Slow()])
+    slow = Slow()
+    monkeypatch.setattr("revzoo.training.footprint._now", lambda device: slow.now)
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[slow, Footprint()])
     runner.fit(Classifier(TinyNet()), loader(128), loader(16), ckpt_path=saving.best_model_path)
     seconds = float(runner.callback_metrics["footprint/epoch_seconds"])
     images = seconds * float(runner.callback_metrics["footprint/images_per_second"])
-    assert seconds > 0.005 * round(images / 16)
+    assert seconds == pytest.approx(5 * 0.005)
     assert images == pytest.approx(5 * 16)
 
 
