@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 
+import bench_modes
 import torch
-from bench_modes import build, step
-from measure import MIB, environment, growth, in_own_process, interleaved
+from measure import MIB, environment, in_own_process, interleaved
 
 
 def table(pair: str, args: argparse.Namespace) -> str:
@@ -20,12 +20,14 @@ def table(pair: str, args: argparse.Namespace) -> str:
     plain, reversible = pair.split(":")
     dtype = getattr(torch, args.dtype)
     candidates = [(plain, "store"), *((reversible, mode) for mode in args.modes)]
-    steps = {" ".join(c): step(build(*c), args.batch, dtype) for c in candidates}
+    steps = {
+        " ".join(c): bench_modes.step(bench_modes.build(*c), args.batch, dtype) for c in candidates
+    }
     timings = interleaved(steps, args.rounds)
     rows = []
     for (name, mode), t in zip(candidates, timings.values(), strict=True):
         child = ["--memory-of", name, mode, "--batch", str(args.batch), "--dtype", args.dtype]
-        mib = int(in_own_process(__file__, child)) / MIB
+        mib = int(in_own_process(bench_modes.__file__, child)) / MIB
         ratio = f"{t.ratio:.2f} ({t.low:.2f} to {t.high:.2f})"
         epoch = t.seconds * args.images / args.batch
         rows.append(f"| {name} | {mode} | {t.seconds:.3f} | {epoch:.0f} | {ratio} | {mib:.0f} |")
@@ -33,7 +35,7 @@ def table(pair: str, args: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Print the report; with ``--memory-of``, one peak in bytes."""
+    """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", nargs="+", default=["resnet32:revnet38", "resnet110:revnet110"])
     parser.add_argument("--modes", nargs="+", default=["store", "exact"])
@@ -41,13 +43,7 @@ def main() -> None:
     parser.add_argument("--images", type=int, default=50_000, help="of an epoch")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
-    parser.add_argument("--memory-of", nargs=2, metavar=("MODEL", "MODE"))
     args = parser.parse_args()
-    if args.memory_of:
-        run = step(build(*args.memory_of), args.batch, getattr(torch, args.dtype))
-        run()  # the first step also allocates gradients and workspaces
-        print(growth(run))
-        return
     print("# ResNets and the RevNets made from them\n")
     print(environment() + f"- Batch {args.batch}, {args.dtype}, n = {args.rounds} rounds\n")
     print(
