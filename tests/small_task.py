@@ -31,6 +31,13 @@ class TinyNet(nn.Module):
         return self.head(self.body(images).flatten(1))
 
 
+class Fails(pl.Callback):
+    """Ends a training by an exception after its first batch."""
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        raise RuntimeError("on purpose")
+
+
 def halves(count: int = 64, seed: int = 0) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(2, (count,), generator=generator)

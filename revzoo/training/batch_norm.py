@@ -1,33 +1,86 @@
-"""How fast the running statistics of BatchNorm follow, in runs of few steps.
+"""How fast the running statistics of BatchNorm follow, early in a training.
 
 After t steps the statistics that a network began with still weigh ``(1 - momentum) ** t``: with the
 paper's momentum of 0.01 that is 45 % after 80 steps, so that a network which is trained, or
-fine-tuned, for so short a time is evaluated with statistics that are not its own.
+fine-tuned, for so short a time is evaluated with statistics that are not its own. A warm-up gives
+the batch of step t at least the weight ``9 / (10 + t)``, as the warm-up of averaged weights does
+(:mod:`revzoo.training.averaging`); after 890 steps the paper's momentum is left as it is.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytorch_lightning as pl
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.training.spec import check_range
 
 
 class BatchNormMomentum(pl.Callback):
-    """Sets the momentum, in torch's sense, of all BatchNorms for a training.
+    """Sets the momentum, in torch's sense, of all BatchNorms for the time of a training.
+
+    A BatchNorm without one (None: it averages over all batches) is left alone. Inside of what
+    :class:`~revzoo.training.CompiledBranches` compiles there is no warm-up: each value of the
+    momentum would be compiled anew.
 
     Args:
-        momentum: the weight of a batch's statistics; torch's own default is 0.1.
+        momentum: the weight of a batch's statistics; None for that which each BatchNorm has.
+        warmup: begin with a larger one, see above.
 
     Raises:
         ValueError: no number above 0, and at most 1.
     """
 
-    def __init__(self, *, momentum: float = 0.1) -> None:
-        check_range("momentum", momentum, high=1, open_low=True)
+    def __init__(self, *, momentum: float | None = None, warmup: bool = True) -> None:
+        if momentum is not None:
+            check_range("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
+        self.warmup = warmup
+        self._own: dict[_BatchNorm, float] = {}  # what is put back
+        self._warmed: dict[_BatchNorm, float] = {}  # what a warm-up leads to
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for module in pl_module.modules():
-            if isinstance(module, _BatchNorm):
-                module.momentum = self.momentum
+        if stage != "fit":
+            return
+        norms = [m for m in pl_module.modules() if isinstance(m, _BatchNorm)]
+        self._own = {norm: norm.momentum for norm in norms if norm.momentum is not None}
+        if self.momentum is not None:
+            for norm in self._own:
+                norm.momentum = self.momentum
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.warmup:
+            return
+        compiled = _inside_compiled(pl_module)
+        self._warmed = {
+            norm: own if self.momentum is None else self.momentum
+            for norm, own in self._own.items()
+            if norm not in compiled
+        }
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        least = 9 / (10 + trainer.fit_loop.total_batch_idx)
+        for norm, momentum in self._warmed.items():
+            norm.momentum = max(momentum, least)
+        if least <= min(self._warmed.values(), default=1):
+            self._warmed = {}  # each has what it is to have
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        for norm, momentum in self._own.items():
+            norm.momentum = momentum
+        self._own, self._warmed = {}, {}
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self.teardown(trainer, pl_module, "fit")
+
+
+def _inside_compiled(module: nn.Module) -> set[nn.Module]:
+    """All modules in those that were compiled in place."""
+    compiled = [m for m in module.modules() if m._compiled_call_impl is not None]
+    return {part for whole in compiled for part in whole.modules()}

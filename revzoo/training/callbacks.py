@@ -105,10 +105,11 @@ def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callb
     return AveragedWeights(decay=decay, warmup=warmup)
 
 
-def batch_norm(run_dir: Path, *, momentum: float = 0.1) -> pl.Callback:
-    """How fast running statistics follow, for runs of a few hundred steps."""
-    check_range("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
-    return BatchNormMomentum(momentum=momentum)
+def batch_norm(run_dir: Path, *, momentum: float | None = None, warmup: bool = True) -> pl.Callback:
+    """How fast running statistics follow; None for each BatchNorm's own momentum."""
+    if momentum is not None:
+        check_range("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
+    return BatchNormMomentum(momentum=momentum, warmup=warmup)
 
 
 def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:

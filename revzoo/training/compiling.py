@@ -14,6 +14,7 @@ from __future__ import annotations
 import pytorch_lightning as pl
 import torch
 import torch.compiler.config
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
 from revzoo.layers.coupling import Coupling
@@ -76,6 +77,12 @@ class CompiledBranches(pl.Callback):
             branch._compiled_call_impl = None
         for name, limit in self._limits.items():
             setattr(torch.compiler.config, name, limit)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:  # then Lightning calls no teardown
+            self.teardown(trainer, pl_module, "fit")
 
 
 def residual_functions(model: nn.Module) -> list[nn.Module]:

@@ -24,6 +24,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
 from revzoo.training.parts import parts
@@ -96,6 +97,12 @@ class Finetuning(pl.Callback):
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":
             _freeze_before("stem", _network(pl_module))
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if trainer.state.fn == TrainerFn.FITTING:  # then Lightning calls no teardown
+            self.teardown(trainer, pl_module, "fit")
 
     def freeze(self, network: nn.Module, *, epoch: int) -> None:
         """Freeze what is not trained in ``epoch``, train the rest."""

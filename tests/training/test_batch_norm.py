@@ -4,13 +4,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
-from small_task import TINY, TinyNet, loader, trainer
+from small_task import TINY, Fails, TinyNet, loader, trainer
 from torch import nn
 
-from revzoo.training import BatchNormMomentum, Classifier
+from revzoo.training import BatchNormMomentum, Classifier, CompiledBranches
+from revzoo.training.compiling import residual_functions
 
 OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
+
+
+class Momenta(pl.Callback):
+    """The momenta of all BatchNorms at each training batch."""
+
+    def __init__(self) -> None:
+        self.values: list[set[float | None]] = []
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        norms = [m for m in pl_module.modules() if isinstance(m, nn.BatchNorm2d)]
+        self.values.append({norm.momentum for norm in norms})
 
 
 def test_with_all_its_weight_the_statistics_are_those_of_the_last_batch(tmp_path: Path) -> None:
@@ -29,17 +44,76 @@ def test_with_all_its_weight_the_statistics_are_those_of_the_last_batch(tmp_path
 def test_every_normalisation_follows(tmp_path: Path, memory: str) -> None:
     module = Classifier({**TINY, "memory": memory}, optim=OPTIM)
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
-    callbacks = [BatchNormMomentum()]
+    seen = Momenta()
+    callbacks = [BatchNormMomentum(momentum=0.1, warmup=False), seen]
     trainer(tmp_path, max_epochs=1, callbacks=callbacks).fit(module, loader())
+    assert seen.values == [{0.1}] * 4
     for norm in norms:
-        assert norm.momentum == 0.1
+        assert norm.momentum == 0.01  # put back
         assert norm.running_var is not None
         # four batches, each once: of the variance it began with at least 0.9 ** 4 is left
         assert (norm.running_var >= 0.9**4 - 1e-6).all()
         assert not torch.allclose(norm.running_var, torch.ones(()), atol=1e-3)
 
 
-@pytest.mark.parametrize("momentum", [0, -0.1, 1.5, None, True])
+@pytest.mark.parametrize(
+    ("momentum", "expected"),
+    [(None, [9 / (10 + t) for t in range(8)]), (0.7, [0.9, 9 / 11, 0.75, *[0.7] * 5])],
+)
+def test_a_warm_up_leads_to_the_momentum(
+    tmp_path: Path, momentum: float | None, expected: list[float]
+) -> None:
+    module, seen = Classifier(TINY, optim=OPTIM), Momenta()
+    callbacks = [BatchNormMomentum(momentum=momentum), seen]
+    trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(module, loader())
+    assert seen.values == [{value} for value in expected]
+
+
+def test_a_warm_up_goes_on_with_the_run(tmp_path: Path) -> None:
+    first = trainer(tmp_path, max_epochs=1, callbacks=[BatchNormMomentum()])
+    first.fit(Classifier(TINY, optim=OPTIM), loader())
+    first.save_checkpoint(tmp_path / "last.ckpt")
+    module, seen = Classifier(TINY, optim=OPTIM), Momenta()
+    second = trainer(tmp_path, max_epochs=2, callbacks=[BatchNormMomentum(), seen])
+    second.fit(module, loader(), ckpt_path=tmp_path / "last.ckpt", weights_only=True)
+    assert seen.values == [{9 / (10 + t)} for t in range(4, 8)]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo
+def test_compiled_branches_have_no_warm_up(tmp_path: Path) -> None:
+    module, seen = Classifier(TINY, optim=OPTIM), Momenta()
+    callbacks = [BatchNormMomentum(), CompiledBranches(backend="eager"), seen]
+    trainer(tmp_path, max_epochs=1, limit_train_batches=1, callbacks=callbacks).fit(
+        module, loader()
+    )
+    compiled = residual_functions(module)
+    inside = {m for b in compiled for m in b.modules() if isinstance(m, nn.BatchNorm2d)}
+    assert inside
+    outside = {m for m in module.modules() if isinstance(m, nn.BatchNorm2d)} - inside
+    assert seen.values == [{0.01, 0.9} if outside else {0.01}]
+
+
+def test_an_average_over_all_batches_stays_one(tmp_path: Path) -> None:
+    module, seen = Classifier(TinyNet(), optim=OPTIM), Momenta()
+    for norm in module.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            norm.momentum = None  # type: ignore[assignment]
+    trainer(tmp_path, max_epochs=1, callbacks=[BatchNormMomentum(momentum=0.5), seen]).fit(
+        module, loader()
+    )
+    assert seen.values == [{None}] * 4
+
+
+def test_the_momentum_is_put_back_when_a_run_fails(tmp_path: Path) -> None:
+    module = Classifier(TINY, optim=OPTIM)
+    run = trainer(tmp_path, max_epochs=1, callbacks=[BatchNormMomentum(momentum=0.5), Fails()])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run.fit(module, loader())
+    momenta = {m.momentum for m in module.modules() if isinstance(m, nn.BatchNorm2d)}
+    assert momenta == {0.01}
+
+
+@pytest.mark.parametrize("momentum", [0, -0.1, 1.5, True])
 def test_nonsense_is_refused(momentum: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum=.*expected a number in"):
         BatchNormMomentum(momentum=momentum)

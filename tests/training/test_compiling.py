@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
-from small_task import TINY, TinyNet, loader, trainer
+from small_task import TINY, Fails, TinyNet, loader, trainer
 
 from revzoo.models import create_model
 from revzoo.training import Classifier, CompiledBranches
@@ -75,6 +75,16 @@ def test_every_branch_is_compiled_also_beyond_torchs_limit(tmp_path: Path) -> No
     model = {**TINY, "units": [2, 2, 2], "widths": [4, 6, 8], "memory": "store"}
     trained(tmp_path, model, CompiledBranches(backend="eager"), Look(), batches=1)
     assert seen[0] > limit
+    assert torch.compiler.config.recompile_limit == limit
+
+
+def test_branches_are_eager_again_when_a_run_fails(tmp_path: Path) -> None:
+    limit = torch.compiler.config.recompile_limit
+    module = Classifier(TINY, optim={"lr": 0.05})
+    run = trainer(tmp_path, callbacks=[CompiledBranches(backend="eager"), Fails()])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run.fit(module, loader())
+    assert all(branch._compiled_call_impl is None for branch in residual_functions(module))
     assert torch.compiler.config.recompile_limit == limit
 
 

@@ -8,7 +8,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import ModelCheckpoint
-from small_task import TINY, TinyNet, halves, loader, trainer
+from small_task import TINY, Fails, TinyNet, halves, loader, trainer
 from torch import nn
 
 from revzoo.models import create_model
@@ -87,6 +87,14 @@ def test_nothing_is_left_frozen_after_a_run(tmp_path: Path) -> None:
         trainer(tmp_path, max_epochs=1, callbacks=[Finetuning()]).fit(module, loader())
         assert all(p.requires_grad for p in module.parameters())
         assert all(m.training for m in module.modules())
+
+
+def test_nothing_is_left_frozen_when_a_run_fails(tmp_path: Path) -> None:
+    module = tiny()
+    run = trainer(tmp_path, callbacks=[Finetuning(), Fails()])
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run.fit(module, loader())
+    assert all(p.requires_grad for p in module.parameters())
 
 
 def test_what_was_frozen_by_hand_is_unfrozen_in_its_turn(tmp_path: Path) -> None:
