@@ -55,8 +55,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     data.prepare_data()
     if config["split"] == "test" and not data.has_test:
         raise DataError("the data have no test split: evaluate split=val")
-    data.setup("test" if config["split"] == "test" else "fit")
     data.load_state_dict(restored.state_for(data.pixel_max))
+    data.setup("test" if config["split"] == "test" else "validate")
     _check_images(restored, in_chans=data.in_chans)
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
     trainer = pl.Trainer(

@@ -18,7 +18,8 @@ import torch
 
 from revzoo.data.augment import Augment
 from revzoo.data.images import TensorImages
-from revzoo.data.module import ImageData, LoadingOptions, Split
+from revzoo.data.module import ImageData, Split
+from revzoo.data.options import LoadingOptions
 
 
 class Digits(ImageData):

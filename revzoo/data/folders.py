@@ -35,23 +35,26 @@ class Tree:
 
 
 def scan(root: Path) -> Tree:
-    """List the images of every split under ``root``.
+    """List the images of every split under ``root``; one at least is there.
 
     Raises:
-        DataError: a folder is missing, a class is empty, or the splits have different classes.
+        DataError: all folders are missing, a class is empty, or the splits have different classes.
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
-    if not (root / "train").is_dir():
-        found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-        raise DataError(f"no folder {root.absolute() / 'train'} (found: {found}): {_LAYOUT}")
-    classes = _class_names(root / "train")
-    splits = {}
-    for name in ("train", "val", "test"):
-        if (root / name).is_dir():
-            _check_same_classes(root, name, classes)
-            splits[name] = _list_images(root / name, classes)
-    return Tree(classes, splits)
+    there = [name for name in ("train", "val", "test") if (root / name).is_dir()]
+    if not there:
+        raise no_training(root)
+    classes = _class_names(root / there[0])
+    for name in there[1:]:
+        _check_same_classes(root, name, there[0], classes)
+    return Tree(classes, {name: _list_images(root / name, classes) for name in there})
+
+
+def no_training(root: Path) -> DataError:
+    """The error of a folder without training images, where they are needed."""
+    found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
+    return DataError(f"no folder {root.absolute() / 'train'} (found: {found}): {_LAYOUT}")
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -61,12 +64,12 @@ def _class_names(folder: Path) -> list[str]:
     return names
 
 
-def _check_same_classes(root: Path, split: str, classes: list[str]) -> None:
+def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:
     names = _class_names(root / split)
     missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
     if missing or extra:
         raise DataError(
-            f"{root.absolute() / split} and {root.absolute() / 'train'} have different classes; "
+            f"{root.absolute() / split} and {root.absolute() / first} have different classes; "
             f"missing from {split}: {', '.join(missing) or 'none'}; "
             f"only in {split}: {', '.join(extra) or 'none'}. "
             "Give every split the same class folders"

@@ -13,10 +13,11 @@ import torch
 
 from revzoo.data.decode import common_size, decode_all
 from revzoo.data.errors import DataError
-from revzoo.data.folders import Files, Tree, scan
+from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
 from revzoo.data.lazy import FileImages
-from revzoo.data.module import ImageData, LoadingOptions, Split
+from revzoo.data.module import ImageData, Split
+from revzoo.data.options import LoadingOptions
 
 _GIB = 2**30
 
@@ -26,7 +27,8 @@ class ImageFolder(ImageData):
 
     Args:
         root: folder with ``train/`` and, optionally, ``val/`` and ``test/``. Without ``val/`` a
-            share of the training images is held back.
+            share of the training images is held back. For the evaluation of what a checkpoint
+            holds, the split that is evaluated is enough.
         image_size: side in pixels that images are resized (shorter side) and cropped (centre) to;
             None for the size they have, if they all have the same and are square.
         in_chans: 3 for RGB, 1 for grey; images are converted.
@@ -71,8 +73,10 @@ class ImageFolder(ImageData):
     def read(self, split: Split) -> ImageSet | None:
         tree = self._listing()
         if split not in tree.splits:
+            if split == "train":
+                raise no_training(self.root)
             return None
-        size = self._wanted_size or common_size(tree.splits["train"].paths[0])
+        size = self._wanted_size or common_size(next(iter(tree.splits.values())).paths[0])
         if self._fits(tree, size):
             return self._decode(tree.splits[split], size)
         if self._wanted_size is None:

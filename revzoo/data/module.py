@@ -22,7 +22,7 @@ runs on the test split.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn, TypedDict
+from typing import Any, ClassVar, Literal, NoReturn
 
 import pytorch_lightning as pl
 import torch
@@ -34,22 +34,12 @@ from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.normalise import Normalisation
+from revzoo.data.options import check_at_least
 from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
-from revzoo.data.split import stratified_split
+from revzoo.data.split import hold_back
 from revzoo.data.workers import available_cpus
 
 Split = Literal["train", "val", "test"]
-
-
-class LoadingOptions(TypedDict, total=False):
-    """The options of ``ImageData``, which its subclasses pass on."""
-
-    batch_size: int
-    eval_batch_size: int
-    num_workers: int | None
-    val_fraction: float
-    split_seed: int
-    augment: Augment | Mapping[str, Any] | None
 
 
 class ImageData(pl.LightningDataModule, ABC):
@@ -104,9 +94,9 @@ class ImageData(pl.LightningDataModule, ABC):
         augment: Augment | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        _check_at_least("batch_size", batch_size, 1)
-        _check_at_least("eval_batch_size", eval_batch_size, 1)
-        _check_at_least("num_workers", num_workers or 0, 0)
+        check_at_least("batch_size", batch_size, 1)
+        check_at_least("eval_batch_size", eval_batch_size, 1)
+        check_at_least("num_workers", num_workers or 0, 0)
         if not 0 < val_fraction < 1:
             raise ValueError(
                 f"val_fraction is {val_fraction}: expected a share, 0 < val_fraction < 1"
@@ -121,6 +111,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self._train: ImageSet | None = None
         self._val: ImageSet | None = None
         self._test: ImageSet | None = None
+        self._state: dict[str, Any] | None = None
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
@@ -149,50 +140,61 @@ class ImageData(pl.LightningDataModule, ABC):
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` ("fit", "validate", "test", "predict") needs, once.
 
-        The training images are read for every stage: they define classes and normalisation.
+        The training images are read for every stage, as they define classes and normalisation,
+        unless a checkpoint has said these (``load_state_dict``) and the stage has its own split.
 
         Raises:
-            DataError: data is missing, damaged or too small to be split.
+            DataError: data is missing, damaged, too small to be split, or of other classes.
         """
-        if self._train is None:
+        if self._train is None and not (self._state and self._setup_alone(stage)):
             self._setup_training()
         if stage in ("test", "predict") and self._test is None:
             self._test = self.read("test")
+        if self._state:
+            self._take_state(self._state)
+
+    def _setup_alone(self, stage: str | None) -> bool:
+        """Read what ``stage`` evaluates; whether there is such a split, of its own."""
+        own = None
+        if stage == "validate":
+            own = self._val = self._val or self.read("val")
+        elif stage in ("test", "predict"):
+            own = self._test = self._test or self.read("test")
+        if own is not None:
+            self._describe(own)
+        return own is not None
 
     def _setup_training(self) -> None:
         source = self.read("train")
         assert source is not None, "every set has training images"
-        self.classes, self.in_chans = source.classes, source.in_chans
-        self.image_size = source.image_size
+        self._describe(source)
         self.normalisation = Normalisation.measure(source.sample())
         val = self.read("val")
         if val is None:
-            rest, held_back = stratified_split(source.labels, self.val_fraction, self.split_seed)
-            if len(held_back) == 0:
-                raise DataError(
-                    f"val_fraction={self.val_fraction} of {len(source)} training images in "
-                    f"{self.num_classes} classes leaves no validation image: "
-                    "raise data.val_fraction"
-                )
-            val = source.subset(held_back, training=False)
-            source = source.subset(rest, training=True)
+            source, val = hold_back(source, self.val_fraction, self.split_seed)
         self._train, self._val = source, val
+
+    def _describe(self, images: ImageSet) -> None:
+        self.classes, self.in_chans = images.classes, images.in_chans
+        self.image_size = images.image_size
 
     def train_dataloader(self) -> DataLoader[Batch]:
         assert self._train is not None, "setup() comes first"
-        processes = self.trainer.world_size if self.trainer is not None else 1
+        trainer: Any = self.trainer
+        processes = trainer.world_size if trainer is not None else 1
         share = len(self._train) // processes
         if share < self.batch_size:
             raise DataError(
                 f"batch_size={self.batch_size} is more than the {share} training images of each "
                 f"process: set data.batch_size to at most {share}"
             )
-        sampler = None if self._learns_by_heart else self._sampler(self._train)
+        overfits = trainer is not None and trainer.overfit_batches  # the same few in every epoch
+        sampler = None if overfits else self._sampler(self._train)
         loader = TrainLoader(
             **self._options(self._train, self.batch_size), sampler=sampler, drop_last=True
         )
-        if self.trainer is not None:
-            progress = self.trainer.fit_loop.epoch_loop.batch_progress
+        if trainer is not None:
+            progress = trainer.fit_loop.epoch_loop.batch_progress
             loader.first_batch = lambda: progress.current.ready
         return loader
 
@@ -210,11 +212,6 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
-
-    @property
-    def _learns_by_heart(self) -> bool:
-        """Whether Lightning was asked to overfit a few batches: the same ones in every epoch."""
-        return self.trainer is not None and bool(self.trainer.overfit_batches)  # type: ignore[attr-defined]
 
     def _sampler(self, images: ImageSet) -> EpochSampler:
         trainer = self.trainer
@@ -235,8 +232,7 @@ class ImageData(pl.LightningDataModule, ABC):
             "persistent_workers": workers > 0,
             "pin_memory": torch.cuda.is_available(),
             "collate_fn": as_is,
-            # a loader seeds its workers by a draw, and torch's global generator is the model's
-            "generator": torch.Generator(),
+            "generator": torch.Generator(),  # seeds workers: the global one is the model's
         }
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
@@ -289,11 +285,16 @@ class ImageData(pl.LightningDataModule, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        check_same_classes(state_dict["classes"], self.classes)
-        self.normalisation = Normalisation(**state_dict["normalisation"])
-        self._order_seed = state_dict.get("order_seed")
+        """Take what a checkpoint says of the data, at once or, before ``setup``, with it.
 
+        Raises:
+            DataError: the data have other classes.
+        """
+        self._state = state_dict
+        if hasattr(self, "classes"):
+            self._take_state(state_dict)
 
-def _check_at_least(name: str, value: int, least: int) -> None:
-    if not isinstance(value, int) or value < least:
-        raise ValueError(f"{name} is {value}: expected a whole number >= {least}")
+    def _take_state(self, state: Mapping[str, Any]) -> None:
+        check_same_classes(state["classes"], self.classes)
+        self.normalisation = Normalisation(**state["normalisation"])
+        self._order_seed = state.get("order_seed")

@@ -7,6 +7,24 @@ generator: runs with different seeds, and runs that are resumed, hold back the s
 import torch
 from torch import Tensor
 
+from revzoo.data.errors import DataError
+from revzoo.data.images import ImageSet
+
+
+def hold_back(source: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
+    """Training images without a share that is held back for validation, and that share.
+
+    Raises:
+        DataError: so small a share of so few images is none.
+    """
+    rest, held_back = stratified_split(source.labels, fraction, seed)
+    if len(held_back) == 0:
+        raise DataError(
+            f"val_fraction={fraction} of {len(source)} training images in "
+            f"{len(source.classes)} classes leaves no validation image: raise data.val_fraction"
+        )
+    return source.subset(rest, training=True), source.subset(held_back, training=False)
+
 
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split the indices of a set so that both parts have the class frequencies of the whole.

@@ -96,6 +96,9 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
     found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
     assert len(found) == 40
     assert figures["test/acc"] == pytest.approx(np.mean(found))
+    shutil.rmtree(root / "train")  # of no use to the evaluation
+    arguments = [f"ckpt={run[0]}", "data=imagefolder", f"data.root={root}", "data.in_chans=1"]
+    assert evaluate(config(*arguments)) == figures
     data = Digits()
     data.setup("test")
     module = restore(run[0]).module

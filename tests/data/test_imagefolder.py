@@ -1,3 +1,4 @@
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -145,6 +146,48 @@ def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> N
     data.setup("test")
     with pytest.raises(DataError, match=r"no folder .*/test: put test images there"):
         data.test_dataloader()
+
+
+@pytest.mark.parametrize(("split", "stage"), [("test", "test"), ("val", "validate")])
+@pytest.mark.parametrize("cache_bytes", [2**30, 0])
+def test_what_a_checkpoint_says_spares_the_training_images(
+    make_folder: MakeFolder, split: str, stage: str, cache_bytes: int
+) -> None:
+    root = make_folder({"train": _TWO, split: _TWO})
+    state = _ready(root).state_dict()
+    shutil.rmtree(root / "train")
+    options: dict[str, Any] = {"image_size": 8, "cache_bytes": cache_bytes, "num_workers": 0}
+    data = ImageFolder(root, **options)
+    data.prepare_data()
+    data.load_state_dict(state)
+    for _ in range(2):
+        data.setup(stage)
+    assert (data.classes, data.in_chans, data.image_size) == (["cat", "dog"], 3, 8)
+    assert data.normalisation.state_dict() == state["normalisation"]
+    loader = data.val_dataloader() if split == "val" else data.test_dataloader()
+    assert len(_colours(loader)) == 40
+    with pytest.raises(DataError, match=rf"no folder .*/train \(found: {split}\): expected ROOT"):
+        data.setup("fit")
+    with pytest.raises(DataError, match=r"no folder .*/train"):
+        ImageFolder(data.root, **options).setup(stage)  # nothing says the normalisation
+
+
+def test_what_a_checkpoint_says_of_other_classes_is_refused(make_folder: MakeFolder) -> None:
+    state = _ready(root := make_folder({"train": _TWO})).state_dict()
+    shutil.rmtree(root / "train")
+    data = ImageFolder(make_folder({"test": {"ant": 2, "cat": 2}}))
+    data.load_state_dict(state)
+    with pytest.raises(DataError, match=r"only trained on: dog; only in the data: ant"):
+        data.setup("test")
+
+
+def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    whole = _ready(root)
+    data = ImageFolder(root, batch_size=4, num_workers=0)
+    data.load_state_dict(whole.state_dict())
+    data.setup("validate")
+    assert _colours(data.val_dataloader()) == _colours(whole.val_dataloader())
 
 
 def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> None:
