@@ -22,6 +22,7 @@ proposes follows from the results so far, whether the sweep was stopped in betwe
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -204,7 +205,8 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
         search = Search(plan, folder)
         try:
             search.run()
-        except RunStopped as stopped:
+        except (RunStopped, KeyboardInterrupt) as end:  # the latter between two trials
+            stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
             log.warning("%s; go on with: revzoo-sweep dir=%s", stopped, folder)
             sys.exit(stopped.status)
         tell_best(search)

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import yaml
@@ -69,6 +70,16 @@ def test_a_sweep_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
     assert figures(search(tmp_path / "parts", "trials=13")) == figures(whole)
     assert len({row["optim.lr"] for row in whole}) == 13
     assert search(tmp_path / "parts") == table(tmp_path / "parts")  # nothing is left to do
+
+
+def test_ctrl_c_between_two_trials_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
+    with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
+        search(tmp_path, *SPACE)
+    assert ended.value.code == 130
+    assert f"stopped by SIGINT; go on with: revzoo-sweep dir={tmp_path}" in caplog.text
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
