@@ -26,6 +26,7 @@ from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import quiet, told_plainly
 from revzoo.data import DataError
 from revzoo.training.checkpoints import PlainCheckpointIO
+from revzoo.training.processes import is_first_process
 from revzoo.training.restore import Restored, restore
 from revzoo.training.spec import check_names
 
@@ -139,7 +140,8 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
         _check_given(given)
         config = to_plain(compose_checked(given, config_dir=config_dir, name="eval"))
         figures = evaluate(config)
-    sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
+    if is_first_process():
+        sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
 
 
 if __name__ == "__main__":

@@ -87,6 +87,16 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
     assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
 
+def test_the_first_of_several_processes_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("revzoo.cli.evaluate.evaluate", lambda _: {"test/acc": 0.5})
+    for rank, told in (("0", "test/acc 0.5000\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        main(["ckpt=some.ckpt"], config_dir=CONFIGS)
+        assert capsys.readouterr().out == told
+
+
 def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> None:
     root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
     figures = evaluate(
