@@ -7,6 +7,13 @@
    hold on to the first weights for some thousand steps.
 3. Lightning 2.6 exchanges the average for the weights in training whenever a checkpoint is loaded,
    also to test it: the test would be one of weights that nothing else has seen.
+4. The average ends with its training. Lightning's outlives it: the trainer's next validation is of
+   the old average, whatever it is given, and a second training with the same callback is not
+   averaged before it has passed the steps of the first.
+5. A validation in training that is ended by an exception leaves the weights of training in the
+   module, not the average.
+6. A finished run that goes on, with no step left to make, ends with the average again. Lightning
+   puts it into the module at the end of a loop that such a run does not enter.
 """
 
 from __future__ import annotations
