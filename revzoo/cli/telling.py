@@ -26,6 +26,7 @@ EXPECTED_WARNINGS = (
     "It is recommended to use `self.log.'footprint/",  # of the first process, and so meant
     "Using `DistributedSampler` with",  # figures leave repeated images out
     "Checkpoint directory .* exists and is not empty",  # that of a run that goes on
+    "Found .* in eval mode at the start of training",  # what fine-tuning freezes, in a search
 )
 
 

@@ -35,12 +35,15 @@ class Kind:
     Attributes:
         section, key: where a configuration has it.
         options: of the search, besides ``kind`` and ``then``.
+        to_the_end: whether the value has to do in every epoch, with all that fine-tuning unfreezes,
+            and not in the first alone.
     """
 
     section: str
     key: str
     options: tuple[str, ...]
     search: Callable[..., tuple[float | int | None, list[Path]]]
+    to_the_end: bool
 
 
 def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
@@ -62,7 +65,9 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     data.setup("fit")
     module = build_module(config, data)
     if config["callbacks"].get("finetuning") is not None:
-        Finetuning(**config["callbacks"]["finetuning"]).freeze(module.model, epoch=0)
+        finetuning = Finetuning(**config["callbacks"]["finetuning"])
+        epoch = max(finetuning.unfreeze, default=0) if kind.to_the_end else 0
+        finetuning.freeze(module.model, epoch=epoch)
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
     value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
@@ -107,8 +112,10 @@ def search_batch_size(
 
 
 KINDS = {
-    "lr": Kind("optim", "lr", ("min_lr", "max_lr", "steps"), search_lr),
-    "batch_size": Kind("data", "batch_size", ("max_bytes", "max_size"), search_batch_size),
+    "lr": Kind("optim", "lr", ("min_lr", "max_lr", "steps"), search_lr, to_the_end=False),
+    "batch_size": Kind(
+        "data", "batch_size", ("max_bytes", "max_size"), search_batch_size, to_the_end=True
+    ),
 }
 
 

@@ -10,17 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import (
-    EarlyStopping,
-    LearningRateMonitor,
-    TQDMProgressBar,
-)
+from pytorch_lightning.callbacks import LearningRateMonitor, TQDMProgressBar
 
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.batch_norm import BatchNormMomentum
 from revzoo.training.compiling import CompiledBranches
 from revzoo.training.confusion import ConfusionMatrix
 from revzoo.training.drift import DriftLogger
+from revzoo.training.early_stopping import EarlyStopping
 from revzoo.training.epoch_log import EpochLog
 from revzoo.training.finetune import Finetuning, Unfreeze
 from revzoo.training.footprint import Footprint

@@ -109,9 +109,10 @@ def find_lr(
         trainer: options of the run's trainer, such as its precision.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or no parameter that is trained follows the rate.
     """
     check_sweep(min_lr=min_lr, max_lr=max_lr, steps=steps)
+    _check_moves(module, min_lr, max_lr)
     sweep = _Sweep(module)
     with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
         found = Tuner(runner).lr_find(
@@ -136,6 +137,18 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
     check_range("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
     if not isinstance(steps, int) or steps < LEAST_STEPS:
         raise ValueError(f"steps={steps!r}: expected a whole number >= {LEAST_STEPS}")
+
+
+def _check_moves(module: Classifier, *rates: float) -> None:
+    """Refuse a module whose parameters have the same rates, whatever ``optim.lr`` is."""
+    spec = module.optim
+    if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
+        raise ValueError(
+            f"optim.lr is the rate of no parameter that is trained: with optim.name={spec.name} "
+            f"and what is frozen, all have optim.sgd_lr={spec.sgd_lr}. Choose that by hand, search "
+            "with SGD (optim=onecycle), or train more from the start on "
+            "(callbacks.finetuning.unfreeze=[0])"
+        )
 
 
 def _curve(rates: list[float], means: list[float]) -> LRCurve:

@@ -45,6 +45,22 @@ def test_the_experiment_trains_what_it_says(compose: Any, tmp_path: Path, unfree
     assert changed == (set() if unfreeze == "null" else trained)
 
 
+@pytest.mark.parametrize("kind", ["lr", "batch_size"])
+def test_a_value_is_searched_with_a_frozen_backbone(
+    kind: str, compose: Any, tmp_path: Path
+) -> None:
+    options = {"lr": "tuner.steps=15", "batch_size": "tuner.max_size=8"}[kind]
+    assert train(compose(*FINETUNE, f"tuner={kind}", options), run_dir=tmp_path / "run") == {}
+    assert (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_a_rate_that_moves_nothing_is_not_searched(compose: Any, tmp_path: Path) -> None:
+    muon = ("optim=muon", "tuner=lr", "tuner.steps=15")
+    with pytest.raises(SystemExit, match=r"optim\.lr is the rate of no parameter"):
+        train(compose(*FINETUNE, *muon), run_dir=tmp_path / "run")
+    assert list((tmp_path / "run").iterdir()) == []
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

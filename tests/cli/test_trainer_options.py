@@ -10,11 +10,15 @@ import pytest
 import torch
 from small_task import TinyNet, loader
 
+from revzoo.cli import train as train_module
 from revzoo.cli.build import build_trainer
 from revzoo.cli.checks import check_config
+from revzoo.cli.resume import resume
 from revzoo.cli.train import train
 from revzoo.training import Classifier
+from revzoo.training.stop import GracefulStop
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (
     "trainer=cpu",
     "trainer.log_every_n_steps=1",
@@ -89,6 +93,29 @@ def test_a_run_that_does_not_get_better_is_stopped(compose: Any, tmp_path: Path)
         for name in ("with", "without")
     ]
     assert epochs == [3, 5]
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_a_run_ended_early_is_tested_and_not_trained_when_it_goes_on(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopsInTest(GracefulStop):
+        def on_test_batch_start(self, *args: Any) -> None:
+            self.requested = 15
+
+    stopping = "callbacks.early_stopping={monitor: val/loss, mode: min, patience: 1}"
+    short = ("trainer.max_epochs=5", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1")
+    config = compose(*SMALL, *short, "optim=step", "optim.lr=1.0e-30", "test=true", stopping)
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsInTest)
+        with pytest.raises(SystemExit):
+            train(config, run_dir=tmp_path)
+    before = json.loads((tmp_path / "summary.json").read_text())
+    figures = resume(["--resume", str(tmp_path)], config_dir=CONFIGS)
+    after = json.loads((tmp_path / "summary.json").read_text())
+    assert [(s["epochs"], s["steps"]) for s in (before, after)] == [(2, 2)] * 2
+    assert (before["stopped"], after["stopped"]) == ("stopped by SIGTERM", None)
+    assert "test/acc" in figures
 
 
 @pytest.mark.parametrize("name", ["simple", "advanced", "pytorch"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import yaml
 
 from revzoo.cli.checks import check_config
 from revzoo.cli.train import train
+from revzoo.cli.tune import KINDS, tune
 
 SMALL = (
     "debug=smoke",
@@ -74,6 +76,34 @@ def test_the_batch_size_found_is_trained_with(compose: Any, tmp_path: Path) -> N
     assert figures == train(compose(*SMALL, "data.batch_size=20"), run_dir=tmp_path / "given")
     extra = {"batch_size_finder.json"}
     assert_same_run(tmp_path / "given", tmp_path / "found", extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unfreeze", "first"),
+    [
+        ("lr", "[[1,stages.2],[3,stages.0]]", "fc"),  # a rate is that of the first epoch
+        ("lr", "[0,3]", "stages.2"),
+        ("batch_size", "[[1,stages.2],[3,stages.0]]", "stages.0"),  # what fits has to fit always
+        ("batch_size", "null", "fc"),
+    ],
+)
+def test_what_is_searched_with_is_trained(
+    kind: str, unfreeze: str, first: str, compose: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A batch size was searched with the classifier alone, which may train the rest later."""
+    trained: set[str] = set()
+
+    def search(module: Any, *args: Any, **options: Any) -> tuple[None, list[Path]]:
+        named = module.model.named_parameters()
+        trained.update(name for name, value in named if value.requires_grad)
+        return None, []
+
+    monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], search=search))
+    finetuning = f"callbacks.finetuning={{unfreeze: {unfreeze}}}"
+    tune(compose(*SMALL, f"tuner={kind}", finetuning), tmp_path)
+    parts = ("stem.", "stages.0.", "stages.1.", "stages.2.", "norm.", "fc.")
+    wanted = parts[[part.startswith(first) for part in parts].index(True) :]
+    assert {part for part in parts if any(name.startswith(part) for name in trained)} == {*wanted}
 
 
 @pytest.mark.parametrize(

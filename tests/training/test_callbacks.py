@@ -7,7 +7,6 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import (
-    EarlyStopping,
     LearningRateMonitor,
     TQDMProgressBar,
 )
@@ -28,6 +27,7 @@ from revzoo.training import (
 )
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.callbacks import CALLBACKS, best_checkpoint_path
+from revzoo.training.early_stopping import EarlyStopping
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 
 ALL = {name: {} for name in CALLBACKS}

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, lr_finder
+from revzoo.training.finetune import Finetuning
 from revzoo.training.lr_finder import LRCurve, find_lr, rates_at
 
 CPU = {"accelerator": "cpu"}
@@ -113,3 +114,23 @@ def test_a_curve_is_written(tmp_path: Path) -> None:
 def test_a_sweep_that_cannot_be_made_is_refused(data: Digits, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         find_lr(Classifier(TEN), data, **options)
+
+
+MUON = {"name": "muon", "lr": 0.03, "sgd_lr": 0.1}
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
+    """With Muon, a classifier alone is trained at sgd_lr: any rate was suggested, by noise."""
+    module = Classifier(TEN, optim=MUON)
+    finetuning = Finetuning(unfreeze=[1])
+    finetuning.freeze(module.model, epoch=0)
+    with pytest.raises(ValueError, match=r"no parameter .* optim\.sgd_lr=0\.1\."):
+        find_lr(module, data, steps=15, trainer=CPU)
+    finetuning.freeze(module.model, epoch=1)
+    assert len(find_lr(module, data, steps=15, trainer=CPU).rates) == 15
+
+
+def test_a_sweep_to_where_it_began_is_refused(data: Digits) -> None:
+    with pytest.raises(ValueError, match=r"max_lr=0\.1: expected a number in \(0\.1"):
+        find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)
