@@ -144,11 +144,12 @@ def rates_after(schedule: Any) -> dict[int, float]:
     return {step: first * gamma ** (i + 1) for i, step in enumerate(sorted(schedule.milestones))}
 
 
-def test_the_shipped_weights_recipe_is_the_one_that_was_run(compose: Any) -> None:
-    entry = SHIPPED.find("revnet38.cifar10")
+@pytest.mark.parametrize("model", ["revnet38", "resnet32", "revnet110"])
+def test_the_shipped_weights_recipe_is_the_one_that_was_run(compose: Any, model: str) -> None:
+    entry = SHIPPED.find(f"{model}.cifar10")
     run = entry.recipe.removeprefix("python train.py ").split()
     lines = header(ROOT / "configs/experiment/cifar_short.yaml")
-    (measured,) = (line for line in lines if "measured" in line)
+    (measured,) = (line for line in lines if f"model={model} " in line and "measured" in line)
     assert f"{entry.metrics['test/acc']:.2%}".replace("%", " %") in measured
     assert compose(*commands(measured)[0]) == compose(*run)
 
