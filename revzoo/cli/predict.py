@@ -26,6 +26,7 @@ from revzoo.data import DataError
 from revzoo.data.decode import open_image, to_square
 from revzoo.data.lazy import evaluation
 from revzoo.data.normalise import Normalisation
+from revzoo.data.state import normalisation_for
 from revzoo.training.restore import Restored, restore
 
 _BYTE_MAX = 255  # of a pixel in an image file
@@ -59,7 +60,7 @@ def predict(
     files = list(image_files(paths))
     read = read_square if restored.data_state.get("in_memory", True) else read_centre
     module = restored.module.to(device).eval()
-    normalise = Normalisation(**restored.state_for(_BYTE_MAX)["normalisation"])
+    normalise = Normalisation(**normalisation_for(restored.data_state, _BYTE_MAX))
     for start in range(0, len(files), batch_size):
         batch = files[start : start + batch_size]
         images = torch.stack([read(path, restored.in_chans, size) for path in batch])

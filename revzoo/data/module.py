@@ -37,6 +37,7 @@ from revzoo.data.normalise import Normalisation
 from revzoo.data.options import check_at_least
 from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
 from revzoo.data.split import hold_back
+from revzoo.data.state import normalisation_for
 from revzoo.data.workers import available_cpus
 
 Split = Literal["train", "val", "test"]
@@ -296,5 +297,5 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
         check_same_classes(state["classes"], self.classes)
-        self.normalisation = Normalisation(**state["normalisation"])
+        self.normalisation = Normalisation(**normalisation_for(state, self.pixel_max))
         self._order_seed = state.get("order_seed")

@@ -220,6 +220,25 @@ def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Pa
         _trainer(tmp_path).test(model, other, ckpt_path=path, verbose=False, weights_only=True)
 
 
+def test_what_a_checkpoint_says_of_pixels_is_put_into_the_datas_own_unit() -> None:
+    class Bytes(Digits):
+        pixel_max = 255
+
+    digits, data = Digits(), Bytes()
+    digits.setup("fit")
+    data.load_state_dict(digits.state_dict())
+    data.setup("test")
+    pixels, _ = next(iter(data.test_dataloader()))
+    expected = digits.transform(pixels, training=False)
+    found = data.transform(pixels * (255 / 16), training=False)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert data.state_dict()["pixel_max"] == 255
+    again = Digits()
+    again.setup("test")
+    again.load_state_dict(digits.state_dict())
+    assert again.state_dict() == digits.state_dict(), "bit for bit where the unit is the same"
+
+
 def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
     class Halves(Recorder):
         def on_train_epoch_end(self) -> None:
