@@ -13,8 +13,8 @@ The rules, for every set:
 4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
    the number of the batch (``order.py``): what was drawn before does not matter.
 5. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
-   names, so that it is evaluated with the numbers it was trained with, and refused on other
-   classes.
+   names and how images were cut to size, so that it is evaluated on what it was trained on, and
+   refused on other classes.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
@@ -32,13 +32,13 @@ from torch.utils.data import DataLoader
 from revzoo.data.augment import Augment
 from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
-from revzoo.data.images import Batch, ImageSet, as_is
+from revzoo.data.images import Batch, ImageSet
+from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.options import check_at_least
-from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
+from revzoo.data.order import mixed, seeded
 from revzoo.data.split import hold_back
 from revzoo.data.state import normalisation_for
-from revzoo.data.workers import available_cpus
 
 Split = Literal["train", "val", "test"]
 
@@ -113,6 +113,8 @@ class ImageData(pl.LightningDataModule, ABC):
         self._val: ImageSet | None = None
         self._test: ImageSet | None = None
         self._state: dict[str, Any] | None = None
+        self._stage: str | None = None
+        self._prepared: tuple[int | None, float] | None = None
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
@@ -121,6 +123,14 @@ class ImageData(pl.LightningDataModule, ABC):
         Raises:
             DataError: it is missing or damaged.
         """
+
+    def preparation(self) -> tuple[int | None, float]:
+        """How images are brought to one size when they are read, by ``decode.to_square``.
+
+        Returns:
+            Their side in pixels, None for the one they have; and ``crop_pct``.
+        """
+        return None, 1.0
 
     @property
     def num_classes(self) -> int:
@@ -147,6 +157,10 @@ class ImageData(pl.LightningDataModule, ABC):
         Raises:
             DataError: data is missing, damaged, too small to be split, or of other classes.
         """
+        self._stage = stage
+        if self._prepared != (prepared := self.preparation()):  # since then, a checkpoint spoke
+            self._train = self._val = self._test = None
+            self._prepared = prepared
         if self._train is None and not (self._state and self._setup_alone(stage)):
             self._setup_training()
         if stage in ("test", "predict") and self._test is None:
@@ -181,32 +195,26 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         assert self._train is not None, "setup() comes first"
-        trainer: Any = self.trainer
-        processes = trainer.world_size if trainer is not None else 1
-        share = len(self._train) // processes
-        if share < self.batch_size:
-            raise DataError(
-                f"batch_size={self.batch_size} is more than the {share} training images of each "
-                f"process: set data.batch_size to at most {share}"
-            )
-        overfits = trainer is not None and trainer.overfit_batches  # the same few in every epoch
-        sampler = None if overfits else self._sampler(self._train)
-        loader = TrainLoader(
-            **self._options(self._train, self.batch_size), sampler=sampler, drop_last=True
+        trainer = self.trainer
+        if self._order_seed is None:  # else from the checkpoint of the run that goes on
+            seed = torch.initial_seed()
+            self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
+        return train_loader(
+            self._train,
+            batch_size=self.batch_size,
+            workers=self.num_workers,
+            seed=self._order_seed,
+            trainer=trainer,
         )
-        if trainer is not None:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            loader.first_batch = lambda: progress.current.ready
-        return loader
 
     def val_dataloader(self) -> DataLoader[Batch]:
         assert self._val is not None, "setup() comes first"
-        return DataLoader(**self._options(self._val, self.eval_batch_size))
+        return self._evaluated(self._val)
 
     def test_dataloader(self) -> DataLoader[Batch]:
         if self._test is None:
             raise DataError(self._no_test())
-        return DataLoader(**self._options(self._test, self.eval_batch_size))
+        return self._evaluated(self._test)
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self.test_dataloader()
@@ -214,27 +222,8 @@ class ImageData(pl.LightningDataModule, ABC):
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
 
-    def _sampler(self, images: ImageSet) -> EpochSampler:
-        trainer = self.trainer
-        if self._order_seed is None:  # else from the checkpoint of the run that goes on
-            seed = torch.initial_seed()
-            self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
-        processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
-        return EpochSampler(len(images), seed=self._order_seed, processes=processes, rank=rank)
-
-    def _options(self, images: ImageSet, batch_size: int) -> dict[str, Any]:
-        workers = self.num_workers
-        if workers is None:
-            workers = 0 if images.in_memory else min(8, available_cpus())
-        return {
-            "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
-            "batch_size": batch_size,
-            "num_workers": workers,
-            "persistent_workers": workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            "collate_fn": as_is,
-            "generator": torch.Generator(),  # seeds workers: the global one is the model's
-        }
+    def _evaluated(self, images: ImageSet) -> DataLoader[Batch]:
+        return eval_loader(images, batch_size=self.eval_batch_size, workers=self.num_workers)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
@@ -275,13 +264,14 @@ class ImageData(pl.LightningDataModule, ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        assert self._prepared is not None, "setup() comes first"
         return {
             "classes": list(self.classes),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,
             "in_chans": self.in_chans,
-            "in_memory": self._train is None or self._train.in_memory,
+            "crop_pct": self._prepared[1],
             "order_seed": self._order_seed,
         }
 
@@ -293,7 +283,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """
         self._state = state_dict
         if hasattr(self, "classes"):
-            self._take_state(state_dict)
+            self.setup(self._stage)
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
         check_same_classes(state["classes"], self.classes)

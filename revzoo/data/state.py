@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from revzoo.data.decode import CENTRE
+
 _BYTE_MAX = 255  # of the pixels of a state that does not say
 
 
@@ -16,3 +18,10 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     """
     stored, kept = state.get("pixel_max", _BYTE_MAX), state["normalisation"]
     return {name: [value * pixel_max / stored for value in kept[name]] for name in ("mean", "std")}
+
+
+def crop_of(state: Mapping[str, Any]) -> float | None:
+    """The ``crop_pct`` (see ``decode.to_square``) of the evaluation; None where it is not said."""
+    if "in_memory" in state:  # checkpoints from before crop_pct
+        return 1.0 if state["in_memory"] else CENTRE
+    return state.get("crop_pct")

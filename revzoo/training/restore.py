@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo.data.state import normalisation_for
+from revzoo.data.state import crop_of, normalisation_for
 from revzoo.models import create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import MODELS
@@ -45,7 +45,7 @@ class Restored:
         """What an entry of these weights would say of their data: of pixels in [0, 1]."""
         kept = normalisation_for(self.data_state, UNIT)
         facts = {name: tuple(values) for name, values in kept.items()}
-        return {**facts, "classes": tuple(self.classes)}
+        return {**facts, "classes": tuple(self.classes), "crop_pct": crop_of(self.data_state)}
 
 
 def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
@@ -101,6 +101,7 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
     normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
     classes = list(entry.classes)
     data = {"classes": classes, "pixel_max": UNIT, "normalisation": normalisation}
+    data |= {"image_size": entry.input_size[-1], "crop_pct": entry.crop_pct}
     module = Classifier(model).eval()
     return Restored(module, classes, data, entry.input_size[-1], entry.in_chans)
 
