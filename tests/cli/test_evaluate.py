@@ -47,13 +47,13 @@ def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
     """Test digits as files of 8 bits, in class folders of these names; train/ and test/ alike."""
     data = Digits()
     data.setup("test")
-    assert data._test is not None
+    images = data.test_dataloader().dataset
     for split in ("train", "test"):
         for label, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
-            chosen = (data._test.labels == label).nonzero().flatten()[:count].tolist()
+            chosen = (images.labels == label).nonzero().flatten()[:count].tolist()
             for index in chosen:
-                pixels = data._test.__getitems__([index])[0][0, 0].numpy() * (255 / data.pixel_max)
+                pixels = images.__getitems__([index])[0][0, 0].numpy() * (255 / data.pixel_max)
                 image = Image.fromarray(pixels.round().astype(np.uint8))
                 image.save(root / split / name / f"{index:03d}.png")
     return root
