@@ -56,7 +56,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     data.prepare_data()
     if config["split"] == "test" and not data.has_test:
         raise DataError("the data have no test split: evaluate split=val")
-    data.load_state_dict(restored.state_for(data.pixel_max))
+    data.load_state_dict(restored.data_state)
     data.setup("test" if config["split"] == "test" else "validate")
     _check_images(restored, in_chans=data.in_chans)
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])

@@ -16,16 +16,14 @@ from argparse import ArgumentParser, ArgumentTypeError
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import torch
-from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.cli.telling import quiet, told_plainly
 from revzoo.data import DataError
-from revzoo.data.decode import open_image, to_square
-from revzoo.data.lazy import evaluation
+from revzoo.data.decode import open_image, square_bytes
 from revzoo.data.normalise import Normalisation
+from revzoo.data.state import crop_of, normalisation_for
 from revzoo.training.restore import Restored, restore
 
 _BYTE_MAX = 255  # of a pixel in an image file
@@ -57,12 +55,13 @@ def predict(
     if size is None:
         raise DataError("the checkpoint does not say how large its images were: give --size PIXELS")
     files = list(image_files(paths))
-    read = read_square if restored.data_state.get("in_memory", True) else read_centre
+    crop_pct = crop_of(restored.data_state) or 1.0
     module = restored.module.to(device).eval()
-    normalise = Normalisation(**restored.state_for(_BYTE_MAX)["normalisation"])
+    normalise = Normalisation(**normalisation_for(restored.data_state, _BYTE_MAX))
     for start in range(0, len(files), batch_size):
         batch = files[start : start + batch_size]
-        images = torch.stack([read(path, restored.in_chans, size) for path in batch])
+        opened = (open_image(str(path), restored.in_chans) for path in batch)
+        images = torch.stack([square_bytes(image, size, crop_pct) for image in opened])
         with torch.inference_mode():
             logits = module(normalise(images.to(device)))
         for path, row in zip(batch, logits.float().softmax(1).cpu(), strict=True):
@@ -86,17 +85,6 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
             yield from found
         else:
             raise DataError(f"there is no image or folder {given}")
-
-
-def read_centre(path: Path, channels: int, size: int) -> Tensor:
-    """An image as bytes (C, S, S), as sets that are read from files are evaluated."""
-    return evaluation(size)(open_image(str(path), channels))
-
-
-def read_square(path: Path, channels: int, size: int) -> Tensor:
-    """An image as bytes (C, S, S), as sets that are held in memory are read."""
-    pixels = np.asarray(to_square(open_image(str(path), channels), size))
-    return torch.from_numpy(pixels.reshape(size, size, channels).transpose(2, 0, 1).copy())
 
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:

@@ -19,6 +19,9 @@ from torchvision.transforms.v2 import functional as v2f
 from revzoo.data.errors import DataError
 from revzoo.data.workers import available_cpus
 
+CENTRE = 224 / 256
+"""The ``crop_pct`` of ImageNet's evaluation (K. He et al. 2016, arXiv 1512.03385)."""
+
 _BLOCK = 256  # images per task of a thread
 _WHAT_PILLOW_RAISES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
@@ -43,11 +46,20 @@ def open_image(path: str, channels: int) -> Image.Image:
         ) from error
 
 
-def to_square(image: Image.Image, size: int) -> Image.Image:
-    """Resize the shorter side to ``size`` pixels and cut the middle out."""
-    if image.size == (size, size):
+def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Image:
+    """Resize the shorter side to ``size / crop_pct`` pixels, and cut ``size`` out of the middle.
+
+    ``crop_pct`` is the name of timm (R. Wightman): the share of the shorter side that is kept.
+    """
+    shorter = round(size / crop_pct)
+    if image.size == (size, size) == (shorter, shorter):
         return image
-    return v2f.center_crop(v2f.resize(image, [size], antialias=True), [size, size])
+    return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
+
+
+def square_bytes(image: Image.Image, size: int, crop_pct: float) -> Tensor:
+    """An image as :func:`to_square` gives it, uint8 (C, size, size)."""
+    return v2f.pil_to_tensor(to_square(image, size, crop_pct))
 
 
 def common_size(path: str) -> int:

@@ -38,7 +38,8 @@ def scan(root: Path) -> Tree:
     """List the images of every split under ``root``; one at least is there.
 
     Raises:
-        DataError: all folders are missing, a class is empty, or the splits have different classes.
+        DataError: all folders are missing, there is one class only, one is empty, or the splits
+            have different classes.
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
@@ -46,6 +47,11 @@ def scan(root: Path) -> Tree:
     if not there:
         raise no_training(root)
     classes = _class_names(root / there[0])
+    if len(classes) == 1:
+        raise DataError(
+            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: a classifier "
+            f"tells at least two apart, each with a folder of its own; {_LAYOUT}"
+        )
     for name in there[1:]:
         _check_same_classes(root, name, there[0], classes)
     return Tree(classes, {name: _list_images(root / name, classes) for name in there})

@@ -11,13 +11,14 @@ from typing import Unpack
 
 import torch
 
-from revzoo.data.decode import common_size, decode_all
+from revzoo.data.decode import CENTRE, common_size, decode_all
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
 from revzoo.data.lazy import FileImages
 from revzoo.data.module import ImageData, Split
 from revzoo.data.options import LoadingOptions
+from revzoo.data.state import crop_of
 
 _GIB = 2**30
 
@@ -30,13 +31,15 @@ class ImageFolder(ImageData):
             share of the training images is held back. For the evaluation of what a checkpoint
             holds, the split that is evaluated is enough.
         image_size: side in pixels that images are resized (shorter side) and cropped (centre) to;
-            None for the size they have, if they all have the same and are square.
+            None for that of the checkpoint, where one is evaluated, else for the size they have, if
+            they all have the same and are square.
         in_chans: 3 for RGB, 1 for grey; images are converted.
         cache_bytes: the largest set, over all its splits, that is held in memory.
         **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
             (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
             counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
-            and the middle cut out.
+            and the middle cut out. What a checkpoint holds is evaluated on images cut as its own
+            were, wherever they are read from.
     """
 
     def __init__(
@@ -76,10 +79,10 @@ class ImageFolder(ImageData):
             if split == "train":
                 raise no_training(self.root)
             return None
-        size = self._wanted_size or common_size(next(iter(tree.splits.values())).paths[0])
-        if self._fits(tree, size):
+        size, crop_pct = self.preparation()
+        if crop_pct == 1 and self._fits(size):
             return self._decode(tree.splits[split], size)
-        if self._wanted_size is None:
+        if self._given_size is None:
             raise DataError(
                 f"the images of {self.root.absolute()} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
@@ -91,16 +94,27 @@ class ImageFolder(ImageData):
             channels=self._wanted_chans,
             size=size,
             augment=self.augment,
+            crop_pct=crop_pct,
             training=split == "train",
         )
+
+    def preparation(self) -> tuple[int, float]:
+        first = next(iter(self._listing().splits.values())).paths[0]
+        size = self._given_size or common_size(first)
+        said = crop_of(self._state or {})
+        return size, said or (1.0 if self._fits(size) else CENTRE)
+
+    @property
+    def _given_size(self) -> int | None:
+        return self._wanted_size or (self._state or {}).get("image_size")
 
     def _listing(self) -> Tree:
         if self._tree is None:
             self._tree = scan(self.root)
         return self._tree
 
-    def _fits(self, tree: Tree, size: int) -> bool:
-        images = sum(len(files.paths) for files in tree.splits.values())
+    def _fits(self, size: int) -> bool:
+        images = sum(len(files.paths) for files in self._listing().splits.values())
         return images * self._wanted_chans * size * size <= self.cache_bytes
 
     def _decode(self, files: Files, size: int) -> TensorImages:
@@ -108,10 +122,9 @@ class ImageFolder(ImageData):
             files.paths,
             channels=self._wanted_chans,
             size=size,
-            resize=self._wanted_size is not None,
+            resize=self._given_size is not None,
         )
-        assert self._tree is not None, "read() lists the files first"
-        return TensorImages(images, torch.tensor(files.labels), classes=self._tree.classes)
+        return TensorImages(images, torch.tensor(files.labels), classes=self._listing().classes)
 
     def _no_test(self) -> str:
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"

@@ -7,6 +7,7 @@ evaluation a resize of the shorter side to 256/224 of the crop, and its centre.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,10 +17,12 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from revzoo.data.augment import Augment
-from revzoo.data.decode import open_image
+from revzoo.data.decode import CENTRE, open_image, square_bytes
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
 from revzoo.data.order import mixed, seeded
+
+Transform = Callable[[Image.Image], Tensor]
 
 _SAMPLE = 1000  # images, evenly spaced, that the pixel statistics are measured on
 
@@ -34,6 +37,7 @@ class FileImages(Dataset[Batch]):
         size: side in pixels of what is returned.
         augment: what training images are subject to; a ``crop_padding`` of 0 switches random crops
             off.
+        crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.
     """
 
@@ -48,10 +52,13 @@ class FileImages(Dataset[Batch]):
         channels: int,
         size: int,
         augment: Augment,
+        crop_pct: float = CENTRE,
         training: bool = False,
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment
-        self._transform = _training(size, augment) if training else evaluation(size)
+        self._crop_pct = crop_pct
+        evaluated: Transform = partial(square_bytes, size=size, crop_pct=crop_pct)
+        self._transform = _training(size, augment, evaluated) if training else evaluated
         self._training = training
         # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
@@ -103,24 +110,18 @@ class FileImages(Dataset[Batch]):
             channels=self._channels,
             size=self._size,
             augment=self._augment,
+            crop_pct=self._crop_pct,
             training=training,
         )
 
 
-def _training(size: int, augment: Augment) -> Callable[[Image.Image], Tensor]:
+def _training(size: int, augment: Augment, evaluated: Transform) -> Transform:
     steps: list[Any] = [v2.PILToTensor()]
     if augment.padding(size):
         scale = (augment.crop_scale, 1.0)
         steps.insert(0, v2.RandomResizedCrop(size, scale=scale, antialias=True))
     else:
-        steps = [evaluation(size)]
+        steps = [evaluated]
     if augment.flip:
         steps.append(v2.RandomHorizontalFlip())
     return v2.Compose(steps)
-
-
-def evaluation(size: int) -> Callable[[Image.Image], Tensor]:
-    """How an image is brought to bytes (C, size, size) where nothing is drawn at random."""
-    return v2.Compose(
-        [v2.Resize(round(size * 256 / 224), antialias=True), v2.CenterCrop(size), v2.PILToTensor()]
-    )

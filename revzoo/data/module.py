@@ -11,10 +11,11 @@ The rules, for every set:
 2. The test split is read by ``setup("test")`` or ``setup("predict")`` and used by nothing else.
 3. Only batches of the training loop are augmented.
 4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
-   the number of the batch (``order.py``): what was drawn before does not matter.
+   the number of the batch (``order.py``): what was drawn before does not matter. Each training
+   takes the seed anew, unless it goes on from a checkpoint.
 5. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
-   names, so that it is evaluated with the numbers it was trained with, and refused on other
-   classes.
+   names and how images were cut to size, so that it is evaluated on what it was trained on, and
+   refused on other classes.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
@@ -32,14 +33,16 @@ from torch.utils.data import DataLoader
 from revzoo.data.augment import Augment
 from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
-from revzoo.data.images import Batch, ImageSet, as_is
+from revzoo.data.images import Batch, ImageSet
+from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
-from revzoo.data.options import check_at_least
-from revzoo.data.order import EpochSampler, TrainLoader, mixed, seeded
+from revzoo.data.options import check_at_least, check_share
+from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.workers import available_cpus
+from revzoo.data.state import normalisation_for
 
 Split = Literal["train", "val", "test"]
+_EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
 
 
 class ImageData(pl.LightningDataModule, ABC):
@@ -82,6 +85,7 @@ class ImageData(pl.LightningDataModule, ABC):
     in_chans: int
     image_size: int
     normalisation: Normalisation
+    _measured: Normalisation
 
     def __init__(
         self,
@@ -97,10 +101,7 @@ class ImageData(pl.LightningDataModule, ABC):
         check_at_least("batch_size", batch_size, 1)
         check_at_least("eval_batch_size", eval_batch_size, 1)
         check_at_least("num_workers", num_workers or 0, 0)
-        if not 0 < val_fraction < 1:
-            raise ValueError(
-                f"val_fraction is {val_fraction}: expected a share, 0 < val_fraction < 1"
-            )
+        check_share("val_fraction", val_fraction)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers
@@ -108,10 +109,11 @@ class ImageData(pl.LightningDataModule, ABC):
         self.split_seed = split_seed
         self.augment = Augment.of(augment)
         self._order_seed: int | None = None
-        self._train: ImageSet | None = None
-        self._val: ImageSet | None = None
-        self._test: ImageSet | None = None
+        self._sets: dict[Split, ImageSet] = {}
         self._state: dict[str, Any] | None = None
+        self._stage: str | None = None
+        self._prepared: tuple[int | None, float] | None = None
+        self._ended = False
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
@@ -121,6 +123,14 @@ class ImageData(pl.LightningDataModule, ABC):
             DataError: it is missing or damaged.
         """
 
+    def preparation(self) -> tuple[int | None, float]:
+        """How images are brought to one size when they are read, by ``decode.to_square``.
+
+        Returns:
+            Their side in pixels, None for the one they have; and ``crop_pct``.
+        """
+        return None, 1.0
+
     @property
     def num_classes(self) -> int:
         """Number of classes, after ``setup("fit")``."""
@@ -129,8 +139,7 @@ class ImageData(pl.LightningDataModule, ABC):
     @property
     def train_count(self) -> int:
         """Number of training images, without those held back, after ``setup("fit")``."""
-        assert self._train is not None, "setup() comes first"
-        return len(self._train)
+        return len(self._images("train"))
 
     @property
     def has_test(self) -> bool:
@@ -146,66 +155,77 @@ class ImageData(pl.LightningDataModule, ABC):
         Raises:
             DataError: data is missing, damaged, too small to be split, or of other classes.
         """
-        if self._train is None and not (self._state and self._setup_alone(stage)):
-            self._setup_training()
-        if stage in ("test", "predict") and self._test is None:
-            self._test = self.read("test")
+        self._stage = stage
+        if stage == "fit" and self._ended:
+            self._forget_run()
+        if self._prepared != (prepared := self.preparation()):  # since then, a checkpoint spoke
+            self._sets = {}
+            self._prepared = prepared
+        own = self._read_once(_EVALUATED[stage]) if stage in _EVALUATED else None
+        if "train" not in self._sets:
+            if self._state and own is not None:
+                self._describe(own)
+            else:
+                self._setup_training()
         if self._state:
             self._take_state(self._state)
 
-    def _setup_alone(self, stage: str | None) -> bool:
-        """Read what ``stage`` evaluates; whether there is such a split, of its own."""
-        own = None
-        if stage == "validate":
-            own = self._val = self._val or self.read("val")
-        elif stage in ("test", "predict"):
-            own = self._test = self._test or self.read("test")
-        if own is not None:
-            self._describe(own)
-        return own is not None
+    def _read_once(self, split: Split) -> ImageSet | None:
+        if split not in self._sets and (images := self.read(split)) is not None:
+            self._sets = {**self._sets, split: images}  # another dict: copies share the first
+        return self._sets.get(split)
+
+    def _images(self, split: Split) -> ImageSet:
+        assert split in self._sets, "setup() comes first"
+        return self._sets[split]
 
     def _setup_training(self) -> None:
         source = self.read("train")
         assert source is not None, "every set has training images"
         self._describe(source)
-        self.normalisation = Normalisation.measure(source.sample())
-        val = self.read("val")
+        self.normalisation = self._measured = Normalisation.measure(source.sample())
+        val = self._read_once("val")
         if val is None:
             source, val = hold_back(source, self.val_fraction, self.split_seed)
-        self._train, self._val = source, val
+        self._sets = {**self._sets, "train": source, "val": val}
 
     def _describe(self, images: ImageSet) -> None:
         self.classes, self.in_chans = images.classes, images.in_chans
         self.image_size = images.image_size
 
+    def teardown(self, stage: str) -> None:
+        self._ended = True
+
+    def on_exception(self, exception: BaseException) -> None:
+        self._ended = True
+
+    def _forget_run(self) -> None:
+        """As if none had been before; not when it ends, as evaluations of it may follow."""
+        if self._state is not None and "train" in self._sets:
+            self.normalisation = self._measured
+        self._state = self._order_seed = None
+        self._ended = False
+
     def train_dataloader(self) -> DataLoader[Batch]:
-        assert self._train is not None, "setup() comes first"
-        trainer: Any = self.trainer
-        processes = trainer.world_size if trainer is not None else 1
-        share = len(self._train) // processes
-        if share < self.batch_size:
-            raise DataError(
-                f"batch_size={self.batch_size} is more than the {share} training images of each "
-                f"process: set data.batch_size to at most {share}"
-            )
-        overfits = trainer is not None and trainer.overfit_batches  # the same few in every epoch
-        sampler = None if overfits else self._sampler(self._train)
-        loader = TrainLoader(
-            **self._options(self._train, self.batch_size), sampler=sampler, drop_last=True
+        images, trainer = self._images("train"), self.trainer
+        if self._order_seed is None:  # else from the checkpoint of the run that goes on
+            seed = torch.initial_seed()
+            self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
+        return train_loader(
+            images,
+            batch_size=self.batch_size,
+            workers=self.num_workers,
+            seed=self._order_seed,
+            trainer=trainer,
         )
-        if trainer is not None:
-            progress = trainer.fit_loop.epoch_loop.batch_progress
-            loader.first_batch = lambda: progress.current.ready
-        return loader
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        assert self._val is not None, "setup() comes first"
-        return DataLoader(**self._options(self._val, self.eval_batch_size))
+        return self._evaluated("val")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        if self._test is None:
+        if "test" not in self._sets:
             raise DataError(self._no_test())
-        return DataLoader(**self._options(self._test, self.eval_batch_size))
+        return self._evaluated("test")
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         return self.test_dataloader()
@@ -213,31 +233,14 @@ class ImageData(pl.LightningDataModule, ABC):
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
 
-    def _sampler(self, images: ImageSet) -> EpochSampler:
-        trainer = self.trainer
-        if self._order_seed is None:  # else from the checkpoint of the run that goes on
-            seed = torch.initial_seed()
-            self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
-        processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
-        return EpochSampler(len(images), seed=self._order_seed, processes=processes, rank=rank)
-
-    def _options(self, images: ImageSet, batch_size: int) -> dict[str, Any]:
-        workers = self.num_workers
-        if workers is None:
-            workers = 0 if images.in_memory else min(8, available_cpus())
-        return {
-            "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
-            "batch_size": batch_size,
-            "num_workers": workers,
-            "persistent_workers": workers > 0,
-            "pin_memory": torch.cuda.is_available(),
-            "collate_fn": as_is,
-            "generator": torch.Generator(),  # seeds workers: the global one is the model's
-        }
+    def _evaluated(self, split: Split) -> DataLoader[Batch]:
+        images, size = self._images(split), self.eval_batch_size
+        return eval_loader(images, batch_size=size, workers=self.num_workers)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
-        if training and not (self._train is not None and self._train.augments_itself):
+        train = self._sets.get("train")
+        if training and not (train is not None and train.augments_itself):
             images = self.augment(images)
         return self.normalisation(images)
 
@@ -249,7 +252,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert self.trainer is not None, "Lightning calls this hook"
         images, labels = batch
         if self.trainer.training:
-            with seeded(self._batch_seed()):
+            with seeded(batch_seed(self._order_seed or 0, self.trainer)):
                 images = self.transform(images, training=True)
                 images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)
         else:
@@ -257,13 +260,6 @@ class ImageData(pl.LightningDataModule, ABC):
         # Lightning converts floats to the run's precision before the transfer; these were bytes.
         images = self.trainer.precision_plugin.convert_input(images)
         return images, labels.to(images.dtype) if labels.is_floating_point() else labels
-
-    def _batch_seed(self) -> int:
-        trainer = self.trainer
-        assert trainer is not None
-        batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        seed = self._order_seed or 0
-        return mixed(seed, trainer.current_epoch, batch, trainer.global_rank)
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:
@@ -274,27 +270,30 @@ class ImageData(pl.LightningDataModule, ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
+        assert self._prepared is not None, "setup() comes first"
         return {
             "classes": list(self.classes),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,
             "in_chans": self.in_chans,
-            "in_memory": self._train is None or self._train.in_memory,
+            "crop_pct": self._prepared[1],
             "order_seed": self._order_seed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take what a checkpoint says of the data, at once or, before ``setup``, with it.
 
+        Once a trainer's run has ended, its next training begins without it.
+
         Raises:
             DataError: the data have other classes.
         """
-        self._state = state_dict
+        self._state, self._ended = state_dict, False
         if hasattr(self, "classes"):
-            self._take_state(state_dict)
+            self.setup(self._stage)
 
     def _take_state(self, state: Mapping[str, Any]) -> None:
         check_same_classes(state["classes"], self.classes)
-        self.normalisation = Normalisation(**state["normalisation"])
+        self.normalisation = Normalisation(**normalisation_for(state, self.pixel_max))
         self._order_seed = state.get("order_seed")

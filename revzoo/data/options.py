@@ -25,3 +25,13 @@ def check_at_least(name: str, value: int, least: int) -> None:
     """
     if not isinstance(value, int) or value < least:
         raise ValueError(f"{name} is {value}: expected a whole number >= {least}")
+
+
+def check_share(name: str, value: float) -> None:
+    """Refuse anything but a number between 0 and 1, these excluded.
+
+    Raises:
+        ValueError: naming the option, what was given, and what is expected.
+    """
+    if not 0 < value < 1:
+        raise ValueError(f"{name} is {value}: expected a share, 0 < {name} < 1")

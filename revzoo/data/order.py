@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -26,6 +27,12 @@ from revzoo.data.images import Batch, ImageSet
 def mixed(*numbers: int) -> int:
     """A seed below 2**63 from whole numbers >= 0; other numbers or another order: another seed."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def batch_seed(seed: int, trainer: pl.Trainer) -> int:
+    """The seed of the batch that this process of ``trainer`` trains on, in a run of ``seed``."""
+    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    return mixed(seed, trainer.current_epoch, batch, trainer.global_rank)
 
 
 @contextmanager

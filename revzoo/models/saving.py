@@ -19,7 +19,7 @@ from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 from revzoo.weights.writing import write_atomically
 
 # what stays true of weights when a network made from them is trained on
-_INHERITED = ("classes", "mean", "std")
+_INHERITED = ("classes", "mean", "std", "crop_pct")
 
 
 def save_pretrained(network: ImageNetwork, folder: Path, **facts: Any) -> WeightsEntry:
@@ -29,8 +29,9 @@ def save_pretrained(network: ImageNetwork, folder: Path, **facts: Any) -> Weight
         network: made by ``create_model``.
         folder: made if need be; files of these names in it are replaced.
         facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`: ``license``, ``recipe``,
-            ``metrics`` and so on. ``classes``, ``mean`` and ``std`` are those of the weights that
-            the network was created with, unless given; ``input_size`` the architecture's.
+            ``metrics`` and so on. ``classes``, ``mean``, ``std`` and ``crop_pct`` are those of the
+            weights that the network was created with, unless given; ``input_size`` is the
+            architecture's.
 
     Raises:
         EntryError: a fact is none or not valid, or the network was not made by ``create_model``;

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from revzoo.data.state import crop_of, normalisation_for
 from revzoo.models import create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import MODELS
@@ -41,20 +42,10 @@ class Restored:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an entry of these weights would say of their data."""
-        return data_facts(self.data_state)
-
-    def state_for(self, pixel_max: int) -> dict[str, Any]:
-        """What a data module takes by ``load_state_dict`` whose stored pixels end at ``pixel_max``.
-
-        The numbers of a checkpoint are those of the pixels as its data stored them; an entry's are
-        of pixels in [0, 1].
-        """
-        if self.data_state.get("pixel_max") != UNIT:
-            return self.data_state
-        kept = self.data_state["normalisation"]
-        scaled = {name: [value * pixel_max for value in kept[name]] for name in ("mean", "std")}
-        return {**self.data_state, "normalisation": scaled, "pixel_max": pixel_max}
+        """What an entry of these weights would say of their data: of pixels in [0, 1]."""
+        kept = normalisation_for(self.data_state, UNIT)
+        facts = {name: tuple(values) for name, values in kept.items()}
+        return {**facts, "classes": tuple(self.classes), "crop_pct": crop_of(self.data_state)}
 
 
 def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
@@ -110,15 +101,9 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
     normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
     classes = list(entry.classes)
     data = {"classes": classes, "pixel_max": UNIT, "normalisation": normalisation}
+    data |= {"image_size": entry.input_size[-1], "crop_pct": entry.crop_pct}
     module = Classifier(model).eval()
     return Restored(module, classes, data, entry.input_size[-1], entry.in_chans)
-
-
-def data_facts(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Class names, and the normalisation of pixels in [0, 1], from the state of a data module."""
-    scale, kept = state.get("pixel_max", 255), state["normalisation"]
-    facts = {key: tuple(value / scale for value in kept[key]) for key in ("mean", "std")}
-    return {**facts, "classes": tuple(state["classes"])}
 
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ def _body(entry: WeightsEntry, source: str) -> Iterator[str]:
     facts = {
         "Mean of pixels in [0, 1]": entry.mean and _numbers(entry.mean),
         "Standard deviation": entry.std and _numbers(entry.std),
+        "Centre crop, share of the shorter side": entry.crop_pct,
         "Classes": entry.classes and ", ".join(entry.classes),
         "Options": entry.options and f"`{json.dumps(dict(entry.options))}`",
         "Licence": entry.license,

@@ -39,6 +39,8 @@ class WeightsEntry:
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
+        crop_pct: share of the shorter side that is cut out of the middle of an image, to be
+            evaluated, when it was resized to ``input_size / crop_pct``; 1 where all of it is kept.
         license: SPDX identifier of the weights' licence.
         recipe: the exact command that trained them.
         metrics: measured figures by name, in parts of one.
@@ -61,6 +63,7 @@ class WeightsEntry:
     classes: tuple[str, ...] | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    crop_pct: float | None = None
     license: str | None = None
     recipe: str | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -130,6 +133,9 @@ class WeightsEntry:
                 len(values) != self.in_chans or not all(map(_is_number, values))
             ):
                 yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
+        crop = self.crop_pct
+        if crop is not None and not (_is_number(crop) and 0 < crop <= 1):
+            yield f"crop_pct={crop!r}, expected a share above 0, up to 1"
 
 
 def read_entry(path: Path) -> WeightsEntry:

@@ -18,6 +18,7 @@ from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import train
 from revzoo.data import Digits
+from revzoo.data.state import normalisation_for
 from revzoo.models import create_model
 from revzoo.models.exporting import FORMATS
 from revzoo.training.checkpoints import read_checkpoint, write_checkpoint
@@ -43,17 +44,18 @@ def config(*overrides: str) -> dict[str, Any]:
 
 
 def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
-    """Test digits as image files, in class folders of these names; train/ and test/ alike."""
+    """Test digits as files of 8 bits, in class folders of these names; train/ and test/ alike."""
     data = Digits()
     data.setup("test")
-    assert data._test is not None
+    images = data.test_dataloader().dataset
     for split in ("train", "test"):
         for label, name in enumerate(classes):
             (root / split / name).mkdir(parents=True)
-            chosen = (data._test.labels == label).nonzero().flatten()[:count].tolist()
+            chosen = (images.labels == label).nonzero().flatten()[:count].tolist()
             for index in chosen:
-                pixels = data._test.__getitems__([index])[0][0, 0].numpy()
-                Image.fromarray(pixels).save(root / split / name / f"{index:03d}.png")
+                pixels = images.__getitems__([index])[0][0, 0].numpy() * (255 / data.pixel_max)
+                image = Image.fromarray(pixels.round().astype(np.uint8))
+                image.save(root / split / name / f"{index:03d}.png")
     return root
 
 
@@ -112,13 +114,12 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
     data = Digits()
     data.setup("test")
     module = restore(run[0]).module
-    first = sorted((root / "test").rglob("*.png"))[0]
-    pixels = torch.from_numpy(np.array(Image.open(first)))[None, None]
-    with torch.no_grad():
-        expected = module(data.transform(pixels, training=False)).softmax(1)[0]
-    ((_, classes),) = predict(restore(run[0]), [first])
-    for name, probability in classes.items():
-        assert probability == pytest.approx(float(expected[int(name)]), rel=1e-5)
+    for path, classes in predict(restore(run[0]), [root / "test"]):
+        stored = torch.from_numpy(np.array(Image.open(path))) * (data.pixel_max / 255)
+        with torch.no_grad():
+            expected = module(data.transform(stored[None, None], training=False)).softmax(1)[0]
+        for name, probability in classes.items():
+            assert probability == pytest.approx(float(expected[int(name)]), rel=1e-4)
 
 
 def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
@@ -243,9 +244,6 @@ def test_shipped_weights_reproduce_their_figures(
 def test_weights_are_given_pixels_as_in_training(tmp_path: Path) -> None:
     """Files hold 0 to 255 where the digits hold 0 to 16: an entry's numbers are of neither."""
     root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=3)
-    for path in root.rglob("*.png"):
-        pixels = np.array(Image.open(path)).astype(float) * 255 / 16
-        Image.fromarray(pixels.round().astype(np.uint8)).save(path)
     data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1"]
     figures = evaluate(config(f"ckpt={ENTRY.name}", *data))
     assert figures["test/acc"] > 0.9
@@ -311,8 +309,8 @@ def test_a_run_is_exported_with_its_classes(
     if kind == "safetensors":
         again = restore(path)
         assert again.classes == data.classes
-        state = again.state_for(data.pixel_max)["normalisation"]
-        assert state["mean"] == pytest.approx(data.normalisation.state_dict()["mean"])
+        numbers = normalisation_for(again.data_state, data.pixel_max)
+        assert numbers["mean"] == pytest.approx(data.normalisation.state_dict()["mean"])
 
 
 def test_a_name_is_exported(

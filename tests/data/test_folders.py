@@ -45,6 +45,13 @@ def test_no_class_folders(tmp_path: Path) -> None:
         scan(tmp_path)
 
 
+@pytest.mark.parametrize("split", ["train", "test"])
+def test_one_class_is_no_choice(make_folder: MakeFolder, split: str) -> None:
+    root = make_folder({split: {"cat": 2}})
+    with pytest.raises(DataError, match=rf"only one class folder, cat, in .*/{split}: .* at least"):
+        scan(root)
+
+
 def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
     root = make_folder({"train": {"cat": 2, "dog": 0}})
     with pytest.raises(DataError, match=r"no images in .*/train/dog: put images there"):
@@ -55,4 +62,10 @@ def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
 def test_splits_must_agree_on_their_classes(make_folder: MakeFolder, split: str) -> None:
     root = make_folder({"train": {"ant": 1, "cat": 1}, split: {"cat": 1, "dog": 1}})
     with pytest.raises(DataError, match=f"missing from {split}: ant; only in {split}: dog"):
+        scan(root)
+
+
+def test_a_split_with_one_of_the_classes_is_told_what_it_lacks(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
+    with pytest.raises(DataError, match="missing from test: ant; only in test: none"):
         scan(root)

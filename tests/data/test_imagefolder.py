@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from small_images import image_folder
 
 from revzoo.data import DataError, ImageFolder
 from revzoo.data.images import TensorImages
@@ -124,7 +125,7 @@ def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
 def test_workers_load_large_sets_and_none_loads_small_ones(
     make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.data.module.available_cpus", lambda: 1)
+    monkeypatch.setattr("revzoo.data.loaders.available_cpus", lambda: 1)
     root = make_folder({"train": _TWO})
     assert _ready(root, num_workers=None).train_dataloader().num_workers == 0
     lazy = _ready(root, num_workers=None, image_size=8, cache_bytes=0)
@@ -170,6 +171,62 @@ def test_what_a_checkpoint_says_spares_the_training_images(
         data.setup("fit")
     with pytest.raises(DataError, match=r"no folder .*/train"):
         ImageFolder(data.root, **options).setup(stage)  # nothing says the normalisation
+
+
+def _test_pixels(data: ImageFolder) -> torch.Tensor:
+    data.setup("test")
+    return torch.cat([images for images, _ in data.test_dataloader()])
+
+
+@pytest.mark.parametrize("crop_pct", [1.0, 224 / 256])
+def test_a_split_alone_is_cut_as_in_training(tmp_path: Path, crop_pct: float) -> None:
+    """A part of a set fits into memory where the whole of it does not, and the other way round."""
+    root, one_split = image_folder(tmp_path / "a", side=12), 40 * 3 * 8 * 8
+    in_memory = crop_pct == 1
+    whole = _ready(root, image_size=8, cache_bytes=(2 if in_memory else 1) * one_split)
+    expected, state = _test_pixels(whole), whole.state_dict()
+    assert state["crop_pct"] == crop_pct
+    shutil.rmtree(root / "train")
+    for cache_bytes in (0, one_split):
+        data = ImageFolder(root, image_size=8, cache_bytes=cache_bytes, num_workers=0)
+        data.load_state_dict(state)
+        assert torch.equal(_test_pixels(data), expected)
+        assert data.state_dict() == state
+
+
+def test_images_are_read_again_where_a_checkpoint_asks_for_others(tmp_path: Path) -> None:
+    """Lightning hands a checkpoint's state over after ``setup``."""
+    root = image_folder(tmp_path / "a", side=12)
+    files = _ready(root, image_size=8, cache_bytes=0)
+    data = ImageFolder(root, num_workers=0)
+    assert _test_pixels(data).shape == (40, 3, 12, 12)
+    data.load_state_dict(files.state_dict())
+    (found, _), *_ = data.test_dataloader()
+    assert torch.equal(found, _test_pixels(files))
+    read = data.test_dataloader().dataset
+    data.load_state_dict(files.state_dict())
+    assert data.test_dataloader().dataset is read, "once, if nothing is new"
+
+
+def test_a_checkpoint_says_the_size_where_none_is_given(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "a", side=12)
+    state = _ready(root, image_size=8).state_dict()
+    for given, expected in ((None, 8), (10, 10)):
+        data = ImageFolder(root, image_size=given, num_workers=0)
+        data.load_state_dict(state)
+        assert _test_pixels(data).shape == (40, 3, expected, expected)
+        assert data.image_size == expected
+
+
+def test_checkpoints_from_before_the_crop_was_named_are_cut_as_they_were(tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "a", side=12)
+    for cache_bytes, in_memory in ((0, False), (2**30, True)):
+        whole = _ready(root, image_size=8, cache_bytes=cache_bytes)
+        state = {**whole.state_dict(), "in_memory": in_memory}
+        del state["crop_pct"]
+        data = ImageFolder(root, image_size=8, num_workers=0)
+        data.load_state_dict(state)
+        assert torch.equal(_test_pixels(data), _test_pixels(whole))
 
 
 def test_what_a_checkpoint_says_of_other_classes_is_refused(make_folder: MakeFolder) -> None:

@@ -53,8 +53,9 @@ def test_training_images_are_cropped_at_random_and_evaluation_images_are_not(roo
 
 def test_crops_show_at_least_the_wanted_part_of_an_image(tmp_path: Path) -> None:
     ramp = np.repeat(np.arange(200, dtype=np.uint8)[None], 200, axis=0)
-    (tmp_path / "train" / "a").mkdir(parents=True)
-    Image.fromarray(ramp).convert("RGB").save(tmp_path / "train" / "a" / "0.png")
+    for name in ("a", "b"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.fromarray(ramp).convert("RGB").save(tmp_path / "train" / name / "0.png")
 
     def narrowest(crop_scale: float) -> int:
         data = _set(tmp_path, Augment(crop_scale=crop_scale, flip=False), training=True)

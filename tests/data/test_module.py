@@ -220,6 +220,89 @@ def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Pa
         _trainer(tmp_path).test(model, other, ckpt_path=path, verbose=False, weights_only=True)
 
 
+def _fit(path: Path, data: ImageData, seed: int, model: Recorder | None = None) -> Tensor:
+    """The training images of two batches, as they reach the model."""
+    model = model or Recorder()
+    pl.seed_everything(seed, verbose=False)
+    _trainer(path, limit_train_batches=2, limit_val_batches=0).fit(model, data)
+    return _stack(model.batches["train"])
+
+
+def test_each_training_takes_its_seed_anew(tmp_path: Path) -> None:
+    data = Digits()
+    first, second, third = (_fit(tmp_path, data, seed) for seed in (0, 1, 0))
+    assert torch.equal(second, _fit(tmp_path, Digits(), 1))
+    assert torch.equal(third, first)
+    assert not torch.equal(second, first)
+
+
+def test_a_training_that_failed_hands_nothing_on(tmp_path: Path) -> None:
+    class Fails(Recorder):
+        def on_train_batch_end(self, *args: Any) -> None:
+            raise ArithmeticError
+
+    data = Digits()
+    with pytest.raises(ArithmeticError):
+        _fit(tmp_path, data, 0, Fails())
+    assert torch.equal(_fit(tmp_path, data, 1), _fit(tmp_path, Digits(), 1))
+
+
+def test_a_checkpoint_that_was_evaluated_is_no_part_of_the_next_training(tmp_path: Path) -> None:
+    trainer = _trainer(tmp_path, limit_train_batches=1, limit_val_batches=0)
+    trainer.fit(Recorder(), other := Digits())
+    other.normalisation.mean += 1
+    trainer.save_checkpoint(path := tmp_path / "other.ckpt")
+    data = Digits()
+    data.setup("fit")
+    for _ in range(2):  # before and after a training
+        expected = data.normalisation.mean.clone()
+        options: dict[str, Any] = {"ckpt_path": path, "verbose": False, "weights_only": True}
+        _trainer(tmp_path).validate(Recorder(), data, **options)
+        assert torch.equal(data.normalisation.mean, expected + 1)
+        assert torch.equal(_fit(tmp_path, data, 1), _fit(tmp_path, Digits(), 1))
+        assert torch.equal(data.normalisation.mean, expected)
+
+
+def test_a_run_that_goes_on_keeps_what_its_checkpoint_says(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 0}
+    pl.seed_everything(0, verbose=False)
+    trainer = _trainer(tmp_path, max_epochs=2, **options)
+    trainer.fit(whole := Recorder(), data := Digits())
+    pl.seed_everything(0, verbose=False)
+    trainer = _trainer(tmp_path, max_epochs=1, **options)
+    trainer.fit(Recorder(), data)
+    trainer.save_checkpoint(path := tmp_path / "run.ckpt")
+    pl.seed_everything(5, verbose=False)
+    trainer, model = _trainer(tmp_path, max_epochs=2, **options), Recorder()
+    trainer.fit(model, data, ckpt_path=path, weights_only=True)
+    assert torch.equal(_stack(model.batches["train"]), _stack(whole.batches["train"][2:]))
+    state = {**data.state_dict(), "normalisation": {"mean": [5.0], "std": [6.0]}}
+    own = Digits()  # for a loop of one's own
+    own.load_state_dict(state)
+    own.setup("fit")
+    own.setup("test")
+    assert own.state_dict() == state
+
+
+def test_what_a_checkpoint_says_of_pixels_is_put_into_the_datas_own_unit() -> None:
+    class Bytes(Digits):
+        pixel_max = 255
+
+    digits, data = Digits(), Bytes()
+    digits.setup("fit")
+    data.load_state_dict(digits.state_dict())
+    data.setup("test")
+    pixels, _ = next(iter(data.test_dataloader()))
+    expected = digits.transform(pixels, training=False)
+    found = data.transform(pixels * (255 / 16), training=False)
+    assert torch.allclose(found, expected, atol=1e-5)
+    assert data.state_dict()["pixel_max"] == 255
+    again = Digits()
+    again.setup("test")
+    again.load_state_dict(digits.state_dict())
+    assert again.state_dict() == digits.state_dict(), "bit for bit where the unit is the same"
+
+
 def test_each_of_two_processes_gets_its_own_half(tmp_path: Path) -> None:
     class Halves(Recorder):
         def on_train_epoch_end(self) -> None:
