@@ -30,6 +30,8 @@ from revzoo.training.processes import is_first_process
 from revzoo.training.restore import Restored, restore
 from revzoo.training.spec import check_names
 
+log = logging.getLogger(__name__)
+
 SPLITS = ("test", "val")
 KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
 
@@ -49,6 +51,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     restored = restore(config["ckpt"])
     data_config = config.get("data") or recorded_data(config["ckpt"])
     check_data(data_config)
+    if config["split"] == "val":
+        check_held_back(config["ckpt"], data_config)
     if config["batch_size"] is not None:
         data_config = {**data_config, "eval_batch_size": config["batch_size"]}
     apply_precision(config["precision"])
@@ -111,6 +115,32 @@ def recorded_data(checkpoint: str) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ConfigError(f"{run_dir / CONFIG_FILE} names no data: give data=NAME")
     return data
+
+
+def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
+    """Refuse a validation split that is not the one its training has held back.
+
+    Weights that do not lie in the folder of a run do not say which that was: then it is a warning.
+
+    Raises:
+        ConfigError: naming the option that differs.
+    """
+    try:
+        trained = recorded_data(checkpoint)
+    except ConfigError:
+        log.warning(
+            "%s does not say which images were held back from its training: unless the data have "
+            "a validation split of their own, some of it may have been trained on",
+            checkpoint,
+        )
+        return
+    differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
+    if data["_target_"] == trained.get("_target_") and differing:
+        was = " ".join(f"data.{key}={trained.get(key)}" for key in differing)
+        raise ConfigError(
+            f"the run has held back its validation images with {was}; another split has images "
+            f"that it was trained on: give {was}"
+        )
 
 
 def _check_images(restored: Restored, *, in_chans: int) -> None:

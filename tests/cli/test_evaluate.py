@@ -13,7 +13,7 @@ from PIL import Image
 
 from revzoo.cli.evaluate import evaluate, main
 from revzoo.cli.main import main as revzoo_main
-from revzoo.cli.overrides import compose_checked, to_plain
+from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import train
@@ -120,6 +120,21 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
             expected = module(data.transform(stored[None, None], training=False)).softmax(1)[0]
         for name, probability in classes.items():
             assert probability == pytest.approx(float(expected[int(name)]), rel=1e-4)
+
+
+def test_a_validation_split_with_training_images_is_refused(run: Any) -> None:
+    given = config(f"ckpt={run[0]}", "split=val", "data=digits", "data.val_fraction=0.2")
+    with pytest.raises(ConfigError, match=r"with data\.val_fraction=0\.1; .* give data\.val_fr"):
+        evaluate(given)
+
+
+def test_weights_that_do_not_say_what_was_held_back_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for split, warned in (("test", False), ("val", True)):
+        caplog.clear()
+        evaluate(config("ckpt=irevnet13.digits", "data=digits", f"split={split}"))
+        assert ("does not say which images were held back" in caplog.text) == warned
 
 
 def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
