@@ -26,6 +26,7 @@ from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.finite import FiniteLoss
 from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
+from revzoo.training.last_step import LastStep
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.repeats import count_own
 from revzoo.training.run_state import RunState
@@ -142,8 +143,11 @@ class Classifier(pl.LightningModule):
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """What every run needs, whoever made its trainer: to stop at NaN, and to go on exactly."""
-        return [FiniteLoss(), RunState()]
+        """What every run needs, whoever made its trainer.
+
+        To stop at NaN, to be validated at its end, and to go on exactly.
+        """
+        return [FiniteLoss(), LastStep(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics that gather an epoch's training figures, by name."""

@@ -56,6 +56,9 @@ class RunState(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
+        # where max_steps is given, Lightning 2.6 would go on from the end of an epoch by ending it
+        # again: its number is counted twice, and all later epochs draw other images
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None, "setup() comes first"

@@ -20,6 +20,7 @@ from revzoo.training.stop import GracefulStop, RunStopped
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs
+STEPS = {"max_epochs": -1, "max_steps": 10}
 SIGTERM = 15
 
 
@@ -109,6 +110,10 @@ def test_a_resumed_run_is_bit_equal(
         ({"val_check_interval": 2}, 1, 3),  # not before a validation in the middle of an epoch
         ({"ema": {"decay": 0.5}}, 5, 6),
         ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
+        # a run of so many steps, whose end is validated in the middle of an epoch
+        (STEPS, 5, 6),
+        (STEPS, 7, 4),  # in an epoch's last batch
+        (STEPS, 9, 8),  # in the last batch of all
     ],
 )
 def test_also_with_other_rhythms(
@@ -129,9 +134,13 @@ def test_also_with_other_rhythms(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_finished_run_has_its_figures_still(unbroken: Any, tmp_path: Path) -> None:
-    assert_same(fit(tmp_path), unbroken)
-    assert_same(fit(tmp_path, resume=True), unbroken)
+@pytest.mark.parametrize("options", [{}, STEPS])
+def test_a_finished_run_is_not_trained_on_and_has_its_figures_still(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    finished = fit(tmp_path, **options)
+    assert finished is not None
+    assert_same(fit(tmp_path, resume=True, **options), finished)
 
 
 def test_random_states_come_back() -> None:
