@@ -30,6 +30,7 @@ from revzoo.training.last_step import LastStep
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.repeats import count_own
 from revzoo.training.run_state import RunState
+from revzoo.training.schedules import ConstantSchedule, make_schedule
 
 Batch = tuple[Tensor, Tensor]
 
@@ -152,6 +153,12 @@ class Classifier(pl.LightningModule):
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics that gather an epoch's training figures, by name."""
         return {name: cast(Metric, metric) for name, metric in self._metrics_of("train").items()}
+
+    def planned_steps(self) -> float | None:
+        """Optimiser steps that the rates are laid out over; None where these are constant."""
+        if isinstance(make_schedule(self.optim.schedule), ConstantSchedule):
+            return None
+        return self.trainer.estimated_stepping_batches
 
     def configure_optimizers(self) -> Any:
         """SGD and its schedule, stepped every optimiser step, over the trainer's whole run.
