@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from revzoo.cli import train as train_module
 from revzoo.cli.lock import locked
@@ -26,6 +27,7 @@ SMALL = (
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=4",
     "logger=csv",
+    "callbacks.drift.every_n_steps=2",
 )
 TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
 
@@ -89,6 +91,30 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert sessions[0]["overrides"] == list(SMALL)
     assert sessions[0]["versions"]["torch"] == torch.__version__.split("+")[0]
     assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
+
+
+def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopsAtEpochEnd(GracefulStop):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.requested = 15
+            super().on_train_epoch_end(trainer, pl_module)
+
+    shown = [f"callbacks.{name}.every_n_epochs=1" for name in ("samples", "reconstructions")]
+    overrides = ("debug=smoke", "trainer=cpu", "model=irevnet13", "trainer.max_epochs=2", *shown)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsAtEpochEnd)
+        with pytest.raises(SystemExit):
+            train(compose(*overrides), run_dir=stopped)
+    go_on(stopped)
+    train(compose(*overrides), run_dir=whole)
+    assert rows(stopped) == rows(whole)
+    events = EventAccumulator(str(stopped / "tensorboard"))
+    events.Reload()
+    for tag in ("samples", "reconstructions"):
+        assert [image.step for image in events.Images(tag)] == [2, 5], tag
 
 
 def test_it_goes_on_from_the_state_before_a_damaged_one(
