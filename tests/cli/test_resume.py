@@ -127,15 +127,27 @@ def test_it_goes_on_from_the_state_before_a_damaged_one(
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
 
-def test_the_memory_mode_may_change(stopped: Path) -> None:
+def config_of(run_dir: Path) -> Any:
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
+    before = config_of(stopped)
     figures = go_on(stopped, "memory=store")
     assert "test/acc" in figures
-    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+    assert config_of(stopped) == {**before, "memory": {"mode": "store"}}
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["memory"]["mode"] == "store"
 
 
 def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
+    before = (stopped / "config.yaml").read_bytes()
     assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
-    assert "test/acc" in go_on(stopped, "precision=bf16", "--allow-precision-change")
+    assert (stopped / "config.yaml").read_bytes() == before
+    figures = go_on(stopped, "precision=bf16", "--allow-precision-change")
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
 
 
 @pytest.mark.parametrize(
@@ -212,7 +224,7 @@ def test_a_run_that_saved_nothing_begins_from_the_start(
     whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
     assert without_times(figures) == without_times(whole)
     assert rows(stopped) == rows(tmp_path / "whole")
-    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+    assert config_of(stopped) == config_of(tmp_path / "whole")
 
 
 def test_a_stop_before_anything_is_saved_says_so(
