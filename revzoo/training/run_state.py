@@ -106,8 +106,8 @@ class RunState(pl.Callback):
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), _process_count()
         if before != now:
             raise CheckpointError(
-                f"{path} is of a run by {before} processes, this run has {now}: give as many "
-                "(devices, num_nodes), as each goes on with its own images and random numbers"
+                f"{path} is of a run with devices * num_nodes = {before}, this run has {now}: give "
+                "as many, as each process goes on with its own images and random numbers"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
         if planned is not None and steps is not None and planned != steps:
