@@ -43,7 +43,12 @@ ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]
 TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
 LOOPS = ("revzoo-train", "bare loop with data", "bare step alone")
-FIRST_STEP = ("trainer.max_steps=1", "test=false", "callbacks.best_checkpoint=null")
+FIRST_STEP = (
+    "trainer.max_steps=1",
+    "trainer.limit_val_batches=0",
+    "test=false",
+    "callbacks.best_checkpoint=null",
+)
 
 
 class Times(NamedTuple):

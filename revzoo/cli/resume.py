@@ -3,7 +3,8 @@
 What a run computes is fixed by its ``config.yaml``; resumed on the CPU it ends with the weights and
 figures of a run that was never stopped, bit for bit. Two things may be changed: the memory mode,
 which does not change what is computed (``memory=invert``), and, where it is asked for in so many
-words, the precision (``precision=bf16 --allow-precision-change``).
+words, the precision (``precision=bf16 --allow-precision-change``). A change is written to
+``config.yaml``, for the next time.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration that a run was started with.
+    """The configuration of a run, as it was last gone on with.
 
     Raises:
         ConfigError: if there is none, or it is no YAML mapping.

@@ -146,8 +146,7 @@ def _train(
         data.setup("fit")
         module = build_module(config, data)
     if trainer.is_global_zero:
-        if not again:
-            write_config(config, run_dir)
+        write_config(config, run_dir)  # again, as what a resumed run changes is to stay
         record_session(run_dir, overrides=overrides, from_step=step or 0)
         data_name = type(data).__name__
         log.info("%s on %s, seed %d", config["model"]["name"], data_name, config["seed"])

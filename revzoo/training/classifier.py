@@ -26,9 +26,11 @@ from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoints import read_checkpoint
 from revzoo.training.finite import FiniteLoss
 from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
+from revzoo.training.last_step import LastStep
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.repeats import count_own
 from revzoo.training.run_state import RunState
+from revzoo.training.schedules import ConstantSchedule, make_schedule
 
 Batch = tuple[Tensor, Tensor]
 
@@ -142,12 +144,21 @@ class Classifier(pl.LightningModule):
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """What every run needs, whoever made its trainer: to stop at NaN, and to go on exactly."""
-        return [FiniteLoss(), RunState()]
+        """What every run needs, whoever made its trainer.
+
+        To stop at NaN, to be validated at its end, and to go on exactly.
+        """
+        return [FiniteLoss(), LastStep(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics that gather an epoch's training figures, by name."""
         return {name: cast(Metric, metric) for name, metric in self._metrics_of("train").items()}
+
+    def planned_steps(self) -> float | None:
+        """Optimiser steps that the rates are laid out over; None where these are constant."""
+        if isinstance(make_schedule(self.optim.schedule), ConstantSchedule):
+            return None
+        return self.trainer.estimated_stepping_batches
 
     def configure_optimizers(self) -> Any:
         """SGD and its schedule, stepped every optimiser step, over the trainer's whole run.

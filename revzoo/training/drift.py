@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytorch_lightning as pl
+from torch.optim import Optimizer
 
 from revzoo.core.guard import drift
 from revzoo.training.spec import check_whole
@@ -15,6 +14,7 @@ class DriftLogger(pl.Callback):
 
     Scalars ``drift/max`` and ``drift/PATH``, PATH being the step's place in the model; relative
     to the largest sampled value (see :mod:`revzoo.core.guard`). Steps that are stored have none.
+    They are logged at the optimiser step's number, counted from 0 as for Lightning's own figures.
 
     Args:
         every_n_steps: optimiser steps between two records.
@@ -27,11 +27,11 @@ class DriftLogger(pl.Callback):
         check_whole("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Hand the figures of the last backward pass to the loggers."""
-        if trainer.global_step % self.every_n_steps:
+        if (trainer.global_step + 1) % self.every_n_steps:
             return
         figures = drift(pl_module)
         if not figures:

@@ -19,7 +19,19 @@ FIGURES = {
 
 
 class EpochLog(pl.Callback):
-    """Log the figures of every epoch at level INFO, from the first process only."""
+    """Log the figures of every epoch at level INFO, from the first process only.
+
+    Those of a validation are in the line of the epoch that it came in.
+    """
+
+    def __init__(self) -> None:
+        self._validated = False
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = False
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         figures = trainer.callback_metrics  # in all processes: they gather the figures together
@@ -28,6 +40,6 @@ class EpochLog(pl.Callback):
         told = [
             f"{name.removeprefix('footprint/')} {form.format(float(figures[name]))}"
             for name, form in FIGURES.items()
-            if name in figures
+            if name in figures and (self._validated or not name.startswith("val/"))
         ]
         log.info("epoch %d: %s", trainer.current_epoch, ", ".join(told))

@@ -62,7 +62,11 @@ class Shown(pl.Callback, ABC):
 
     @abstractmethod
     def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
-        """Show what the last validation gave, after optimiser step ``step``: process 0 alone."""
+        """Show what the last validation gave, in process 0 alone.
+
+        ``step`` is the last optimiser step before it, counted from 0 as for the figures that
+        Lightning logs: what a run has shown before it is saved is kept when it goes on.
+        """
 
     def due(self, trainer: pl.Trainer) -> bool:
         """Whether validations of this epoch are shown."""
@@ -93,7 +97,7 @@ class Shown(pl.Callback, ABC):
         if not _watched(trainer):
             return
         self.gathered(trainer, pl_module)
-        self._step = trainer.global_step
+        self._step = trainer.global_step - 1
         if self.due(trainer):
             self._show(trainer, pl_module)
 
@@ -191,7 +195,7 @@ class Reconstructions(Shown):
         if found:
             back = torch.cat(found)
         else:
-            back, step = given_back(trainer, module.model, images), trainer.global_step
+            back, step = given_back(trainer, module.model, images), trainer.global_step - 1
         difference = (back - images).abs()
         error = float(difference.max() / images.abs().max())
         own = difference.flatten(1).amax(1) / images.abs().max()

@@ -10,6 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from revzoo.cli import train as train_module
 from revzoo.cli.lock import locked
@@ -26,6 +27,7 @@ SMALL = (
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=4",
     "logger=csv",
+    "callbacks.drift.every_n_steps=2",
 )
 TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
 
@@ -91,6 +93,30 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
+def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopsAtEpochEnd(GracefulStop):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.requested = 15
+            super().on_train_epoch_end(trainer, pl_module)
+
+    shown = [f"callbacks.{name}.every_n_epochs=1" for name in ("samples", "reconstructions")]
+    overrides = ("debug=smoke", "trainer=cpu", "model=irevnet13", "trainer.max_epochs=2", *shown)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsAtEpochEnd)
+        with pytest.raises(SystemExit):
+            train(compose(*overrides), run_dir=stopped)
+    go_on(stopped)
+    train(compose(*overrides), run_dir=whole)
+    assert rows(stopped) == rows(whole)
+    events = EventAccumulator(str(stopped / "tensorboard"))
+    events.Reload()
+    for tag in ("samples", "reconstructions"):
+        assert [image.step for image in events.Images(tag)] == [2, 5], tag
+
+
 def test_it_goes_on_from_the_state_before_a_damaged_one(
     stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,15 +127,27 @@ def test_it_goes_on_from_the_state_before_a_damaged_one(
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
 
-def test_the_memory_mode_may_change(stopped: Path) -> None:
+def config_of(run_dir: Path) -> Any:
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
+    before = config_of(stopped)
     figures = go_on(stopped, "memory=store")
     assert "test/acc" in figures
-    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+    assert config_of(stopped) == {**before, "memory": {"mode": "store"}}
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["memory"]["mode"] == "store"
 
 
 def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
+    before = (stopped / "config.yaml").read_bytes()
     assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
-    assert "test/acc" in go_on(stopped, "precision=bf16", "--allow-precision-change")
+    assert (stopped / "config.yaml").read_bytes() == before
+    figures = go_on(stopped, "precision=bf16", "--allow-precision-change")
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +168,14 @@ def test_another_model_in_the_configuration_is_noticed(stopped: Path) -> None:
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
     assert "differ in model" in refused(stopped)
+
+
+def test_another_length_in_the_configuration_is_noticed(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("max_epochs: 2", "max_epochs: 3"))
+    before = (stopped / "metrics.csv").read_bytes()
+    assert "of 8 optimiser steps, this run has 12" in refused(stopped)
+    assert (stopped / "metrics.csv").read_bytes() == before
 
 
 def test_options_that_came_after_a_checkpoint_are_no_difference(
@@ -178,7 +224,7 @@ def test_a_run_that_saved_nothing_begins_from_the_start(
     whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
     assert without_times(figures) == without_times(whole)
     assert rows(stopped) == rows(tmp_path / "whole")
-    assert yaml.safe_load((stopped / "config.yaml").read_text())["memory"]["mode"] is None
+    assert config_of(stopped) == config_of(tmp_path / "whole")
 
 
 def test_a_stop_before_anything_is_saved_says_so(

@@ -118,3 +118,15 @@ def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
     assert all("val/acc " in line and "images_per_second" in line for line in lines)
+
+
+def test_figures_of_an_earlier_validation_are_not_told_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = build_callbacks({"epoch_log": {}}, run_dir=tmp_path)
+    runner = trainer(tmp_path, callbacks=callbacks, max_epochs=4, check_val_every_n_epoch=2)
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        runner.fit(Classifier(TinyNet()), loader(), loader())
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
+    assert all("train/acc " in line for line in lines)
+    assert ["val/acc " in line for line in lines] == [False, True, False, True]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytorch_lightning as pl
@@ -14,7 +15,7 @@ from revzoo.core.guard import drift
 from revzoo.training import Classifier, DriftLogger
 
 
-def train(folder: Path, memory: str) -> tuple[Classifier, dict[str, int]]:
+def train(folder: Path, memory: str, **options: Any) -> tuple[Classifier, dict[str, list[int]]]:
     module = Classifier({**TINY, "units": [2, 2, 2], "memory": memory})
     trainer = pl.Trainer(
         max_steps=4,
@@ -26,12 +27,13 @@ def train(folder: Path, memory: str) -> tuple[Classifier, dict[str, int]]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        **options,
     )
     trainer.fit(module, loader())
     events = EventAccumulator(str(folder / memory))
     events.Reload()
     tags = events.Tags()["scalars"]
-    return module, {t: len(events.Scalars(t)) for t in tags if t.startswith("drift/")}
+    return module, {t: [e.step for e in events.Scalars(t)] for t in tags if t.startswith("drift/")}
 
 
 def test_every_replayed_step_has_a_curve(tmp_path: Path) -> None:
@@ -39,8 +41,13 @@ def test_every_replayed_step_has_a_curve(tmp_path: Path) -> None:
     figures = drift(module)
     assert len(figures) >= 6
     assert max(figures.values()) > 0
-    assert curves == {f"drift/{name}": 2 for name in [*figures, "max"]}
+    assert curves == {f"drift/{name}": [1, 3] for name in [*figures, "max"]}
     assert all(name.startswith(("model.stem.", "model.stages.")) for name in figures)
+
+
+def test_steps_of_several_batches_are_logged_once(tmp_path: Path) -> None:
+    _, curves = train(tmp_path, "invert", accumulate_grad_batches=2)
+    assert curves["drift/max"] == [1, 3]
 
 
 def test_nothing_is_logged_where_nothing_is_replayed(tmp_path: Path) -> None:

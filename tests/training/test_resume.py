@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,18 @@ from small_task import TINY, trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.checkpoints import LAST, PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoints import (
+    LAST,
+    CheckpointError,
+    PlainCheckpointIO,
+    read_checkpoint,
+)
 from revzoo.training.run_state import RunState, random_states, set_random_states
 from revzoo.training.stop import GracefulStop, RunStopped
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs
+STEPS = {"max_epochs": -1, "max_steps": 10}
 SIGTERM = 15
 
 
@@ -46,6 +53,7 @@ def fit(
     callbacks.append(stop)
     if stop_in is not None:
         callbacks.insert(0, StopIn(stop, stop_in))
+    schedule = {"name": options.pop("schedule", "onecycle")}
     options = {"max_epochs": 3, "limit_train_batches": BATCHES, **options}
     runner = trainer(
         folder,
@@ -54,7 +62,7 @@ def fit(
         plugins=[PlainCheckpointIO()],
         **options,
     )
-    module = Classifier(NET, optim={"lr": 0.1, "schedule": {"name": "onecycle"}})
+    module = Classifier(NET, optim={"lr": 0.1, "schedule": schedule})
     path = folder / "checkpoints" / LAST if resume else None
     data = Digits(batch_size=32)
     try:
@@ -109,6 +117,10 @@ def test_a_resumed_run_is_bit_equal(
         ({"val_check_interval": 2}, 1, 3),  # not before a validation in the middle of an epoch
         ({"ema": {"decay": 0.5}}, 5, 6),
         ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
+        # a run of so many steps, whose end is validated in the middle of an epoch
+        (STEPS, 5, 6),
+        (STEPS, 7, 4),  # in an epoch's last batch
+        (STEPS, 9, 8),  # in the last batch of all
     ],
 )
 def test_also_with_other_rhythms(
@@ -129,8 +141,67 @@ def test_also_with_other_rhythms(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_finished_run_has_its_figures_still(unbroken: Any, tmp_path: Path) -> None:
-    assert_same(fit(tmp_path), unbroken)
+@pytest.mark.parametrize("options", [{}, STEPS])
+def test_a_finished_run_is_not_trained_on_and_has_its_figures_still(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    finished = fit(tmp_path, **options)
+    assert finished is not None
+    assert_same(fit(tmp_path, resume=True, **options), finished)
+
+
+SHORT = {"max_epochs": 1, "limit_train_batches": 2}
+
+
+def change_saved(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change what a run in ``folder`` has saved of its :class:`RunState`."""
+    path = folder / "checkpoints" / LAST
+    state = read_checkpoint(path)
+    change(state["callbacks"]["RunState"])
+    torch.save(state, path)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.parametrize(
+    ("schedule", "options", "steps"),
+    [
+        ("onecycle", {"max_epochs": 2}, 4),
+        ("cosine", {"max_epochs": 2, "limit_train_batches": 3}, 6),
+        ("step", {"max_epochs": 3, "accumulate_grad_batches": 2}, 3),
+    ],
+)
+def test_another_number_of_steps_is_refused(
+    schedule: str, options: dict[str, Any], steps: int, tmp_path: Path
+) -> None:
+    fit(tmp_path, **SHORT, schedule=schedule)
+    path = tmp_path / "checkpoints" / LAST
+    before = path.read_bytes()
+    with pytest.raises(CheckpointError, match=f"of 2 optimiser steps, this run has {steps}") as got:
+        fit(tmp_path, resume=True, schedule=schedule, **{**SHORT, **options})
+    assert str(path) in str(got.value)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_a_constant_rate_is_that_of_any_number_of_steps(tmp_path: Path) -> None:
+    constant = {**SHORT, "schedule": "constant"}
+    fit(tmp_path, **constant)
+    found = fit(tmp_path, resume=True, **{**constant, "max_epochs": 2})
+    assert_same(found, fit(tmp_path / "whole", **{**constant, "max_epochs": 2}))
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
+    fit(tmp_path, **SHORT)
+    change_saved(tmp_path, lambda state: state.update(random=state["random"] * 2))
+    with pytest.raises(CheckpointError, match=r"num_nodes = 2, this run has 1: give as many"):
+        fit(tmp_path, resume=True, **SHORT)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_what_was_saved_before_steps_were_goes_on(unbroken: Any, tmp_path: Path) -> None:
+    assert fit(tmp_path, stop_in=5) is None
+    change_saved(tmp_path, lambda state: state.pop("planned_steps"))
     assert_same(fit(tmp_path, resume=True), unbroken)
 
 

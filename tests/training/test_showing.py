@@ -80,14 +80,15 @@ def test_pictures_come_every_few_epochs_and_at_the_end(digits: Any) -> None:
     found, _, _ = digits
     assert set(found.Tags()["images"]) == {"samples", "reconstructions", "confusion"}
     for tag in found.Tags()["images"]:
-        assert [image.step for image in found.Images(tag)] == [4, 6]
-    assert [event.step for event in found.Scalars("reconstruction/error")] == [4, 6]
+        assert [image.step for image in found.Images(tag)] == [3, 5]
+    assert [event.step for event in found.Scalars("reconstruction/error")] == [3, 5]
+    assert [event.step for event in found.Scalars("val/loss")] == [1, 3, 5]
 
 
 def test_the_sanity_check_is_not_shown(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "callbacks": callbacks(tmp_path, every=1)}
     found = fit(tmp_path, Classifier(TINY, optim=OPTIM), num_sanity_val_steps=2, **options)
-    assert [image.step for image in found.Images("samples")] == [2]
+    assert [image.step for image in found.Images("samples")] == [1]
 
 
 def val_images(data: Digits) -> Tensor:
@@ -201,7 +202,7 @@ def fit_counted(folder: Path, spec: Any, **options: Any) -> tuple[Calls, EventAc
 def test_inverses_are_computed_only_where_they_are_shown(tmp_path: Path) -> None:
     calls, found = fit_counted(tmp_path, IREVNET, max_epochs=5)
     assert calls.made["inverse"] == [1, 3, 5]  # after the second, the fourth, and the last
-    assert [event.step for event in found.Scalars("reconstruction/error")] == [2, 4, 5]
+    assert [event.step for event in found.Scalars("reconstruction/error")] == [1, 3, 4]
 
 
 def test_of_a_network_that_loses_information_nothing_is_computed(tmp_path: Path) -> None:
@@ -232,7 +233,7 @@ class Ended(pl.Callback):
 
 @pytest.mark.parametrize(
     ("way", "batches", "step", "now"),
-    [("early stopping", 1, 3, 3), ("time", 1, 3, 3), ("signal", 2, 4, 4), ("error", 2, 0, 0)],
+    [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 3), ("error", 2, 0, 0)],
 )
 def test_an_end_that_nobody_knew_of_is_shown(
     tmp_path: Path, way: str, batches: int, step: int, now: int
