@@ -49,7 +49,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "linear probe": (*TUNED, "callbacks.finetuning.unfreeze=null"),
     "unfrozen stage by stage": (*TUNED, "callbacks.finetuning.unfreeze=[{sixth},{third}]"),
     "whole, layer decay": (*TUNED, "callbacks.finetuning=null"),
-    "from scratch": ("optim=onecycle", "callbacks.batch_norm={{momentum: 0.1}}"),
+    "from scratch": ("optim=onecycle", "callbacks.batch_norm={{momentum: 0.1, warmup: false}}"),
 }
 SCRATCH = "from scratch"
 RATES = {  # of new layers and whole networks in so few steps, a factor of three apart

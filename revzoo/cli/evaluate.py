@@ -51,14 +51,14 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     restored = restore(config["ckpt"])
     data_config = config.get("data") or recorded_data(config["ckpt"])
     check_data(data_config)
-    if config["split"] == "val":
-        check_held_back(config["ckpt"], data_config)
     if config["batch_size"] is not None:
         data_config = {**data_config, "eval_batch_size": config["batch_size"]}
     apply_precision(config["precision"])
     data = build_data(data_config)
     data.prepare_data()
-    if config["split"] == "test" and not data.has_test:
+    if config["split"] == "val" and not data.has("val"):
+        check_held_back(config["ckpt"], data_config)
+    if config["split"] == "test" and not data.has("test"):
         raise DataError("the data have no test split: evaluate split=val")
     data.load_state_dict(restored.data_state)
     data.setup("test" if config["split"] == "test" else "validate")
@@ -105,12 +105,24 @@ def recorded_data(checkpoint: str) -> dict[str, Any]:
     Raises:
         ConfigError: if it does not lie in a run's folder.
     """
-    run_dir = Path(checkpoint).absolute().parent.parent
-    if not (run_dir / CONFIG_FILE).is_file():
+    data = run_data(checkpoint)
+    if data is None:
         raise ConfigError(
             f"{checkpoint} does not lie in the folder of a run, so its data are not known: give "
             "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
         )
+    return data
+
+
+def run_data(checkpoint: str) -> dict[str, Any] | None:
+    """As :func:`recorded_data`; None for a checkpoint that does not lie in a run's folder.
+
+    Raises:
+        ConfigError: the run's configuration names no data.
+    """
+    run_dir = Path(checkpoint).absolute().parent.parent
+    if not (run_dir / CONFIG_FILE).is_file():
+        return None
     data = recorded_config(run_dir).get("data")
     if not isinstance(data, dict):
         raise ConfigError(f"{run_dir / CONFIG_FILE} names no data: give data=NAME")
@@ -118,28 +130,31 @@ def recorded_data(checkpoint: str) -> dict[str, Any]:
 
 
 def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
-    """Refuse a validation split that is not the one its training has held back.
+    """Refuse another part of the training images than the run has held back for its validation.
 
     Weights that do not lie in the folder of a run do not say which that was: then it is a warning.
 
     Raises:
-        ConfigError: naming the option that differs.
+        ConfigError: naming the options that differ.
     """
-    try:
-        trained = recorded_data(checkpoint)
-    except ConfigError:
-        log.warning(
-            "%s does not say which images were held back from its training: unless the data have "
-            "a validation split of their own, some of it may have been trained on",
-            checkpoint,
-        )
+    trained = run_data(checkpoint)
+    if trained is None:
+        if is_first_process():
+            log.warning(
+                "%s does not say which images were held back from its training: those evaluated "
+                "may be among the others",
+                checkpoint,
+            )
         return
+    same = all(data.get(key) == trained.get(key) for key in ("_target_", "root"))
     differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
-    if data["_target_"] == trained.get("_target_") and differing:
-        was = " ".join(f"data.{key}={trained.get(key)}" for key in differing)
+    if same and differing:
+        was, given = (
+            " ".join(f"data.{key}={of.get(key)}" for key in differing) for of in (trained, data)
+        )
         raise ConfigError(
-            f"the run has held back its validation images with {was}; another split has images "
-            f"that it was trained on: give {was}"
+            f"the run held back its validation images with {was}; with {given} some of them were "
+            f"trained on: give {was}"
         )
 
 

@@ -94,7 +94,7 @@ def _parsed(arguments: Sequence[str]) -> Namespace:
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration of a run, as it was last gone on with.
+    """The configuration of a run, as it was last started or resumed.
 
     Raises:
         ConfigError: if there is none, or it is no YAML mapping.

@@ -146,7 +146,13 @@ def _train(
         data.setup("fit")
         module = build_module(config, data)
     if trainer.is_global_zero:
-        write_config(config, run_dir)  # again, as what a resumed run changes is to stay
+        if resume is None:
+            write_config(config, run_dir)
+        else:  # what it changes is to stay, once the checkpoint has been accepted
+            told = pl.callbacks.LambdaCallback(
+                on_train_start=lambda *_: write_config(config, run_dir)
+            )
+            trainer.callbacks.append(told)  # type: ignore[attr-defined]
         record_session(run_dir, overrides=overrides, from_step=step or 0)
         data_name = type(data).__name__
         log.info("%s on %s, seed %d", config["model"]["name"], data_name, config["seed"])
@@ -173,7 +179,7 @@ def fit_and_test(
             fit(trainer, module, data, resume)
         figures = gathered(trainer)
         seconds = time.perf_counter() - start
-        if test and data.has_test and trainer.state.finished:
+        if test and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
     except RunStopped as error:
         seconds = time.perf_counter() - start

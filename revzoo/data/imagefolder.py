@@ -64,10 +64,8 @@ class ImageFolder(ImageData):
         self._wanted_chans = in_chans
         self._tree: Tree | None = None
 
-    @property
-    def has_test(self) -> bool:
-        """Whether there is a folder ``test/``."""
-        return (self.root / "test").is_dir()
+    def has(self, split: Split) -> bool:
+        return (self.root / split).is_dir()
 
     def prepare_data(self) -> None:
         """List and check the folders before anything else is built."""

@@ -141,10 +141,9 @@ class ImageData(pl.LightningDataModule, ABC):
         """Number of training images, without those held back, after ``setup("fit")``."""
         return len(self._images("train"))
 
-    @property
-    def has_test(self) -> bool:
-        """Whether there is a test split; known without reading it."""
-        return True
+    def has(self, split: Split) -> bool:
+        """Whether the set has this split of its own; known without reading it."""
+        return split != "val"
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` ("fit", "validate", "test", "predict") needs, once.
@@ -282,13 +281,13 @@ class ImageData(pl.LightningDataModule, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what a checkpoint says of the data, at once or, before ``setup``, with it.
-
-        Once a trainer's run has ended, its next training begins without it.
+        """Take what a checkpoint says of the data, with ``setup``, until the run has ended.
 
         Raises:
             DataError: the data have other classes.
         """
+        if hasattr(self, "classes"):
+            check_same_classes(state_dict["classes"], self.classes)
         self._state, self._ended = state_dict, False
         if hasattr(self, "classes"):
             self.setup(self._stage)

@@ -65,6 +65,7 @@ class AveragedWeights(WeightAveraging):
     ) -> None:
         if self._in_place:  # at the end of the training both are the average
             self._swap_models(pl_module)
+        self._average_model, self._in_place = None, False
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -1,14 +1,15 @@
 """How fast the running statistics of BatchNorm follow, early in a training.
 
-After t steps the statistics that a network began with still weigh ``(1 - momentum) ** t``: with the
-paper's momentum of 0.01 that is 45 % after 80 steps, so that a network which is trained, or
+After t batches the statistics that a network began with still weigh ``(1 - momentum) ** t``: with
+the paper's momentum of 0.01 that is 45 % after 80, so that a network which is trained, or
 fine-tuned, for so short a time is evaluated with statistics that are not its own. A warm-up gives
-the batch of step t at least the weight ``9 / (10 + t)``, as the warm-up of averaged weights does
-(:mod:`revzoo.training.averaging`); after 890 steps the paper's momentum is left as it is.
+batch t at least the weight ``9 / (10 + t)``, as the warm-up of averaged weights does
+(:mod:`revzoo.training.averaging`); after 890 batches the paper's momentum is left as it is.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,9 +17,12 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo.training.spec import check_range
+from revzoo.training.undone import UndoneAfterFit
+
+log = logging.getLogger(__name__)
 
 
-class BatchNormMomentum(pl.Callback):
+class BatchNormMomentum(UndoneAfterFit):
     """Sets the momentum, in torch's sense, of all BatchNorms for the time of a training.
 
     A BatchNorm without one (None: it averages over all batches) is left alone. Inside of what
@@ -38,27 +42,24 @@ class BatchNormMomentum(pl.Callback):
             check_range("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
         self.warmup = warmup
-        self._own: dict[_BatchNorm, float] = {}  # what is put back
+        self._own: dict[str, float] = {}  # what is put back
         self._warmed: dict[_BatchNorm, float] = {}  # what a warm-up leads to
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
-            return
-        norms = [m for m in pl_module.modules() if isinstance(m, _BatchNorm)]
-        self._own = {norm: norm.momentum for norm in norms if norm.momentum is not None}
-        if self.momentum is not None:
-            for norm in self._own:
-                norm.momentum = self.momentum
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.warmup:
-            return
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Not at setup, after which Lightning may put SyncBatchNorms in place of the others."""
         compiled = _inside_compiled(pl_module)
-        self._warmed = {
-            norm: own if self.momentum is None else self.momentum
-            for norm, own in self._own.items()
-            if norm not in compiled
-        }
+        self._own, self._warmed = {}, {}
+        for name, norm in pl_module.named_modules():
+            if isinstance(norm, _BatchNorm) and norm.momentum is not None:
+                self._own[name] = norm.momentum
+                norm.momentum = norm.momentum if self.momentum is None else self.momentum
+                if self.warmup and norm not in compiled:
+                    self._warmed[norm] = norm.momentum
+        if self.warmup and len(self._warmed) < len(self._own):
+            log.warning(
+                "BatchNorms of compiled branches are not warmed up: in a run of a few hundred "
+                "steps give callbacks.batch_norm.momentum=0.1"
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -69,15 +70,12 @@ class BatchNormMomentum(pl.Callback):
         if least <= min(self._warmed.values(), default=1):
             self._warmed = {}  # each has what it is to have
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        for norm, momentum in self._own.items():
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        for name, momentum in self._own.items():
+            norm = pl_module.get_submodule(name)
+            assert isinstance(norm, _BatchNorm), "as in on_fit_start"
             norm.momentum = momentum
         self._own, self._warmed = {}, {}
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self.teardown(trainer, pl_module, "fit")
 
 
 def _inside_compiled(module: nn.Module) -> set[nn.Module]:

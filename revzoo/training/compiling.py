@@ -14,19 +14,19 @@ from __future__ import annotations
 import pytorch_lightning as pl
 import torch
 import torch.compiler.config
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
 from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.spec import nearest
+from revzoo.training.undone import UndoneAfterFit
 
 # training and evaluation, each with batches of the usual and of any other size
 GRAPHS_PER_BRANCH = 4
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-class CompiledBranches(pl.Callback):
+class CompiledBranches(UndoneAfterFit):
     """Compile the residual functions of ``pl_module`` before training; undone after it.
 
     Args:
@@ -70,19 +70,14 @@ class CompiledBranches(pl.Callback):
         for branch in branches:
             branch.compile(backend=self.backend)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage != "fit":
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        if not self._limits:
             return
         for branch in residual_functions(pl_module):
             branch._compiled_call_impl = None
         for name, limit in self._limits.items():
             setattr(torch.compiler.config, name, limit)
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:  # then Lightning calls no teardown
-            self.teardown(trainer, pl_module, "fit")
+        self._limits = {}
 
 
 def residual_functions(model: nn.Module) -> list[nn.Module]:

@@ -24,18 +24,18 @@ from itertools import pairwise
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.trainer.states import TrainerFn
 from torch import nn
 
 from revzoo.training.parts import parts
 from revzoo.training.spec import nearest
+from revzoo.training.undone import UndoneAfterFit
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
 log = logging.getLogger(__name__)
 
 
-class Finetuning(pl.Callback):
+class Finetuning(UndoneAfterFit):
     """Train the classifier alone at first, then more and more of the network in front of it.
 
     It decides on every parameter of ``pl_module.model``, which leaves ``fit`` unfrozen.
@@ -57,6 +57,7 @@ class Finetuning(pl.Callback):
 
     def __init__(self, *, unfreeze: Unfreeze = None) -> None:
         self.unfreeze: dict[int, str] | list[int] = _checked(unfreeze)
+        self._applies = False
 
     def first_trained(self, network: nn.Module, *, epoch: int) -> str:
         """The name of the first part that is trained in ``epoch``; all after it are, too.
@@ -84,6 +85,7 @@ class Finetuning(pl.Callback):
                 "the run ends after %d epochs, before unfreeze=%s", trainer.max_epochs, late
             )
         network.requires_grad_(True)
+        self._applies = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, pl_module)  # an epoch that goes on from its middle does not start
@@ -94,15 +96,10 @@ class Finetuning(pl.Callback):
             first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
             log.info("epoch %d: trained from %s on", trainer.current_epoch, first)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        if self._applies:
+            self._applies = False
             _freeze_before("stem", _network(pl_module))
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if trainer.state.fn == TrainerFn.FITTING:  # then Lightning calls no teardown
-            self.teardown(trainer, pl_module, "fit")
 
     def freeze(self, network: nn.Module, *, epoch: int) -> None:
         """Freeze what is not trained in ``epoch``, train the rest."""

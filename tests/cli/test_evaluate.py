@@ -128,6 +128,17 @@ def test_a_validation_split_with_training_images_is_refused(run: Any) -> None:
         evaluate(given)
 
 
+def test_a_validation_split_of_other_data_is_free(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=10)
+    options = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "split=val"]
+    evaluate(config(f"ckpt={run[0]}", *options, "data.val_fraction=0.3"))
+    (root / "train").rename(root / "val")  # a split of its own: nothing is held back
+    evaluate(config("ckpt=irevnet13.digits", *options))
+    assert "held back" not in caplog.text
+
+
 def test_weights_that_do_not_say_what_was_held_back_are_warned_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

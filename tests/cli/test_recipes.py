@@ -177,7 +177,7 @@ def test_imagenet_is_cropped_as_in_the_literature(compose: Any, tmp_path: Path) 
     assert torch.equal(val_set[0][0], reference[0][0])
     assert train_set[0][0].shape == (3, 224, 224)
     assert not torch.equal(train_set[0][0], train_set[0][0])
-    assert (data.num_classes, data.image_size, data.has_test) == (2, 224, False)
+    assert (data.num_classes, data.image_size, data.has("test")) == (2, 224, False)
 
 
 NARROW = ("+model.stem_width=8", "+model.widths=[8,8,8,8]", "+model.units=[2,1,1,1]")

@@ -143,7 +143,7 @@ def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
 
 def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> None:
     data = _ready(make_folder({"train": _TWO}))
-    assert not data.has_test
+    assert not data.has("test")
     data.setup("test")
     with pytest.raises(DataError, match=r"no folder .*/test: put test images there"):
         data.test_dataloader()
@@ -238,6 +238,15 @@ def test_what_a_checkpoint_says_of_other_classes_is_refused(make_folder: MakeFol
         data.setup("test")
 
 
+def test_a_refused_checkpoint_leaves_nothing(make_folder: MakeFolder) -> None:
+    data = _ready(make_folder({"train": _TWO, "test": _TWO}))
+    before = data.state_dict()
+    with pytest.raises(DataError, match="only trained on: ant"):
+        data.load_state_dict({**before, "classes": ["ant", "cat"], "image_size": 4})
+    data.setup("test")
+    assert data.state_dict() == before
+
+
 def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO})
     whole = _ready(root)
@@ -248,7 +257,7 @@ def test_a_split_taken_from_the_training_images_needs_them(make_folder: MakeFold
 
 
 def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> None:
-    assert ImageFolder(make_folder({"train": _TWO, "test": _TWO})).has_test
+    assert ImageFolder(make_folder({"train": _TWO, "test": _TWO})).has("test")
 
 
 @pytest.mark.parametrize(

@@ -18,13 +18,14 @@ OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 class Momenta(pl.Callback):
     """The momenta of all BatchNorms at each training batch."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.BatchNorm2d | nn.SyncBatchNorm] = nn.BatchNorm2d) -> None:
+        self.kind = kind
         self.values: list[set[float | None]] = []
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
-        norms = [m for m in pl_module.modules() if isinstance(m, nn.BatchNorm2d)]
+        norms = [m for m in pl_module.modules() if isinstance(m, self.kind)]
         self.values.append({norm.momentum for norm in norms})
 
 
@@ -80,7 +81,9 @@ def test_a_warm_up_goes_on_with_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # of Dynamo
-def test_compiled_branches_have_no_warm_up(tmp_path: Path) -> None:
+def test_compiled_branches_have_no_warm_up(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     module, seen = Classifier(TINY, optim=OPTIM), Momenta()
     callbacks = [BatchNormMomentum(), CompiledBranches(backend="eager"), seen]
     trainer(tmp_path, max_epochs=1, limit_train_batches=1, callbacks=callbacks).fit(
@@ -88,9 +91,25 @@ def test_compiled_branches_have_no_warm_up(tmp_path: Path) -> None:
     )
     compiled = residual_functions(module)
     inside = {m for b in compiled for m in b.modules() if isinstance(m, nn.BatchNorm2d)}
-    assert inside
     outside = {m for m in module.modules() if isinstance(m, nn.BatchNorm2d)} - inside
-    assert seen.values == [{0.01, 0.9} if outside else {0.01}]
+    assert inside
+    assert outside
+    assert seen.values == [{0.01, 0.9}]
+    assert "BatchNorms of compiled branches are not warmed up" in caplog.text
+
+
+def test_normalisations_that_the_strategy_puts_in_are_followed(tmp_path: Path) -> None:
+    """As ``sync_batchnorm`` does between the callbacks' setup and the start of the training."""
+
+    class Converts(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            pl_module.model = nn.SyncBatchNorm.convert_sync_batchnorm(pl_module.model)
+
+    module, seen = Classifier(TinyNet(), optim=OPTIM), Momenta(nn.SyncBatchNorm)
+    callbacks = [Converts(), BatchNormMomentum(momentum=0.5, warmup=False), seen]
+    trainer(tmp_path, max_epochs=1, callbacks=callbacks).fit(module, loader())
+    assert seen.values == [{0.5}] * 4
+    assert {m.momentum for m in module.modules() if isinstance(m, nn.SyncBatchNorm)} == {0.1}
 
 
 def test_an_average_over_all_batches_stays_one(tmp_path: Path) -> None:
