@@ -41,6 +41,8 @@ def predict(
 ) -> Iterator[Prediction]:
     """Class probabilities of image files, and of all images in folders.
 
+    Images are cut to size as those of the training, whole (``crop_pct`` 1) where it does not say.
+
     Args:
         restored: from :func:`revzoo.training.restore.restore`.
         paths: files and folders, which are searched in depth.

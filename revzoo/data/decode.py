@@ -19,8 +19,8 @@ from torchvision.transforms.v2 import functional as v2f
 from revzoo.data.errors import DataError
 from revzoo.data.workers import available_cpus
 
-CENTRE = 224 / 256
-"""The ``crop_pct`` of ImageNet's evaluation (K. He et al. 2016, arXiv 1512.03385)."""
+IMAGENET_CROP_PCT = 224 / 256
+"""The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
 _BLOCK = 256  # images per task of a thread
 _WHAT_PILLOW_RAISES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)

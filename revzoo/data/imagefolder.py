@@ -11,7 +11,7 @@ from typing import Unpack
 
 import torch
 
-from revzoo.data.decode import CENTRE, common_size, decode_all
+from revzoo.data.decode import IMAGENET_CROP_PCT, common_size, decode_all
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
@@ -100,7 +100,9 @@ class ImageFolder(ImageData):
         first = next(iter(self._listing().splits.values())).paths[0]
         size = self._given_size or common_size(first)
         said = crop_of(self._state or {})
-        return size, said or (1.0 if self._fits(size) else CENTRE)
+        if said is None:
+            said = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
+        return size, said
 
     @property
     def _given_size(self) -> int | None:

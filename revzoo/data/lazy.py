@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from revzoo.data.augment import Augment
-from revzoo.data.decode import CENTRE, open_image, square_bytes
+from revzoo.data.decode import IMAGENET_CROP_PCT, open_image, square_bytes
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
 from revzoo.data.order import mixed, seeded
@@ -52,7 +52,7 @@ class FileImages(Dataset[Batch]):
         channels: int,
         size: int,
         augment: Augment,
-        crop_pct: float = CENTRE,
+        crop_pct: float = IMAGENET_CROP_PCT,
         training: bool = False,
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment

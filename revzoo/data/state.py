@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from revzoo.data.decode import CENTRE
+from revzoo.data.decode import IMAGENET_CROP_PCT
 
 _BYTE_MAX = 255  # of the pixels of a state that does not say
 
@@ -23,5 +23,5 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
 def crop_of(state: Mapping[str, Any]) -> float | None:
     """The ``crop_pct`` (see ``decode.to_square``) of the evaluation; None where it is not said."""
     if "in_memory" in state:  # checkpoints from before crop_pct
-        return 1.0 if state["in_memory"] else CENTRE
+        return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
     return state.get("crop_pct")

@@ -63,6 +63,7 @@ class RunState(pl.Callback):
         self._trainer, self._module = trainer, pl_module
         # where max_steps is given, Lightning 2.6 would go on from the end of an epoch by ending it
         # again: its number is counted twice, and all later epochs draw other images
+        assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
         trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
     def state_dict(self) -> dict[str, Any]:

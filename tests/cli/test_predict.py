@@ -11,13 +11,13 @@ from revzoo.cli.main import main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import train
 from revzoo.data import ImageFolder
-from revzoo.data.decode import CENTRE
+from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.training.restore import restore
 
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "40 images"]
 
 
-@pytest.mark.parametrize(("cache_bytes", "crop_pct"), [(0, CENTRE), (2**30, 1.0)])
+@pytest.mark.parametrize(("cache_bytes", "crop_pct"), [(0, IMAGENET_CROP_PCT), (2**30, 1.0)])
 def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
     cache_bytes: int, crop_pct: float, compose: Any, tmp_path: Path
 ) -> None:
