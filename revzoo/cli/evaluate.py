@@ -162,7 +162,7 @@ def _check_images(restored: Restored, *, in_chans: int) -> None:
     if in_chans != restored.in_chans:
         raise DataError(
             f"the model takes images of {restored.in_chans} channels, the data have "
-            f"{in_chans}: set data.in_chans, or give the data it was trained on"
+            f"{in_chans}: set data.in_chans={restored.in_chans}, or give the data it was trained on"
         )
 
 

@@ -27,8 +27,7 @@ from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import told_plainly
 from revzoo.cli.train import train
-from revzoo.training.callbacks import CHECKPOINTS
-from revzoo.training.checkpoints import CheckpointError, has_saved, read_last
+from revzoo.training.checkpoints import CHECKPOINTS, CheckpointError, has_saved, read_last
 from revzoo.training.hyperparameters import WEIGHTS
 from revzoo.training.optim import OptimSpec
 from revzoo.training.processes import is_first_process

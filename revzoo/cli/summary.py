@@ -22,8 +22,8 @@ from omegaconf import OmegaConf
 
 from revzoo.cli.lock import LOCK_FILE
 from revzoo.cli.overrides import ConfigError
-from revzoo.training.callbacks import CHECKPOINTS, best_checkpoint_path
-from revzoo.training.checkpoints import has_saved
+from revzoo.training.callbacks import best_checkpoint_path
+from revzoo.training.checkpoints import CHECKPOINTS, has_saved
 from revzoo.training.processes import is_first_process
 from revzoo.weights.writing import write_atomically
 

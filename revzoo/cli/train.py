@@ -43,6 +43,7 @@ from revzoo.cli.switches import switches_restored
 from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
 from revzoo.cli.tune import SECTION, tune
 from revzoo.data import ImageData
+from revzoo.data.loaders import check_batch_size
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
 from revzoo.training.checkpoints import read_checkpoint
@@ -144,6 +145,7 @@ def _train(
         data = build_data(config["data"])
         data.prepare_data()
         data.setup("fit")
+        check_batch_size(data.batch_size, data.train_count, trainer.world_size)
         module = build_module(config, data)
     if trainer.is_global_zero:
         if resume is None:

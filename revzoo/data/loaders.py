@@ -32,12 +32,7 @@ def train_loader(
         DataError: there are fewer images than in a batch.
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
-    share = len(images) // processes
-    if share < batch_size:
-        raise DataError(
-            f"batch_size={batch_size} is more than the {share} training images of each "
-            f"process: set data.batch_size to at most {share}"
-        )
+    check_batch_size(batch_size, len(images), processes)
     any_trainer: Any = trainer
     overfits = trainer is not None and any_trainer.overfit_batches  # the same few in every epoch
     sampler = EpochSampler(len(images), seed=seed, processes=processes, rank=rank)
@@ -50,6 +45,20 @@ def train_loader(
         progress = trainer.fit_loop.epoch_loop.batch_progress
         loader.first_batch = lambda: progress.current.ready
     return loader
+
+
+def check_batch_size(batch_size: int, images: int, processes: int) -> None:
+    """Refuse batches larger than what each process has of the training images.
+
+    Raises:
+        DataError: naming the largest that would do.
+    """
+    share = images // processes
+    if share < batch_size:
+        raise DataError(
+            f"batch_size={batch_size} is more than the {share} training images of each "
+            f"process: set data.batch_size to at most {share}"
+        )
 
 
 def eval_loader(images: ImageSet, *, batch_size: int, workers: int | None) -> DataLoader[Batch]:

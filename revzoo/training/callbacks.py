@@ -14,6 +14,7 @@ from pytorch_lightning.callbacks import LearningRateMonitor, TQDMProgressBar
 
 from revzoo.training.averaging import AveragedWeights
 from revzoo.training.batch_norm import BatchNormMomentum
+from revzoo.training.checkpoints import BEST, CHECKPOINTS
 from revzoo.training.compiling import CompiledBranches
 from revzoo.training.confusion import ConfusionMatrix
 from revzoo.training.drift import DriftLogger
@@ -25,15 +26,14 @@ from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 from revzoo.training.showing import Reconstructions, Samples
 from revzoo.training.spec import check_names, check_range, keyword_names
 
-CHECKPOINTS = "checkpoints"  # folder of a run
 CONFUSION_FILE = "confusion.csv"
 
 
 def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
-    """``checkpoints/best.ckpt``: the weights with the best ``monitor`` of all validations."""
+    """``checkpoints/best.ckpt``: the weights of the validation with the best ``monitor``."""
     return BestCheckpoint(
         dirpath=run_dir / CHECKPOINTS,
-        filename="best",
+        filename=BEST.removesuffix(".ckpt"),
         monitor=monitor,
         mode=mode,
         auto_insert_metric_name=False,

@@ -31,7 +31,8 @@ from revzoo.training.processes import is_first_process
 
 log = logging.getLogger(__name__)
 
-LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
+CHECKPOINTS = "checkpoints"  # folder of a run
+BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"
 PLAIN = (str, int, float, bool, type(None), bytes)
 

@@ -118,6 +118,19 @@ class Classifier(pl.LightningModule):
         device = next(iter(state["state_dict"].values()), torch.empty(0)).device
         return module.to(device)
 
+    def setup(self, stage: str) -> None:
+        """Compare with the data.
+
+        Raises:
+            ValueError: these have another number of classes.
+        """
+        classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
+        if isinstance(classes, int) and classes != class_count(self.model):
+            raise ValueError(
+                f"the model has num_classes={class_count(self.model)}, the data have {classes} "
+                f"classes: give the model num_classes={classes}"
+            )
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W)."""
         return self.model(images.contiguous(memory_format=self.memory_format))

@@ -7,11 +7,14 @@ would be trained for another epoch first.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning import callbacks
 from pytorch_lightning.callbacks.early_stopping import EarlyStoppingReason
+
+log = logging.getLogger(__name__)
 
 
 class EarlyStopping(callbacks.EarlyStopping):
@@ -29,6 +32,10 @@ class EarlyStopping(callbacks.EarlyStopping):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         self._ended = self.stopping_reason != EarlyStoppingReason.NOT_STOPPED
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:
+            log.info("early stopping: %s", self.stopping_reason_message)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self._ended

@@ -13,11 +13,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from torch import Tensor
 
 from revzoo.training.checkpoints import LAST
 from revzoo.training.position import can_resume_here, is_last_chance
 from revzoo.training.stop import stop_requested
 
+TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
 
 
@@ -70,13 +72,30 @@ class LastCheckpoint(Checkpoint):
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """``best.ckpt``, with paths in its state that are relative: a run's folder may be moved."""
+    """``best.ckpt``: of equally good validations, as small sets have many, that of the least loss.
+
+    Paths in its state are relative: a run's folder may be moved.
+    """
+
+    _least_loss: float | None = None  # of the best validation
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        better = super().check_monitor_top_k(trainer, current)
+        equal = current is not None and current == self.best_model_score
+        loss = trainer.callback_metrics.get(TIE_BREAKER)
+        if equal and loss is not None and self._least_loss is not None:
+            better = better or bool(loss < self._least_loss)
+        if better:
+            self._least_loss = None if loss is None else float(loss)
+        return better
 
     def state_dict(self) -> dict[str, Any]:
-        return self._with_paths(super().state_dict(), self._relative)
+        state = self._with_paths(super().state_dict(), self._relative)
+        return {**state, "least_loss": self._least_loss}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(self._with_paths(state_dict, self._absolute))
+        self._least_loss = state_dict.get("least_loss")
 
     def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
         paths = ("best_model_path", "kth_best_model_path", "last_model_path")

@@ -12,7 +12,7 @@ from revzoo.models import create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import MODELS
 from revzoo.models.tensors import check_finite
-from revzoo.training.checkpoints import CheckpointError, read_checkpoint
+from revzoo.training.checkpoints import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier
 from revzoo.training.hyperparameters import check_hyperparameters
 from revzoo.weights.entry import HUB
@@ -62,6 +62,11 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
             which classes and which normalisation they are for.
     """
     text, path = str(source), Path(source)
+    if (path / CHECKPOINTS).is_dir():
+        raise CheckpointError(
+            f"{path} is the folder of a run: give one of its checkpoints, such as "
+            f"{path / CHECKPOINTS / BEST}"
+        )
     is_name = text.partition(".")[0] in MODELS or text.startswith(HUB)
     if (path.suffix == SUFFIX and path.is_file()) or path.is_dir():
         return _from_weights(source, table)

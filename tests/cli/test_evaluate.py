@@ -89,6 +89,12 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
     assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
 
+def test_the_folder_of_a_run_is_no_checkpoint(run: Any) -> None:
+    folder = run[0].parents[1]
+    with pytest.raises(SystemExit, match=r"is the folder of a run: give one .*/best\.ckpt$"):
+        main([f"ckpt={folder}"], config_dir=CONFIGS)
+
+
 def test_the_first_of_several_processes_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

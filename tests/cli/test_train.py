@@ -136,6 +136,12 @@ def test_missing_data_ends_with_the_path(compose: Any, tmp_path: Path) -> None:
     assert str(tmp_path / "nowhere") in ending(config, tmp_path)
 
 
+def test_batches_larger_than_the_set_leave_no_run(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, "data.batch_size=2000")
+    assert "is more than the 1293 training images" in ending(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
 def test_images_the_model_cannot_take_end_with_its_message(compose: Any, tmp_path: Path) -> None:
     root = image_folder(tmp_path / "images", side=7)
     config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")

@@ -16,6 +16,7 @@ from small_weights import OPTIONS, small, write_entry
 from torch import nn
 from torch.nn import functional
 
+from revzoo.data import Digits
 from revzoo.training import Classifier, OptimSpec
 from revzoo.training.classifier import at_least_float32
 from revzoo.weights.table import WeightsTable
@@ -54,6 +55,13 @@ def test_top5_where_there_are_more_than_five_classes(tmp_path: Path) -> None:
         "test/acc5"
         not in trainer(tmp_path).test(Classifier(TinyNet(5)), loader(), verbose=False)[0]
     )
+
+
+def test_another_number_of_classes_than_that_of_the_data_is_refused(tmp_path: Path) -> None:
+    module = Classifier({**TINY, "num_classes": 5, "in_chans": 1})
+    for run in (trainer(tmp_path).fit, trainer(tmp_path).test):
+        with pytest.raises(ValueError, match=r"num_classes=5, the data have 10 .* num_classes=10"):
+            run(module, datamodule=Digits())
 
 
 def test_label_smoothing_is_of_training_only() -> None:

@@ -51,11 +51,13 @@ def fit(
 
 @pytest.mark.parametrize("values", [(0.5, 0.4), (0.5, float("nan"))])
 def test_a_run_that_was_ended_is_not_trained_further(
-    values: tuple[float, ...], tmp_path: Path
+    values: tuple[float, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A resumed run trained until the next validation."""
     figure = Figure(*values, 0.9, 0.9, 0.9, 0.9)
-    ended, weights = fit(tmp_path, figure)
+    with caplog.at_level("INFO"):
+        ended, weights = fit(tmp_path, figure)
+    assert "early stopping: Monitored metric" in caplog.text
     again, found = fit(tmp_path, figure, resume=True)
     for runner in (ended, again):
         assert (runner.current_epoch, runner.global_step) == (2, 8)

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from small_task import TinyNet, loader, trainer
 
-from revzoo.training import Classifier
+from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoints import PlainCheckpointIO, read_checkpoint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 
@@ -79,3 +80,54 @@ def test_the_best_one_is_known_after_the_folder_has_moved(tmp_path: Path) -> Non
     moved.load_state_dict(state)
     assert moved.best_model_score == callback.best_model_score
     assert read_checkpoint(moved.best_model_path)["global_step"] > 0
+
+
+class Scripted(pl.LightningModule):
+    """Logs figures and losses as they are given, one of each in every validation."""
+
+    def __init__(self, figures: list[float], losses: list[float]) -> None:
+        super().__init__()
+        self.body, self.figures, self.losses = TinyNet(), figures, losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.body(batch[0]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/acc", self.figures[self.current_epoch])
+        self.log("val/loss", self.losses[self.current_epoch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.filterwarnings("ignore:`weights_only` was not set:UserWarning")
+@pytest.mark.parametrize(
+    ("figures", "losses", "expected"),
+    [
+        ([0.5, 0.9, 0.9, 0.9, 0.8], [1.0, 0.5, 0.3, 0.4, 0.1], 2),
+        ([0.5, 0.9, 0.9, 0.9, 0.9], [1.0, 0.5, 0.5, 0.6, 0.7], 1),
+        ([0.9, 0.5, 0.95, 0.95, 0.9], [0.1, 0.2, 0.8, 0.7, 0.0], 3),
+    ],
+)
+def test_of_equally_good_ones_that_of_the_least_loss_is_kept(
+    figures: list[float], losses: list[float], expected: int, tmp_path: Path
+) -> None:
+    def fit(epochs: int, path: Path | None = None) -> int:
+        (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
+        runner = trainer(
+            tmp_path,
+            callbacks=[best],
+            plugins=[PlainCheckpointIO()],
+            enable_checkpointing=True,
+            max_epochs=epochs,
+        )
+        module = Scripted(figures, losses)
+        runner.fit(module, loader(), loader(), ckpt_path=path, weights_only=True)
+        runner.save_checkpoint(tmp_path / "last.ckpt")
+        assert isinstance(best, BestCheckpoint)
+        return int(read_checkpoint(best.best_model_path)["epoch"])
+
+    assert fit(5) == expected
+    fit(2)  # and in a run that goes on, it is not forgotten
+    assert fit(5, tmp_path / "last.ckpt") == expected
