@@ -144,7 +144,7 @@ def rates_after(schedule: Any) -> dict[int, float]:
     return {step: first * gamma ** (i + 1) for i, step in enumerate(sorted(schedule.milestones))}
 
 
-@pytest.mark.parametrize("model", ["revnet38", "resnet32", "revnet110"])
+@pytest.mark.parametrize("model", ["revnet38", "resnet32", "revnet110", "resnet110"])
 def test_the_shipped_weights_recipe_is_the_one_that_was_run(compose: Any, model: str) -> None:
     entry = SHIPPED.find(f"{model}.cifar10")
     run = entry.recipe.removeprefix("python train.py ").split()
