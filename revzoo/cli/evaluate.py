@@ -56,12 +56,13 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     apply_precision(config["precision"])
     data = build_data(data_config)
     data.prepare_data()
-    if config["split"] == "val" and not data.has("val"):
+    testing = config["split"] == "test"
+    if not data.has(config["split"]):
+        if testing:
+            raise DataError("the data have no test split: evaluate split=val")
         check_held_back(config["ckpt"], data_config)
-    if config["split"] == "test" and not data.has("test"):
-        raise DataError("the data have no test split: evaluate split=val")
     data.load_state_dict(restored.data_state)
-    data.setup("test" if config["split"] == "test" else "validate")
+    data.setup("test" if testing else "validate")
     _check_images(restored, in_chans=data.in_chans)
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
     trainer = pl.Trainer(
@@ -73,7 +74,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    run = trainer.test if config["split"] == "test" else trainer.validate
+    run = trainer.test if testing else trainer.validate
     (figures,) = run(restored.module, datamodule=data, verbose=False)
     return {name: float(value) for name, value in figures.items()}
 

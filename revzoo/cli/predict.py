@@ -23,10 +23,9 @@ from revzoo.cli.telling import quiet, told_plainly
 from revzoo.data import DataError
 from revzoo.data.decode import open_image, square_bytes
 from revzoo.data.normalise import Normalisation
-from revzoo.data.state import crop_of, normalisation_for
+from revzoo.data.state import BYTE_MAX, crop_of, normalisation_for
 from revzoo.training.restore import Restored, restore
 
-_BYTE_MAX = 255  # of a pixel in an image file
 Prediction = tuple[str, dict[str, float]]
 """A path, and the probability of each class, the most probable first."""
 
@@ -59,7 +58,7 @@ def predict(
     files = list(image_files(paths))
     crop_pct = crop_of(restored.data_state) or 1.0
     module = restored.module.to(device).eval()
-    normalise = Normalisation(**normalisation_for(restored.data_state, _BYTE_MAX))
+    normalise = Normalisation(**normalisation_for(restored.data_state, BYTE_MAX))
     for start in range(0, len(files), batch_size):
         batch = files[start : start + batch_size]
         opened = (open_image(str(path), restored.in_chans) for path in batch)

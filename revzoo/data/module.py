@@ -39,7 +39,7 @@ from revzoo.data.normalise import Normalisation
 from revzoo.data.options import check_at_least, check_share
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.state import normalisation_for
+from revzoo.data.state import BYTE_MAX, normalisation_for
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
@@ -78,7 +78,7 @@ class ImageData(pl.LightningDataModule, ABC):
         ValueError: an argument is out of range. No data is touched before that is known.
     """
 
-    pixel_max: ClassVar[int] = 255
+    pixel_max: ClassVar[int] = BYTE_MAX
     """Largest value that a stored pixel can have."""
 
     classes: list[str]

@@ -7,7 +7,7 @@ from typing import Any
 
 from revzoo.data.decode import IMAGENET_CROP_PCT
 
-_BYTE_MAX = 255  # of the pixels of a state that does not say
+BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
@@ -16,7 +16,7 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     A state's numbers are in units of the pixels as its data stored them: the digits' end at 16,
     those of image files at 255, and those of published weights at 1.
     """
-    stored, kept = state.get("pixel_max", _BYTE_MAX), state["normalisation"]
+    stored, kept = state.get("pixel_max", BYTE_MAX), state["normalisation"]
     return {name: [value * pixel_max / stored for value in kept[name]] for name in ("mean", "std")}
 
 

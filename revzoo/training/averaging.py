@@ -26,8 +26,10 @@ from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
+from revzoo.training.undone import UndoneAfterFit
 
-class AveragedWeights(WeightAveraging):
+
+class AveragedWeights(UndoneAfterFit, WeightAveraging):
     """Validates with, tests and saves the average; running statistics are averaged, too.
 
     Args:
@@ -60,16 +62,10 @@ class AveragedWeights(WeightAveraging):
         if not self._in_place:
             self._copy_average_to_current(pl_module)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        if self._in_place:  # at the end of the training both are the average
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        if self._in_place:  # at the end of a training both are the average
             self._swap_models(pl_module)
         self._average_model, self._in_place = None, False
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._average_model, self._in_place = None, False
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -78,9 +74,8 @@ class AveragedWeights(WeightAveraging):
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        if pl_module.trainer.state.fn == TrainerFn.FITTING:  # one that failed has no teardown
-            super()._swap_models(pl_module)
-            self._in_place = not self._in_place
+        super()._swap_models(pl_module)
+        self._in_place = not self._in_place
 
     def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
         if not average.is_floating_point():

@@ -299,7 +299,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
     [
         (ENTRY.name, "give data=NAME"),
         ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
-        ("resnet110", "there are no weights 'resnet110'"),
+        ("resnet164", "there are no weights 'resnet164'"),
         ("nothing.safetensors", "there is no checkpoint"),
     ],
 )
