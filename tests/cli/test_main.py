@@ -92,7 +92,7 @@ def test_info_of_weights_tells_entry_and_costs(
 
 
 def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["info", "resnet110", "--batch", "1", "--size", "8"])
+    main(["info", "resnet164", "--batch", "1", "--size", "8"])
     told = capsys.readouterr().out
     assert "weights                 none" in told
     assert "training, recompute" in told
