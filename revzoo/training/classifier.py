@@ -18,15 +18,16 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MeanMetric, Metric
-from torchmetrics.classification import MulticlassAccuracy
+from torchmetrics import Metric
 
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoints import read_checkpoint
+from revzoo.training.epoch_figures import EpochFigures
 from revzoo.training.finite import FiniteLoss
 from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.last_step import LastStep
+from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.repeats import count_own
 from revzoo.training.run_state import RunState
@@ -141,7 +142,7 @@ class Classifier(pl.LightningModule):
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        self._log_epoch("train", loss, logits, labels)
+        update_metrics(self._metrics_of("train"), loss, logits, labels)
         return loss
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
@@ -159,13 +160,13 @@ class Classifier(pl.LightningModule):
     def configure_callbacks(self) -> list[pl.Callback]:
         """What every run needs, whoever made its trainer.
 
-        To stop at NaN, to be validated at its end, and to go on exactly.
+        To log its figures, to stop at NaN, to be validated at its end, and to go on exactly.
         """
-        return [FiniteLoss(), LastStep(), RunState()]
+        return [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics that gather an epoch's training figures, by name."""
-        return {name: cast(Metric, metric) for name, metric in self._metrics_of("train").items()}
+        return self._metrics_of("train")
 
     def planned_steps(self) -> float | None:
         """Optimiser steps that the rates are laid out over; None where these are constant."""
@@ -195,29 +196,13 @@ class Classifier(pl.LightningModule):
         loaders = getattr(self._trainer, f"{split}_dataloaders", None)
         if own := count_own(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:own], labels[:own])
-            self._log_epoch(split, loss, logits[:own], labels[:own])
+            update_metrics(self._metrics_of(split), loss, logits[:own], labels[:own])
+            log_metrics(self, split, self._metrics_of(split))
         return logits
 
-    def _log_epoch(self, split: str, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-        hard = true_classes(labels)
-        for name, module in self._metrics_of(split).items():
-            metric = cast(Metric, module)
-            if name == "loss":
-                # a value per image, as MeanMetric takes no weights where it checks no values
-                metric.update(loss.detach().expand(len(labels)))
-            else:
-                metric.update(logits.detach(), hard)
-            self.log(
-                f"{split}/{name}",
-                metric,
-                prog_bar=name != "loss",
-                on_step=False,
-                on_epoch=True,
-                batch_size=len(labels),
-            )
-
-    def _metrics_of(self, split: str) -> nn.ModuleDict:
-        return cast(nn.ModuleDict, self.metrics[f"{split}_metrics"])
+    def _metrics_of(self, split: str) -> dict[str, Metric]:
+        metrics = cast(nn.ModuleDict, self.metrics[f"{split}_metrics"])
+        return {name: cast(Metric, metric) for name, metric in metrics.items()}
 
 
 def model_from(spec: Mapping[str, Any]) -> nn.Module:
@@ -261,34 +246,6 @@ def class_count(model: nn.Module) -> int:
     return count
 
 
-def true_classes(labels: Tensor) -> Tensor:
-    """Labels (B,), also of shares (B, num_classes)."""
-    return labels.argmax(1) if labels.dim() > 1 else labels
-
-
 def at_least_float32(logits: Tensor) -> Tensor:
     """Logits of autocast regions in float32, float64 as it is: losses are summed up in these."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
-
-
-def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and top-1 accuracy of each split; top-5 of validation and test, if it says much."""
-
-    def metrics(*top: int) -> nn.ModuleDict:
-        # checks of values would read them back every step, which would stall a GPU
-        options: dict[str, Any] = {"average": "micro", "validate_args": False}
-        found: dict[str, nn.Module] = {"loss": MeanMetric(nan_strategy="disable")}
-        for k in top:
-            name = "acc" if k == 1 else f"acc{k}"
-            found[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
-        return nn.ModuleDict(found)
-
-    evaluated = (1, 5) if num_classes > 5 else (1,)
-    # a ModuleDict refuses the key "train": nn.Module has a method of that name
-    return nn.ModuleDict(
-        {
-            "train_metrics": metrics(1),
-            "val_metrics": metrics(*evaluated),
-            "test_metrics": metrics(*evaluated),
-        }
-    )

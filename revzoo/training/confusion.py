@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from revzoo.training.classifier import true_classes
+from revzoo.training.metrics import true_classes
 from revzoo.training.pictures import matrix
 from revzoo.training.repeats import count_own
 from revzoo.training.showing import Shown, add_image, class_names

@@ -27,7 +27,7 @@ from torch import Tensor
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
-from revzoo.training.classifier import true_classes
+from revzoo.training.metrics import true_classes
 from revzoo.training.pictures import Words, captioned
 from revzoo.training.spec import check_whole
 from revzoo.training.stop import RunStopped

@@ -1,0 +1,65 @@
+"""Mean loss and accuracy of the images of a split, gathered over its batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+from torchmetrics.classification import MulticlassAccuracy
+
+
+def make_metrics(num_classes: int) -> nn.ModuleDict:
+    """Mean loss and top-1 accuracy of each split; top-5 of validation and test, if it says much."""
+
+    def metrics(*top: int) -> nn.ModuleDict:
+        # checks of values would read them back every step, which would stall a GPU
+        options: dict[str, Any] = {"average": "micro", "validate_args": False}
+        found: dict[str, nn.Module] = {"loss": MeanMetric(nan_strategy="disable")}
+        for k in top:
+            name = "acc" if k == 1 else f"acc{k}"
+            found[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
+        return nn.ModuleDict(found)
+
+    evaluated = (1, 5) if num_classes > 5 else (1,)
+    # a ModuleDict refuses the key "train": nn.Module has a method of that name
+    return nn.ModuleDict(
+        {
+            "train_metrics": metrics(1),
+            "val_metrics": metrics(*evaluated),
+            "test_metrics": metrics(*evaluated),
+        }
+    )
+
+
+def update_metrics(
+    metrics: Mapping[str, Metric], loss: Tensor, logits: Tensor, labels: Tensor
+) -> None:
+    """Add a batch: its mean loss (), its logits (B, num_classes), its labels as it has them."""
+    hard = true_classes(labels)
+    for name, metric in metrics.items():
+        if name == "loss":
+            # a value per image, as MeanMetric takes no weights where it checks no values
+            metric.update(loss.detach().expand(len(labels)))
+        else:
+            metric.update(logits.detach(), hard)
+
+
+def log_metrics(module: pl.LightningModule, split: str, metrics: Mapping[str, Metric]) -> None:
+    """Log them as ``SPLIT/NAME``, to be computed when the epoch ends."""
+    for name, metric in metrics.items():
+        module.log(
+            f"{split}/{name}",
+            metric,
+            prog_bar=name != "loss",
+            on_step=False,
+            on_epoch=True,
+            batch_size=1,  # metrics weigh their values themselves
+        )
+
+
+def true_classes(labels: Tensor) -> Tensor:
+    """Labels (B,), also of shares (B, num_classes)."""
+    return labels.argmax(1) if labels.dim() > 1 else labels

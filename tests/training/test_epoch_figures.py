@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from small_task import TinyNet, loader, trainer
+from torch import Tensor
+from torch.nn import functional
+
+from revzoo.training import Classifier
+
+
+class Counting(Classifier):
+    """Counts how often it was asked to log what."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.asked: list[str] = []
+
+    def log(self, name: str, *args: Any, **options: Any) -> None:
+        self.asked.append(name)
+        super().log(name, *args, **options)
+
+
+class Gather(pl.Callback):
+    """The losses of each epoch's steps, and the figures that the epoch ended with."""
+
+    def __init__(self) -> None:
+        self.losses: list[list[float]] = []
+        self.figures: list[float] = []
+
+    def on_train_epoch_start(self, *args: Any) -> None:
+        self.losses.append([])
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses[-1].append(float(outputs["loss"]))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.figures.append(float(trainer.callback_metrics["train/loss"]))
+
+
+def test_each_epoch_has_the_mean_of_its_own_steps_and_is_logged_once(tmp_path: Path) -> None:
+    module, gather = Counting(TinyNet(), optim={"lr": 0.05}), Gather()
+    trainer(tmp_path, max_epochs=3, callbacks=[gather]).fit(module, loader(64))
+    assert [len(losses) for losses in gather.losses] == [4, 4, 4]
+    assert gather.figures == pytest.approx([sum(losses) / 4 for losses in gather.losses])
+    assert module.asked.count("train/loss") == module.asked.count("train/acc") == 3
+
+
+def test_what_a_step_of_ones_own_does_not_gather_is_not_told(tmp_path: Path) -> None:
+    class Own(Classifier):
+        def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+            return functional.cross_entropy(self(batch[0]), batch[1])
+
+    runner = trainer(tmp_path, max_epochs=1)
+    runner.fit(Own(TinyNet()), loader(), loader())
+    assert "train/loss" not in runner.callback_metrics
+    assert "val/loss" in runner.callback_metrics
