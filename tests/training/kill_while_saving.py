@@ -38,6 +38,7 @@ def newest(folder: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)  # a fork would wait for ever for the threads that it has lost
     rng, unfinished = random.Random(seed), 0
     for _ in range(kills):
         before = newest(folder)
