@@ -28,7 +28,7 @@ from revzoo.cli.tune import SECTION, check_tuner
 from revzoo.data import ImageData
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
-from revzoo.training.callbacks import check_callbacks
+from revzoo.training.callbacks import CALLBACKS, check_callbacks
 from revzoo.training.classifier import model_from
 from revzoo.training.finetune import Finetuning
 from revzoo.training.hyperparameters import WEIGHTS
@@ -37,6 +37,11 @@ from revzoo.training.spec import check_names, nearest
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
+MONITORED = {
+    f"{split}/{name}": "min" if name == "loss" else "max"
+    for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
+    for name in names
+}  # what a run logs each epoch, and where its best is
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
@@ -57,6 +62,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
     OptimSpec.of(config["optim"])
     check_callbacks(config["callbacks"])
+    check_monitors(config["callbacks"])
     check_logger(config["logger"])
     check_data(config["data"])
     check_model(config)
@@ -90,6 +96,26 @@ def check_finetuning(
             "callbacks.finetuning would freeze random weights: give model.pretrained=true or "
             "+model.checkpoint_path=FILE, or callbacks.finetuning=null"
         )
+
+
+def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Refuse to follow a figure that no run has, or in the wrong direction."""
+    for name, builder in CALLBACKS.items():
+        parameters = signature(builder).parameters
+        if callbacks.get(name) is None or "monitor" not in parameters:
+            continue
+        options = {key: p.default for key, p in parameters.items()} | dict(callbacks[name] or {})
+        figure, mode = options["monitor"], options["mode"]
+        if figure not in MONITORED:
+            raise ConfigError(
+                f"callbacks.{name}.monitor={figure}: expected one of {', '.join(MONITORED)}"
+                + nearest(str(figure).replace("_", "/"), MONITORED)
+            )
+        if mode != (better := MONITORED[figure]):
+            raise ConfigError(
+                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so give "
+                f"callbacks.{name}.mode={better}"
+            )
 
 
 def check_data(data: Mapping[str, Any]) -> None:

@@ -89,7 +89,10 @@ def _check(overrides: Sequence[str], name: str) -> DictConfig:
         parser = OverridesParser.create(config_loader=loader)
         parsed = parser.parse_overrides(list(overrides))
     except OverrideParseException as error:
-        raise ConfigError(f"{error.override}: {str(error).splitlines()[0]}") from None
+        what = str(error).splitlines()[0]
+        quotes = "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+        unquoted = str(error.override).count("=") > 1 and '"' not in str(error.override)
+        raise ConfigError(f"{error.override}: {what}" + quotes * unquoted) from None
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     parsed = [override for override in parsed if not override.is_hydra_override()]
     choices = [override for override in parsed if override.key_or_group in groups]
@@ -130,7 +133,8 @@ def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> N
     if key in known or (is_new and dot and section in known):
         return
     raise ConfigError(
-        f"{override.input_line}: there is no key {key!r}" + _meant(key, [*groups, *known])
+        f"{override.input_line}: there is no key {key!r}"
+        + (_meant_in_section(key, base) or _meant(key, [*groups, *known]))
     )
 
 
@@ -170,6 +174,20 @@ def _keys(node: Any, prefix: str = "") -> Iterable[str]:
         yield name
         if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             yield from _keys(node[key], f"{name}.")
+
+
+def _meant_in_section(key: str, base: DictConfig) -> str:
+    """For a key of a section that is there: its nearest one, or all and how to add another."""
+    section, _, leaf = key.rpartition(".")
+    there = OmegaConf.select(base, section) if section else None
+    if not isinstance(there, DictConfig):
+        return ""
+    values = [name for name in _keys(base) if not OmegaConf.is_dict(OmegaConf.select(base, name))]
+    near = get_close_matches(leaf, own := list(map(str, there)), n=1, cutoff=0.6)
+    places = [f"{section}.{near[0]}"] if near else [v for v in values if v.endswith(f".{leaf}")]
+    if places:
+        return f"; did you mean {places[0]!r}?"
+    return f" (there is {', '.join(own)}); +{key}=VALUE adds one that the section knows"
 
 
 def _meant(key: str, known: Sequence[str]) -> str:

@@ -149,7 +149,7 @@ def _check_peaks(peaks: list[_Peak]) -> None:
             remedy = (
                 f"choose grid={bits} or fewer bits"
                 if excess and bits >= 0
-                else "normalise the branches"
+                else "normalise the branches, or lower the learning rate if the training diverges"
             )
             raise RangeError(
                 f"{peak.name}: a stream reached {value:.3g}, but with grid={peak.step.grid} sums "
@@ -192,9 +192,9 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         )
     return found + (
         "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
-        "amplifies (normalise it) or does not repeat its value, a wrong inverse (check_inverse() "
-        "tells). Use memory='exact', or 'recompute' or 'store' for some steps; set_drift_limit() "
-        "changes the limit"
+        "amplifies (normalise it; lower the learning rate if the training diverges) or does not "
+        "repeat its value, a wrong inverse (check_inverse() tells). Use memory='exact', or "
+        "'recompute' or 'store' for some steps; set_drift_limit() changes the limit"
     )
 
 

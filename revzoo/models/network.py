@@ -244,6 +244,12 @@ class ImageNetwork(nn.Module, ABC):
                 f"Got a tensor of shape {tuple(x.shape)}; expected images "
                 f"(B, {self.in_chans}, H, W). Give one image a batch dimension: x.unsqueeze(0)."
             )
+        if not x.is_floating_point():
+            raise ValueError(
+                f"Got images of {x.dtype}; expected normalised ones of a floating type. Batches of "
+                "revzoo.data hold bytes: give the trainer datamodule=data, or the model "
+                "data.transform(images, training=False)."
+            )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
             raise ValueError(

@@ -182,7 +182,12 @@ class Classifier(pl.LightningModule):
         """
         total = self.trainer.estimated_stepping_batches
         if total == float("inf"):
-            raise ValueError("the run has no end: give trainer.max_epochs or trainer.max_steps")
+            if self.planned_steps() is not None:
+                raise ValueError(
+                    "the run has no end that the schedule of the learning rate could be laid out "
+                    'to: give trainer.max_epochs or trainer.max_steps, or the schedule "constant"'
+                )
+            total = 1  # of no meaning to a constant rate
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, total_steps=max(1, int(total)))
         return {

@@ -30,9 +30,9 @@ class ConfusionMatrix(Shown):
         every_n_epochs: epochs between two showings.
     """
 
-    def __init__(self, path: Path, *, every_n_epochs: int = 5) -> None:
+    def __init__(self, path: str | Path, *, every_n_epochs: int = 5) -> None:
         super().__init__(every_n_epochs=every_n_epochs)
-        self.path = path
+        self.path = Path(path)
         self._metric: MulticlassConfusionMatrix | None = None
         self._counts: Tensor | None = None
 

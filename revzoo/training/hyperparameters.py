@@ -28,7 +28,8 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
 
     Args:
         given: ``hyper_parameters`` of a checkpoint.
-        replaced: keys that the caller gives anew, so that they may be missing.
+        replaced: keys that the caller gives anew: they may be missing, or others than a
+            classifier's.
 
     Raises:
         CheckpointError: naming the key.
@@ -36,11 +37,15 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
     if not isinstance(given, dict) or ("model" not in given and "model" not in replaced):
         raise CheckpointError(
             "the checkpoint has no hyperparameters of a model: it was trained on a module that was "
-            "handed over finished; load its state_dict into that module"
+            "handed over finished; make that module again and give it as model=..."
         )
     for key in given:
-        if key not in HYPERPARAMETERS:
-            raise _refused(str(key), f"expected only {', '.join(HYPERPARAMETERS)}")
+        if key not in HYPERPARAMETERS and key not in replaced:
+            raise _refused(
+                str(key),
+                f"expected only {', '.join(HYPERPARAMETERS)}; that of a subclass is to be given to "
+                f"load_from_checkpoint again: {key}=...",
+            )
     if "model" in given:
         check_model_options(given["model"])
     _check_options(given.get("optim", {}), "optim", nested=("schedule",))

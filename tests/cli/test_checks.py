@@ -69,6 +69,10 @@ def test_pretrained_weights_must_be_known(
         (["optim.schedule.name=onecycel"], "did you mean 'onecycle'"),
         (["seed=-1"], "seed=-1"),
         (["~model"], "model is missing"),
+        (["callbacks.best_checkpoint.monitor=val_acc"], "did you mean 'val/acc'"),
+        (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
+        (["callbacks.early_stopping={monitor: val/loss}"], "give .*early_stopping.mode=min"),
+        (["callbacks.best_checkpoint.mode=maximum"], "give .*best_checkpoint.mode=max"),
         (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
         (["+logger.dir=x"], r"logger\.dir"),
         (["+callbacks.footprnt={}"], "did you mean 'footprint'"),
@@ -90,6 +94,8 @@ def test_what_can_be_run_passes(compose: Any) -> None:
     check_config(compose())
     check_config(compose("precision=bf16", "trainer=cpu", "model=resnet32", "memory=recompute"))
     check_config(compose("data=cifar10", "data.root=nowhere"))
+    check_config(compose("callbacks.best_checkpoint=null", "callbacks.early_stopping={}"))
+    check_config(compose("callbacks.early_stopping={monitor: train/loss, mode: min}"))
 
 
 def test_an_unknown_section_is_refused(compose: Any) -> None:
