@@ -149,6 +149,8 @@ def build_trainer(
     if stop is not None:
         callbacks.append(stop)
     options = dict(config["trainer"])
+    if specs.get("finetuning") is not None and in_parallel(options):
+        options["strategy"] = "ddp_find_unused_parameters_true"  # the frozen have no gradient
     profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
     return pl.Trainer(
         **options,
@@ -162,6 +164,13 @@ def build_trainer(
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
         enable_model_summary=False,
     )
+
+
+def in_parallel(trainer: Mapping[str, Any]) -> bool:
+    """Whether Lightning will wrap the module in torch's plain ``DistributedDataParallel``."""
+    devices = trainer.get("devices")
+    several = isinstance(devices, int) and devices > 1
+    return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

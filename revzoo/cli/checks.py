@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from inspect import signature
+from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
@@ -28,12 +29,12 @@ from revzoo.cli.tune import SECTION, check_tuner
 from revzoo.data import ImageData
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
-from revzoo.training.callbacks import CALLBACKS, check_callbacks
+from revzoo.training.callbacks import CALLBACKS, build_callbacks, check_callbacks
 from revzoo.training.classifier import model_from
 from revzoo.training.finetune import Finetuning
 from revzoo.training.hyperparameters import WEIGHTS
 from revzoo.training.optim import OptimSpec
-from revzoo.training.spec import check_names, nearest
+from revzoo.training.spec import check_names, check_range, nearest
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
@@ -42,6 +43,11 @@ MONITORED = {
     for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
     for name in names
 }  # what a run logs each epoch, and where its best is
+FITTED = {
+    "memory": "that of memory=MODE",
+    "num_classes": "the number of classes of the data",
+    "in_chans": "that of the data; data.in_chans=N for a folder of images",
+}  # what build.model_spec fills in
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
@@ -63,6 +69,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     OptimSpec.of(config["optim"])
     check_callbacks(config["callbacks"])
     check_monitors(config["callbacks"])
+    build_callbacks(config["callbacks"], run_dir=Path())  # each checks its values
     check_logger(config["logger"])
     check_data(config["data"])
     check_model(config)
@@ -73,6 +80,11 @@ def check_config(config: Mapping[str, Any]) -> None:
 def check_model(config: Mapping[str, Any]) -> None:
     """Let the zoo check the model's name and keywords, and the memory mode with them."""
     check_names(config["memory"], ("mode",), where="memory")
+    if not isinstance(config["model"].get("name"), str):
+        raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
+    for key, source in FITTED.items():
+        if key in config["model"]:
+            raise ConfigError(f"model.{key} is not set here: it is {source}")
     spec = model_spec(config, num_classes=10, in_chans=3)
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     with torch.device("meta"):
@@ -143,17 +155,22 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         value = trainer.get(key)
         if value is not None and (not isinstance(value, int) or value < -1 or value == 0):
             raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1, or -1")
-    if trainer.get("max_epochs") == -1 and trainer.get("max_steps", -1) == -1:
+    ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
+    if not any(ends) and trainer.get("max_time") is None:
         raise ConfigError(
             "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; give one"
         )
-    accumulate = trainer.get("accumulate_grad_batches", 1)
-    if not isinstance(accumulate, int) or accumulate < 1:
-        raise ConfigError(
-            f"trainer.accumulate_grad_batches={accumulate}: expected a whole number >= 1"
-        )
+    for key in ("accumulate_grad_batches", "check_val_every_n_epoch"):
+        value = trainer.get(key, 1)
+        if not isinstance(value, int) or value < 1:
+            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1")
+    if (clip := trainer.get("gradient_clip_val")) is not None:
+        check_range("trainer.gradient_clip_val", clip)
+    for key, instead in {"train": "give some", "test": "test=false leaves the test out"}.items():
+        if trainer.get(f"limit_{key}_batches") == 0:
+            raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
     profiler = trainer.get("profiler")
-    if profiler is not None and profiler not in PROFILERS:
+    if profiler is not None and str(profiler) not in PROFILERS:
         raise ConfigError(
             f"trainer.profiler={profiler}: expected {', '.join(PROFILERS)} or null"
             + nearest(str(profiler), PROFILERS)

@@ -10,7 +10,7 @@ from hydra._internal.utils import get_args_parser
 from revzoo.cli.checks import check_config
 from revzoo.cli.lock import locked
 from revzoo.cli.multirun import check_started_together
-from revzoo.cli.overrides import check_sweep, compose_checked, to_plain
+from revzoo.cli.overrides import check_hydra, check_sweep, compose_checked, to_plain
 from revzoo.cli.summary import CONFIG_FILE, check_unused
 from revzoo.cli.telling import told_plainly
 
@@ -26,6 +26,8 @@ def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = No
         SystemExit: with a message that names the nearest valid key or option.
     """
     args = get_args_parser().parse_args(list(arguments))
+    with told_plainly():
+        check_hydra(args.overrides)
     own_config = args.config_path or args.config_name or args.config_dir
     if own_config or args.help or args.hydra_help or args.info or args.shell_completion:
         return  # other configurations or no run: the configuration is checked when it is used

@@ -11,6 +11,7 @@ the section is built.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from difflib import get_close_matches
@@ -32,6 +33,18 @@ CONFIG_NAME = "train"
 HYDRA_VERSION = "1.3"
 # a number in one option of a group, a word in another
 WORD_OR_NUMBER = ("trainer.devices",)
+# of Hydra's own keys, those that name no code: its callbacks and log handlers are import paths
+HYDRA_KEYS = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",
+    "hydra.job.chdir",
+    "hydra.output_subdir",
+    "hydra.mode",
+    "hydra.verbose",
+)
+HYDRA_GROUPS = ("hydra/launcher", "hydra/job_logging", "hydra/hydra_logging")
 
 
 class ConfigError(ValueError):
@@ -83,16 +96,8 @@ def _initialized(config_dir: Path | None) -> AbstractContextManager[Any]:
 
 def _check(overrides: Sequence[str], name: str) -> DictConfig:
     """Check names; return the configuration that the choice of options alone gives."""
-    hydra = GlobalHydra.instance()
-    loader = hydra.config_loader()
-    try:
-        parser = OverridesParser.create(config_loader=loader)
-        parsed = parser.parse_overrides(list(overrides))
-    except OverrideParseException as error:
-        what = str(error).splitlines()[0]
-        quotes = "; put quotes around a value with signs in it: KEY='\"a=b\"'"
-        unquoted = str(error.override).count("=") > 1 and '"' not in str(error.override)
-        raise ConfigError(f"{error.override}: {what}" + quotes * unquoted) from None
+    loader = GlobalHydra.instance().config_loader()
+    parsed = check_hydra(overrides, loader)
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     parsed = [override for override in parsed if not override.is_hydra_override()]
     choices = [override for override in parsed if override.key_or_group in groups]
@@ -107,6 +112,30 @@ def _check(overrides: Sequence[str], name: str) -> DictConfig:
         if override not in choices:
             _check_key(override, base, groups)
     return base
+
+
+def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """The parsed overrides; of those of Hydra itself only such as name no code to import.
+
+    Raises:
+        ConfigError: for any other key of Hydra, or an override that is none.
+    """
+    try:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    except OverrideParseException as error:
+        what = str(error).splitlines()[0]
+        quotes = "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+        unquoted = str(error.override).count("=") > 1 and '"' not in str(error.override)
+        raise ConfigError(f"{error.override}: {what}" + quotes * unquoted) from None
+    for override in parsed:
+        key, known = override.key_or_group, [*HYDRA_KEYS, *HYDRA_GROUPS]
+        places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
+        if "hydra" in places and (key not in known or override.package):
+            raise ConfigError(
+                f"{override.input_line}: of Hydra's own keys there are {', '.join(known)} here"
+                + _meant(key, known)
+            )
+    return parsed
 
 
 def _check_choice(override: Override, loader: ConfigLoader) -> None:

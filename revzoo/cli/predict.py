@@ -136,12 +136,20 @@ def _parser() -> ArgumentParser:
     parser.add_argument("--size", type=_positive, help="side of the images in pixels")
     parser.add_argument("--batch-size", type=_positive, default=64)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    parser.add_argument("--device", default=device)
+    parser.add_argument("--device", type=_device, default=device)
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_const", dest="form", const=as_json)
     form.add_argument("--csv", action="store_const", dest="form", const=as_csv)
     parser.set_defaults(form=as_table)
     return parser
+
+
+def _device(text: str) -> torch.device:
+    try:
+        return torch.empty(0, device=text).device
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise ArgumentTypeError(f"{text} ({reason}): expected a device that is here") from None
 
 
 def _checkpoint(text: str) -> str:

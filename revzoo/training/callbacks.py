@@ -24,7 +24,7 @@ from revzoo.training.finetune import Finetuning, Unfreeze
 from revzoo.training.footprint import Footprint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 from revzoo.training.showing import Reconstructions, Samples
-from revzoo.training.spec import check_names, check_range, keyword_names
+from revzoo.training.spec import check_names, check_range, check_whole, keyword_names
 
 CONFUSION_FILE = "confusion.csv"
 
@@ -90,6 +90,7 @@ def early_stopping(
     run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
 ) -> pl.Callback:
     """Stop after ``patience`` validations without a better ``monitor``."""
+    check_whole("callbacks.early_stopping.patience", patience)
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
@@ -149,6 +150,11 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     """
     check_names(specs, list(CALLBACKS), where="callbacks")
     for name, options in specs.items():
+        if not isinstance(options, Mapping | None):
+            raise ValueError(
+                f"callbacks.{name}={options!r}: expected its options, {{}} for none of them, "
+                "or null for no such callback"
+            )
         check_names(options or {}, keyword_names(CALLBACKS[name]), where=f"callbacks.{name}")
 
 

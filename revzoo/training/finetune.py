@@ -12,8 +12,8 @@ statistics stay and nothing is dropped; and as no tensor in it requires a gradie
 activation and replays nothing.
 
 Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. Under
-``trainer.strategy=ddp`` a frozen parameter is an unused one: take
-``ddp_find_unused_parameters_true``.
+Lightning's strategy ``ddp`` a frozen parameter is an unused one: take
+``ddp_find_unused_parameters_true``, as ``revzoo-train`` does by itself.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Finetuning(UndoneAfterFit):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, pl_module)
-        if trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0:
+        begins = trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0
+        if begins and trainer.is_global_zero:
             first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
             log.info("epoch %d: trained from %s on", trainer.current_epoch, first)
 

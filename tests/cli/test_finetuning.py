@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_weights import small, write_entry
 
+from revzoo.cli.build import build_trainer
 from revzoo.cli.checks import check_config
 from revzoo.cli.train import train
 from revzoo.models import pretrained
@@ -81,3 +82,16 @@ def test_what_cannot_be_run_is_refused(
 
 def test_a_file_of_weights_will_do(compose: Any, weights: Path) -> None:
     check_config(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
+
+
+@pytest.mark.parametrize(
+    ("trainer", "unused"),
+    [(("trainer=cpu",), None), (("trainer=ddp",), True), (("trainer.devices=2",), True)],
+)
+def test_what_is_frozen_may_be_unused_in_several_processes(
+    compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
+) -> None:
+    config = compose("experiment=finetune", *trainer, "trainer.accelerator=cpu")
+    strategy = build_trainer(config, run_dir=tmp_path).strategy
+    kept = getattr(strategy, "_ddp_kwargs", {}).get("find_unused_parameters")
+    assert kept is unused

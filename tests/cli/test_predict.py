@@ -8,6 +8,7 @@ import torch
 from small_images import image_folder
 
 from revzoo.cli.main import main
+from revzoo.cli.predict import main as predict_main
 from revzoo.cli.predict import predict
 from revzoo.cli.train import train
 from revzoo.data import ImageFolder
@@ -42,3 +43,9 @@ def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
     for (path, classes), row in zip(found.items(), rows, strict=True):
         assert classes == pytest.approx(expected[path], rel=1e-4)
         assert classes["dark"] == pytest.approx(float(row[0]), rel=1e-4)
+
+
+def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict_main(["ckpt=irevnet13.digits", "image.png", "--device", "foo"])
+    assert "--device: foo (" in capsys.readouterr().err

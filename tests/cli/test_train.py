@@ -194,7 +194,16 @@ def test_the_log_tells_the_result(
 
 @pytest.mark.parametrize(
     "arguments",
-    [["modle=x"], ["optim.lrr=1"], ["model=revnet39", "-m"], ["precision=fp16", "trainer=cpu"]],
+    [
+        ["modle=x"],
+        ["optim.lrr=1"],
+        ["model=revnet39", "-m"],
+        ["precision=fp16", "trainer=cpu"],
+        ["+hydra.callbacks.x._target_=evil.f"],
+        ["--config-name", "other", "+hydra={callbacks: {x: {_target_: evil.f}}}"],
+        ["--config-name", "other", "+experiment@hydra.callbacks=x"],
+        ["-m", "hydra.sweeper._target_=evil.f", "seed=0,1"],
+    ],
 )
 def test_bad_command_lines_end_before_anything(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
@@ -212,6 +221,7 @@ def test_bad_command_lines_end_before_anything(arguments: list[str]) -> None:
         ["--help"],
         ["--config-name", "other", "own.key=1"],
         ["--cfg=job"],
+        ["hydra.run.dir=a", "hydra.verbose=true", "hydra/job_logging=disabled"],
     ],
 )
 def test_good_command_lines_pass(arguments: list[str]) -> None:

@@ -255,3 +255,20 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     logging.getLogger("pytorch_lightning").setLevel(logging.WARNING)
     trainer(tmp_path, max_epochs=1).fit(Classifier(TINY), loader())
     assert capsys.readouterr().out == ""
+
+
+def test_bytes_are_not_taken_for_images() -> None:
+    data = Digits()
+    data.setup("fit")
+    images, _ = next(iter(data.train_dataloader()))
+    with pytest.raises(ValueError, match=r"torch\.uint8; expected normalised .* data\.transform"):
+        Classifier({**TINY, "in_chans": 1})(images)
+
+
+def test_only_a_constant_rate_needs_no_end(tmp_path: Path) -> None:
+    endless = {"max_epochs": -1, "max_time": {"seconds": 1}}
+    with pytest.raises(ValueError, match='or the schedule "constant"'):
+        trainer(tmp_path, **endless).fit(Classifier(TINY), loader())
+    runner = trainer(tmp_path, **endless)
+    runner.fit(Classifier(TINY, optim=CONSTANT), loader())
+    assert runner.global_step > 4

@@ -50,7 +50,7 @@ def test_counts_are_those_of_the_last_weights(tmp_path: Path) -> None:
 
 
 def test_classes_have_their_names(tmp_path: Path) -> None:
-    confusion = ConfusionMatrix(tmp_path / "confusion.csv")
+    confusion = ConfusionMatrix(str(tmp_path / "confusion.csv"))
     spec = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
     options: dict[str, Any] = {"max_epochs": 1, "limit_train_batches": 1}
     runner = trainer(tmp_path, callbacks=[confusion], **options)

@@ -128,3 +128,15 @@ def test_a_name_of_weights_is_kept_as_its_architecture(tmp_path: Path) -> None:
         tmp_path / "a.ckpt",
     )
     assert Classifier.load_from_checkpoint(tmp_path / "a.ckpt").model.num_classes == 10
+
+
+def test_a_subclass_is_given_its_own_again(tmp_path: Path) -> None:
+    class Own(Classifier):
+        def __init__(self, model: Any, alpha: float = 0.5, **options: Any) -> None:
+            super().__init__(model, **options)
+            self.alpha = alpha
+
+    path = checkpoint(tmp_path / "a.ckpt", {"model": TINY, "alpha": 0.7})
+    with pytest.raises(CheckpointError, match=r"load_from_checkpoint again: alpha=\.\.\."):
+        Own.load_from_checkpoint(path)
+    assert Own.load_from_checkpoint(path, alpha=0.7).alpha == 0.7
