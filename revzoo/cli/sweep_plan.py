@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,11 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
             value = override.value()
             is_text = override.key_or_group in ("dir", "metric", "direction")
             options[override.key_or_group] = str(value) if is_text else value
+        elif meant := get_close_matches(override.key_or_group, names, n=1, cutoff=0.75):
+            raise ConfigError(
+                f"{override.input_line}: there is no key {override.key_or_group!r}; "
+                f"did you mean {meant[0]!r}?"
+            )
         else:
             given.append(str(override.input_line))
     folder = Path(options.pop("dir", default))

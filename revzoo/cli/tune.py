@@ -14,7 +14,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from revzoo.cli.batch_size_finder import BatchSize, find_batch_size
+from revzoo.cli.batch_size_finder import BatchSize, find_batch_size, memory_of
 from revzoo.cli.build import apply_precision, build_data, build_module
 from revzoo.cli.overrides import ConfigError
 from revzoo.training.finetune import Finetuning
@@ -103,11 +103,13 @@ def search_batch_size(
     """The largest batch that fits, and the file that says what each memory mode would take."""
     found: BatchSize = find_batch_size(module, data, trainer=trainer, **options)
     for mode, each in found.per_image.items():
-        log.info("memory=%s: %d bytes an image, %d fit", mode, each, found.largest[mode])
+        log.info(
+            "memory=%s: counted %d bytes an image, room for %d", mode, each, found.largest[mode]
+        )
     room = f"{found.room / GIB:.2f} GiB" if found.room is not None else "what the GPU gives"
     taken = f"{found.taken / GIB:.2f} GiB" if found.taken is not None else "unknown"
-    told = "data.batch_size: %d fit, limited by %s; the process grew by %s, room was %s"
-    log.info(told, found.batch_size, found.limited_by, taken, room)
+    told = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
+    log.info(told, found.batch_size, memory_of(module), found.limited_by, taken, room)
     return found.batch_size, found.write(folder)
 
 

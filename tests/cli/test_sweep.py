@@ -134,6 +134,7 @@ def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     ("arguments", "message"),
     [
         (("trainer=cpu",), "nothing to search"),
+        ((*SPACE, "trails=2"), "did you mean 'trials'"),
         ((*SPACE, "optim.lrr=1"), r"did you mean 'optim.lr'"),
         ((*SPACE, "trials=0"), "trials=0: expected a whole number >= 1"),
         ((*SPACE, "trials=many"), "trials=many"),

@@ -65,7 +65,7 @@ def test_a_search_alone_trains_nothing(
         "sessions.jsonl",
     }
     told = "\n".join(record.getMessage() for record in caplog.records)
-    assert "data.batch_size: 20 fit, limited by max_size" in told
+    assert "data.batch_size: 20 fit in memory=invert, limited by max_size" in told
     assert "memory=invert: " in told
     assert "to train with it: data.batch_size=20, or tuner.then=use" in told
 
