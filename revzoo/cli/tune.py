@@ -103,9 +103,7 @@ def search_batch_size(
     """The largest batch that fits, and the file that says what each memory mode would take."""
     found: BatchSize = find_batch_size(module, data, trainer=trainer, **options)
     for mode, each in found.per_image.items():
-        log.info(
-            "memory=%s: counted %d bytes an image, room for %d", mode, each, found.largest[mode]
-        )
+        log.info("memory=%s: counted %d bytes an image, %d fit", mode, each, found.largest[mode])
     room = f"{found.room / GIB:.2f} GiB" if found.room is not None else "what the GPU gives"
     taken = f"{found.taken / GIB:.2f} GiB" if found.taken is not None else "unknown"
     told = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
