@@ -214,7 +214,11 @@ def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, A
     try:
         check(state)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{path} is damaged: {error}") from None
+        raise DamagedCheckpoint(
+            f"{path} is damaged ({error}): restore it from a copy, or begin a new run"
+        ) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
     return state
 
 

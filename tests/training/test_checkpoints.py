@@ -230,11 +230,11 @@ def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
         (judge(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
         (
             judge(damaged=[0, 1]),
-            r"1 is bad; nor .*previous\.ckpt",
+            r"1 is bad\): restore .*; nor .*previous\.ckpt",
             {LAST, PREVIOUS},
         ),
-        (judge(refused=[1]), "^of another run$", {LAST, PREVIOUS}),
-        (judge(damaged=[1], refused=[0]), "^of another run$", {LAST, PREVIOUS}),
+        (judge(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
+        (judge(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
     ],
 )
 def test_one_that_is_judged_damaged_is_replaced_too(
