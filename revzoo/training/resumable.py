@@ -39,7 +39,6 @@ PARTS: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,
     "hyper_parameters": {"model": {"name": "", "num_classes": 0, "in_chans": 0}, "optim": {}},
-    "loops": {"fit_loop": _FitLoop(None).state_dict()},  # type: ignore[arg-type]  # unused here
     "callbacks": {RunState.__name__: {"metrics": {}, "figures": {}}},
     "optimizer_states": [{"state": {}, "param_groups": None}],
     "lr_schedulers": [{}],
@@ -55,7 +54,8 @@ def check_parts(state: Mapping[str, Any]) -> None:
     Raises:
         DamagedCheckpoint: naming the first place.
     """
-    _refuse(unlike(PARTS, state, ""))
+    loop = _FitLoop(None)  # type: ignore[arg-type]  # a trainer is needed to run it alone
+    _refuse(unlike({**PARTS, "loops": {"fit_loop": loop.state_dict()}}, state, ""))
     steps = state["loops"]["fit_loop"][STEPS]["optimizer"]["step"]["total"]["completed"]
     if state["global_step"] != steps:
         raise DamagedCheckpoint(f"global_step is {state['global_step']}, its loops counted {steps}")
@@ -79,7 +79,8 @@ def check_contents(
         with torch.device("meta"):
             module = Classifier(**hyper)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DamagedCheckpoint(f"hyper_parameters are of no model ({error})") from None
+        reason = " ".join(str(error).split())
+        raise DamagedCheckpoint(f"hyper_parameters are of no model ({reason})") from None
     _refuse(_wrong_weights(module, state, callbacks))
     _refuse(_wrong_optimizer(module, state, callbacks))
     _refuse(_wrong_callbacks(module, state["callbacks"], callbacks))
