@@ -79,6 +79,11 @@ def build_data(data: Mapping[str, Any]) -> ImageData:
     return DATA[data["_target_"]](**options)
 
 
+def data_name(config: Mapping[str, Any]) -> str:
+    """The name of the data module's class, under which a checkpoint keeps its state."""
+    return DATA[config["data"]["_target_"]].__name__
+
+
 def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     """The Lightning module for data that are set up, tried on one black image.
 

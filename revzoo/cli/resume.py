@@ -14,23 +14,26 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo.cli.build import model_spec
+from revzoo.cli.build import DATA, data_name, model_spec
 from revzoo.cli.checks import check_config
 from revzoo.cli.lock import locked
 from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.summary import CONFIG_FILE
 from revzoo.cli.telling import told_plainly
 from revzoo.cli.train import train
+from revzoo.training.callbacks import build_callbacks
 from revzoo.training.checkpoints import CHECKPOINTS, CheckpointError, has_saved, read_last
-from revzoo.training.hyperparameters import WEIGHTS
+from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.optim import OptimSpec
 from revzoo.training.processes import is_first_process
+from revzoo.training.resumable import check_contents, check_parts
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +82,23 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
             log.info("nothing was saved in %s: the run begins from the start", run_dir)
         return None
     with told_plainly():
-        path, state = read_last(run_dir / CHECKPOINTS)
-        check_same_run(config, state, run_dir)
+        check = partial(check_state, config, run_dir=run_dir)
+        path, _ = read_last(run_dir / CHECKPOINTS, check)
     return path
+
+
+def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
+    """Refuse a checkpoint that the run cannot go on from as it was.
+
+    Raises:
+        DamagedCheckpoint: it is not as a run has saved it.
+        CheckpointError: it is of another run, or has hyperparameters that none has.
+    """
+    check_parts(state)
+    check_hyperparameters(state["hyper_parameters"])
+    check_same_run(config, state, run_dir)
+    callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
+    check_contents(state, data=data_name(config), callbacks=callbacks)
 
 
 def _parsed(arguments: Sequence[str]) -> Namespace:
@@ -139,17 +156,19 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     Raises:
         CheckpointError: naming what differs.
     """
-    kept = state.get("hyper_parameters", {})
-    model = dict(kept.get("model", {}))
-    same_size = {name: int(model.get(name, 0)) for name in ("num_classes", "in_chans")}
+    kept = state["hyper_parameters"]
+    model = kept["model"]
+    same_size = {name: model[name] for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
     # a checkpoint brings its own weights: it does not keep where the run's first ones came from
     spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
     spec["name"] = spec["name"].partition(".")[0]
     # as specs, since options that came later are not in it
-    wanted = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
-    optim = OptimSpec.of(kept.get("optim")).plain()
-    found = {"model": {key: model.get(key) for key in spec}, "optim": optim}
+    wanted: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
+    optim = OptimSpec.of(kept["optim"]).plain()
+    found: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
+    if others := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
+        wanted["data"], found["data"] = data_name(config), ", ".join(others)
     for section, options in wanted.items():
         if options != found[section]:
             raise CheckpointError(

@@ -8,6 +8,7 @@ the final figures, also those of a run that was stopped.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,8 @@ from revzoo.training.callbacks import best_checkpoint_path
 from revzoo.training.checkpoints import CHECKPOINTS, has_saved
 from revzoo.training.processes import is_first_process
 from revzoo.weights.writing import write_atomically
+
+log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
@@ -135,7 +138,8 @@ def describe_run(
     Args:
         trainer: the run's, after training.
         module: what was trained.
-        seconds: the time of the training, since the program was started.
+        seconds: the time of the training, in all sessions of the run; see
+            :func:`seconds_before`.
         figures: metrics by name.
         stopped: what has ended the run, if it did not end by itself.
     """
@@ -154,6 +158,25 @@ def describe_run(
         "versions": versions(),
         "stopped": stopped,
     }
+
+
+def seconds_before(run_dir: Path) -> float:
+    """The training time, in seconds, that the run's summary says; 0 where there is none.
+
+    A session that was killed has left no summary, and is not counted.
+    """
+    try:
+        seconds = json.loads((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
+        return float(seconds)
+    except FileNotFoundError:
+        return 0.0
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        log.warning(
+            "%s does not say the training time so far (%r): it is counted from 0",
+            run_dir / SUMMARY_FILE,
+            error,
+        )
+        return 0.0
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:

@@ -22,7 +22,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig
 from tqdm.contrib.logging import logging_redirect_tqdm
 
-from revzoo.cli.build import apply_precision, build_data, build_module, build_trainer
+from revzoo.cli.build import apply_precision, build_data, build_module, build_trainer, data_name
 from revzoo.cli.checks import check_config
 from revzoo.cli.command_line import check_command_line
 from revzoo.cli.lock import locked
@@ -35,6 +35,7 @@ from revzoo.cli.summary import (
     describe_run,
     discard_folder,
     record_session,
+    seconds_before,
     way_on,
     write_config,
     write_summary,
@@ -42,7 +43,8 @@ from revzoo.cli.summary import (
 from revzoo.cli.switches import switches_restored
 from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
 from revzoo.cli.tune import SECTION, tune
-from revzoo.data import ImageData
+from revzoo.data import DataError, ImageData
+from revzoo.data.classes import check_same_classes
 from revzoo.data.loaders import check_batch_size
 from revzoo.training import Classifier
 from revzoo.training.callbacks import best_checkpoint_path
@@ -140,12 +142,14 @@ def _train(
         apply_precision(config["precision"])
         pl.seed_everything(config["seed"], workers=True, verbose=False)
         again = (run_dir / CONFIG_FILE).exists()
-        step = read_checkpoint(resume)["global_step"] if resume else 0 if again else None
+        step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
         trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
         data.prepare_data()
         data.setup("fit")
         check_batch_size(data.batch_size, data.train_count, trainer.world_size)
+        if trained_on is not None:  # now, as the model is made for these data
+            _check_same_data(trained_on, data)
         module = build_module(config, data)
     if trainer.is_global_zero:
         if resume is None:
@@ -163,6 +167,21 @@ def _train(
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
 
 
+def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The optimiser steps done when a checkpoint was saved, and what it says of the data."""
+    state = read_checkpoint(path)
+    return state["global_step"], state[data_name(config)]
+
+
+def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
+    check_same_classes(trained_on["classes"], data.classes)
+    if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
+        raise DataError(
+            f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
+            f"give data.in_chans={channels}"
+        )
+
+
 def fit_and_test(
     trainer: pl.Trainer,
     module: Classifier,
@@ -173,7 +192,7 @@ def fit_and_test(
     resume: Path | None = None,
 ) -> dict[str, float]:
     """Train, test the best checkpoint (the last weights, if none was kept), write the summary."""
-    start = time.perf_counter()
+    start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped = None
     try:

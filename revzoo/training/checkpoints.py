@@ -19,7 +19,7 @@ import logging
 import os
 import zipfile
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,11 @@ PLAIN = (str, int, float, bool, type(None), bytes)
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or read; the message says what was found, what to do."""
+    """A checkpoint that cannot be written or used; the message says what was found, what to do."""
+
+
+class DamagedCheckpoint(CheckpointError):
+    """A checkpoint that is not there, or not as a run has saved it: another one may be good."""
 
 
 def not_plain(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, type]]:
@@ -120,24 +124,24 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     """The content of a checkpoint: plain values and tensors. Nothing in the file is executed.
 
     Raises:
-        CheckpointError: if there is none, or it is cut off, damaged, or holds more than plain data.
+        DamagedCheckpoint: there is none, or it is cut off, damaged, or more than plain data.
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"there is no checkpoint {path}: give the path of a .ckpt file")
+        raise DamagedCheckpoint(f"there is no checkpoint {path}: give the path of a .ckpt file")
     _check_archive(path)
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} holds more than plain values and tensors, or is damaged "
             f"({type(error).__name__}: {reason}): it was not loaded, as loading it could run code "
             "of its own; use a checkpoint that this program has written"
         ) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         found = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is no checkpoint of a run (found: {found}): expected a dictionary with "
             "state_dict; give RUN_DIR/checkpoints/best.ckpt"
         )
@@ -150,15 +154,15 @@ def _check_archive(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise CheckpointError(f"{path} is compressed, which no checkpoint is: not loaded")
+                raise DamagedCheckpoint(f"{path} is compressed, which no checkpoint is: not loaded")
             damaged = archive.testzip()
     except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is cut off or no checkpoint at all ({size:,} bytes, {error}): "
             "use another checkpoint of the run"
         ) from None
     if damaged is not None:
-        raise CheckpointError(
+        raise DamagedCheckpoint(
             f"{path} is damaged: the sum of {damaged} does not match; use another checkpoint "
             "of the run"
         )
@@ -169,29 +173,53 @@ def has_saved(folder: Path) -> bool:
     return (folder / LAST).exists() or (folder / PREVIOUS).exists()
 
 
-def read_last(folder: Path) -> tuple[Path, dict[str, Any]]:
+def read_last(
+    folder: Path, check: Callable[[dict[str, Any]], None] = lambda state: None
+) -> tuple[Path, dict[str, Any]]:
     """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` where that is damaged.
 
     A damaged ``last.ckpt`` is set aside under another name, so that it never becomes the previous
     one.
 
+    Args:
+        folder: of the checkpoints.
+        check: raises a :class:`DamagedCheckpoint` for what is readable and yet no state to go on
+            from, and another error for what is to be refused, whatever else is there.
+
     Returns:
         The path that was read and its content.
 
     Raises:
-        CheckpointError: if neither can be read.
+        DamagedCheckpoint: if neither is good.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     try:
-        return last, read_checkpoint(last)
-    except CheckpointError as error:
+        return last, _checked(last, check)
+    except DamagedCheckpoint as error:
         if not previous.exists():
             raise
-        state = read_checkpoint(previous)
-        log.warning("%s; going on from %s, which was saved before it", error, previous)
-        if last.exists() and is_first_process():
-            last.replace(last.with_name(f"{LAST}.damaged"))
-        return previous, state
+        damage = error
+    try:
+        state = _checked(previous, check)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(f"{damage}; nor can the one before it be used: {error}") from None
+    log.warning("%s; going on from %s, which was saved before it", damage, previous)
+    if last.exists() and is_first_process():
+        last.replace(last.with_name(f"{LAST}.damaged"))
+    return previous, state
+
+
+def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    state = read_checkpoint(path)
+    try:
+        check(state)
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(
+            f"{path} is damaged ({error}): restore it from a copy, or begin a new run"
+        ) from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
+    return state
 
 
 class PlainCheckpointIO(CheckpointIO):

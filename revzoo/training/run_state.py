@@ -22,13 +22,18 @@ from revzoo.training.checkpoints import CheckpointError
 
 def random_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {**random_states_of_cpu(), "cuda": cuda}
+
+
+def random_states_of_cpu() -> dict[str, Any]:
+    """Those of :func:`random_states` that every machine has."""
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
     assert name == "MT19937", "NumPy's global generator is of this kind always"
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
         "python": [version, list(internal), gauss],
     }

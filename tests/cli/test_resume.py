@@ -3,6 +3,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import shutil
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 import yaml
+from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from revzoo.cli import train as train_module
@@ -125,6 +129,94 @@ def test_it_goes_on_from_the_state_before_a_damaged_one(
     assert "test/acc" in go_on(stopped)
     assert f"going on from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    """Replace what a checkpoint has at ``key``, a path of keys divided by ``/``."""
+    state = read_checkpoint(path)
+    *parents, name = key.split("/")
+    reduce(getitem, parents, state)[name] = value
+    torch.save(state, path)
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    """The checkpoints of a run, and the configuration."""
+    paths = (*(run_dir / "checkpoints").iterdir(), run_dir / "config.yaml")
+    return {path.name: path.read_bytes() for path in paths}
+
+
+DAMAGE = ("state_dict/model.fc.bias", torch.full((10,), float("nan")))
+
+
+def test_a_state_that_is_no_state_is_damaged(
+    stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last, previous = (stopped / "checkpoints" / name for name in (LAST, PREVIOUS))
+    change(last, *DAMAGE)
+    good = previous.read_bytes()
+    change(previous, "global_step", 99)
+    before = files(stopped)
+    message = refused(stopped)
+    assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
+    assert f"nor can the one before it be used: {previous} is damaged (global_step is 99" in message
+    assert len(message.splitlines()) == 1
+    assert files(stopped) == before
+    previous.write_bytes(good)
+    assert "test/acc" in go_on(stopped)
+    assert f"; going on from {previous}" in caplog.text
+    assert last.with_name("last.ckpt.damaged").read_bytes() == before[LAST]
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hyper_parameters/_target_", "os.system", "hyperparameter _target_ is refused"),
+        ("hyper_parameters/model/_target_", "os.system", "model._target_ is refused"),
+        ("hyper_parameters/optim/_target_", "os.system", "optim._target_ is refused"),
+        ("hyper_parameters/model/units", [1, 1, 2], "differ in model"),
+        ("CIFAR10", {}, "differ in data: Digits and Digits, CIFAR10"),
+        ("Digits/classes", list("abcdefghij"), "only in the data: 0, 1, 2"),
+        ("Digits/in_chans", 3, "trained on images of 3 channels, these have 1"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_stays(
+    key: str, value: Any, message: str, stopped: Path
+) -> None:
+    change(stopped / "checkpoints" / LAST, key, value)
+    before = files(stopped)
+    assert message in refused(stopped, "memory=store")
+    assert files(stopped) == before
+
+
+def test_another_number_of_classes_is_told(compose: Any, tmp_path: Path) -> None:
+    data = image_folder(tmp_path / "data")
+    overrides = ("debug=smoke", "trainer=cpu", "data=imagefolder", f"data.root={data}")
+    options = ("+model.units=[1,1,1]", "data.batch_size=8")
+    run_dir = tmp_path / "run"
+    train(compose(*overrides, *options), run_dir=run_dir)
+    for split in ("train", "test"):
+        shutil.copytree(data / split / "dark", data / split / "grey")
+    before = files(run_dir)
+    message = refused(run_dir)
+    assert "trained on 2 classes dark, light, this data has 3: dark, grey, light" in message
+    assert files(run_dir) == before
+
+
+def test_the_time_is_that_of_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = stopped / "summary.json"
+    summary = json.loads(path.read_text())
+    assert 0 < summary["train_seconds"] < 100
+    path.write_text(json.dumps({**summary, "train_seconds": 1000.0}))
+    go_on(stopped)
+    first = json.loads(path.read_text())["train_seconds"]
+    assert 1000 < first < 1100
+    go_on(stopped)  # with nothing left to train
+    assert first <= json.loads(path.read_text())["train_seconds"] < 1100
+    path.write_text("{}")
+    go_on(stopped)
+    assert f"{path} does not say the training time so far" in caplog.text
+    assert 0 <= json.loads(path.read_text())["train_seconds"] < 100
 
 
 def config_of(run_dir: Path) -> Any:

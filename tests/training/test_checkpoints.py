@@ -7,6 +7,7 @@ import pickle
 import random
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from revzoo.training.checkpoints import (
     LAST,
     PREVIOUS,
     CheckpointError,
+    DamagedCheckpoint,
     PlainCheckpointIO,
     read_checkpoint,
     read_last,
@@ -207,6 +209,47 @@ def test_a_damaged_last_one_is_replaced_by_the_one_before(
     assert "previous.ckpt" in caplog.text
     save(tmp_path / LAST, 2)  # the damaged one must not become the previous one
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
+
+
+def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
+    """A check that finds the states of these numbers damaged, or of another run."""
+
+    def check(found: dict[str, Any]) -> None:
+        if found["number"] in damaged:
+            raise DamagedCheckpoint(f"number {found['number']} is bad")
+        if found["number"] in refused:
+            raise CheckpointError("of another run")
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("check", "outcome", "names"),
+    [
+        (judge(), LAST, {LAST, PREVIOUS}),
+        (judge(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
+        (
+            judge(damaged=[0, 1]),
+            r"1 is bad\): restore .*; nor .*previous\.ckpt",
+            {LAST, PREVIOUS},
+        ),
+        (judge(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
+        (judge(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
+    ],
+)
+def test_one_that_is_judged_damaged_is_replaced_too(
+    check: Any, outcome: str, names: set[str], tmp_path: Path
+) -> None:
+    for number in range(2):
+        save(tmp_path / LAST, number)
+    if outcome in names:
+        path, found = read_last(tmp_path, check)
+        assert (path.name, found["number"]) == (outcome, int(outcome == LAST))
+    else:
+        with pytest.raises(CheckpointError, match=outcome) as got:
+            read_last(tmp_path, check)
+        assert "\n" not in str(got.value)
+    assert {p.name for p in tmp_path.iterdir()} == names
 
 
 def killed_while_saving(folder: Path, *, kills: int, seed: int, **environment: str) -> str:
