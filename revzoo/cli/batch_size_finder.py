@@ -38,7 +38,7 @@ import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
 from revzoo.cli.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
-from revzoo.cli.out_of_memory import MODES, bytes_per_image, is_out_of_memory
+from revzoo.cli.out_of_memory import MODES, bytes_per_image, is_out_of_memory, memory_of
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier
 from revzoo.training.footprint import peak_bytes
@@ -123,12 +123,6 @@ def find_batch_size(
     size = search.run(bounds[limited_by])
     by = limited_by if size == bounds[limited_by] else "memory"
     return BatchSize(size, by, search.room, search.taken(), per_image, largest)
-
-
-def memory_of(module: Classifier) -> str:
-    """The memory mode that a module is trained in; on the CPU, ``offload`` takes as ``store``."""
-    mode = dict(module.hparams["model"]).get("memory") or module.model.default_memory or "store"
-    return "store" if mode == "offload" else str(mode)
 
 
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:

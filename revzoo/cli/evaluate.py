@@ -20,10 +20,11 @@ import pytorch_lightning as pl
 
 from revzoo.cli.build import apply_precision, build_data
 from revzoo.cli.checks import check_data, check_precision, check_trainer, device_kind
+from revzoo.cli.out_of_memory import NoMemoryError, told_out_of_memory
 from revzoo.cli.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.resume import recorded_config
 from revzoo.cli.summary import CONFIG_FILE
-from revzoo.cli.telling import quiet, told_plainly
+from revzoo.cli.telling import TOLD, quiet, told_plainly
 from revzoo.data import DataError
 from revzoo.training.checkpoints import PlainCheckpointIO
 from revzoo.training.processes import is_first_process
@@ -46,6 +47,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         ValueError: for a configuration that cannot be run.
         CheckpointError, WeightsError: if the checkpoint or the weights cannot be used.
         DataError: if the data cannot, or have other classes than the checkpoint.
+        NoMemoryError: if so many images at once do not fit.
     """
     check_eval(config)
     restored = restore(config["ckpt"])
@@ -75,7 +77,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         enable_model_summary=False,
     )
     run = trainer.test if testing else trainer.validate
-    (figures,) = run(restored.module, datamodule=data, verbose=False)
+    with told_out_of_memory(trainer, restored.module, data, eval_option="batch_size"):
+        (figures,) = run(restored.module, datamodule=data, verbose=False)
     return {name: float(value) for name, value in figures.items()}
 
 
@@ -182,7 +185,7 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
     if "--help" in given or "-h" in given:
         sys.stdout.write(f"{__doc__}\nKeys: {', '.join(KEYS)}\n")
         return
-    with quiet(), told_plainly():
+    with quiet(), told_plainly((*TOLD, NoMemoryError)):
         _check_given(given)
         config = to_plain(compose_checked(given, config_dir=config_dir, name="eval"))
         figures = evaluate(config)

@@ -1,7 +1,8 @@
 """One program at a time in a folder.
 
 The lock belongs to the open file, not to a note that is left in it: the system releases it when the
-holder ends, however it ends. It does not pass on to programs that the holder starts.
+holder ends, however it ends. It does not pass on to programs that the holder starts, nor to its
+forks, such as the workers that load its images: they outlive for seconds a holder that is killed.
 
 Why not ``filelock``: it does not say who holds the lock, and empties the file when it asks for it.
 """
@@ -24,6 +25,7 @@ from revzoo.training.processes import is_first_process
 log = logging.getLogger(__name__)
 
 LOCK_FILE = ".lock"
+_held: set[IO[str]] = set()  # files whose locks this process holds
 
 
 @contextmanager
@@ -38,6 +40,8 @@ def locked(folder: Path) -> Iterator[None]:
             file = stack.enter_context((folder / LOCK_FILE).open("a+"))
             with told_plainly():
                 _lock(file, folder)
+            _held.add(file)
+            stack.callback(_held.discard, file)
         yield
 
 
@@ -52,6 +56,16 @@ def _lock(file: IO[str], folder: Path) -> None:
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
+
+
+def _forget_locks() -> None:
+    """Close a fork's files: as long as one process has a file open, the system keeps its lock."""
+    for file in _held:
+        file.close()
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_forget_locks)
 
 
 def in_use(folder: Path, holder: str) -> str:

@@ -1,25 +1,33 @@
 """What to say when memory runs out: how much was used, and which memory mode would need less.
 
 What each mode needs is counted, not looked up: one training step of the same model on few images,
-on the CPU, counting the tensors alive at the same time.
+on the CPU, counting the tensors alive at the same time. An evaluation keeps no activations in any
+mode: there the number of images is all there is to change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+import os
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import LambdaCallback
+from pytorch_lightning.trainer.states import RunningStage
 from torch.nn import functional
 
+from revzoo.cli.memory_limit import free_bytes, give_back
+from revzoo.data import ImageData
 from revzoo.profiling.live import LiveMemory
-from revzoo.training.classifier import model_from
+from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.footprint import peak_bytes
 
 MODES = ("store", "recompute", "exact", "invert")
-MEMINFO = Path("/proc/meminfo")
 FEW = (2, 3)  # images of the counted steps: normalisation over one value is refused
+LESS = 0.95  # of what another mode needs: a smaller difference is none
 GIB = 2**30
 
 
@@ -31,59 +39,108 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-def memory_advice(
-    spec: Mapping[str, Any], *, batch_size: int, image_size: int, device: torch.device
-) -> str:
+class NoMemoryError(Exception):
+    """Memory has run out; the message says what would need less."""
+
+
+@contextmanager
+def told_out_of_memory(
+    trainer: pl.Trainer,
+    module: Classifier,
+    data: ImageData,
+    *,
+    eval_option: str = "data.eval_batch_size",
+) -> Iterator[None]:
+    """Turn an error for lack of memory into :class:`NoMemoryError`, by what the trainer was doing.
+
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes.
+
+    Args:
+        trainer: what is run inside.
+        module: what it trains or evaluates.
+        data: what on.
+        eval_option: the option that sets ``data.eval_batch_size``.
+    """
+    stages: list[RunningStage | None] = []  # the trainer forgets it before the error gets here
+    note = LambdaCallback(on_exception=lambda *_: stages.append(trainer.state.stage))
+    trainer.callbacks.append(note)  # type: ignore[attr-defined]
+    try:
+        yield
+        return
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        _drop_frames(error)
+    finally:
+        trainer.callbacks.remove(note)  # type: ignore[attr-defined]
+    device = trainer.strategy.root_device
+    if stages == [RunningStage.TRAINING]:
+        advice = memory_advice(module, data, device=device)
+        raise NoMemoryError(f"step {trainer.global_step}: {advice}")
+    size = data.eval_batch_size
+    raise NoMemoryError(f"{_used(device)}, evaluating {size} images at once: lower {eval_option}")
+
+
+def _drop_frames(error: BaseException) -> None:
+    """Free what failed: the error holds its frames, and they the activations of the step."""
+    link: BaseException | None = error
+    while link is not None:
+        traceback.clear_frames(link.__traceback__)
+        link.__traceback__, link = None, link.__context__
+    give_back()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def memory_of(module: Classifier) -> str:
+    """The memory mode that a module is trained in; on the CPU, ``offload`` takes as ``store``."""
+    mode = dict(module.hparams["model"]).get("memory") or module.model.default_memory or "store"
+    return "store" if mode == "offload" else str(mode)
+
+
+def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
     """The peak of memory, what each memory mode needs for the activations, and what to change.
 
     Args:
-        spec: the model's, with the memory mode of the run.
-        batch_size: training images per step.
-        image_size: their side in pixels.
-        device: what the model is on.
+        module: that has been trained; its failed step is gone.
+        data: what on.
+        device: where.
     """
-    peak, limit = peak_bytes(device), available_bytes(device)
-    used = f"at a peak of {peak / GIB:.2f} GiB" if peak is not None else "at an unknown peak"
-    of = f" of {limit / GIB:.2f} GiB" if limit is not None else ""
-    said = f"out of memory {used}{of}, with memory={spec.get('memory') or 'auto'}"
+    batch_size, mode = data.batch_size, memory_of(module)
+    said = f"{_used(device)}, with memory={mode}"
+    spec = dict(module.hparams["model"])
     try:
         needs = {
-            mode: per_image * batch_size
-            for mode in MODES
-            if (per_image := bytes_per_image({**spec, "memory": mode}, image_size)) is not None
+            name: per_image * batch_size
+            for name in MODES
+            if (per_image := bytes_per_image({**spec, "memory": name}, data.image_size)) is not None
         }
-    except Exception:  # the model itself is at fault: nothing can be counted
-        needs = {}
-    if not needs:
-        return f"{said}; lower data.batch_size ({batch_size}), or use memory=invert"
-    counted = ", ".join(f"{mode} {need / GIB:.3f} GiB" for mode, need in needs.items())
+    except Exception:  # the model itself is at fault, or there is too little left to count in
+        return f"{said}; lower data.batch_size ({batch_size})"
+    counted = ", ".join(f"{name} {need / GIB:.3f} GiB" for name, need in needs.items())
     return (
         f"{said}. Counted for {batch_size} images in float32, activations take: {counted}. "
-        + _choice(needs, limit, spec.get("memory"), batch_size)
+        + _choice(needs, free_bytes(device), mode, batch_size)
     )
 
 
-def _choice(
-    needs: Mapping[str, float], limit: int | None, present: str | None, batch_size: int
-) -> str:
-    least = min(needs, key=lambda mode: needs[mode])
-    if least == present:
-        return f"That is the least of all modes: lower data.batch_size ({batch_size})"
-    if limit is None or needs[least] < 0.9 * limit:
-        return f"memory={least} would fit" if limit is not None else f"Use memory={least}"
-    return f"memory={least} needs least; lower data.batch_size ({batch_size}) as well"
+def _used(device: torch.device) -> str:
+    peak = peak_bytes(device)
+    return f"out of memory at a peak of {peak / GIB:.2f} GiB" if peak else "out of memory"
 
 
-def available_bytes(device: torch.device, meminfo: Path = MEMINFO) -> int | None:
-    """All memory of a CUDA device, or of the host; None where the system does not say."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
-    try:
-        lines = meminfo.read_text().splitlines()
-    except OSError:
-        return None
-    totals = [line for line in lines if line.startswith("MemTotal:")]
-    return int(totals[0].split()[1]) * 1024 if totals else None  # the kernel prints KiB
+def _choice(needs: dict[str, float], free: int | None, present: str, batch_size: int) -> str:
+    least = next(mode for mode in reversed(needs) if LESS * needs[mode] <= min(needs.values()))
+    if needs[least] >= LESS * needs[present]:
+        return f"No mode takes less than {present}: lower data.batch_size ({batch_size})"
+    if free is None:
+        return f"Use memory={least}"
+    if needs[least] < 0.9 * free:
+        return f"memory={least} would fit: {free / GIB:.3f} GiB are free without the step"
+    return (
+        f"memory={least} needs least, but {free / GIB:.3f} GiB are free without the step: lower "
+        f"data.batch_size ({batch_size}) as well"
+    )
 
 
 def bytes_per_image(spec: Mapping[str, Any], image_size: int) -> float | None:

@@ -2,7 +2,7 @@
 
 ``config.yaml`` is the resolved configuration; ``sessions.jsonl`` has a line for each start of the
 run, with the command's overrides, the versions and the state of the checkout; ``summary.json`` has
-the final figures, also those of a run that was stopped.
+the final figures, also those of a run that was stopped or could not go on.
 """
 
 from __future__ import annotations

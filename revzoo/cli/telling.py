@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 from lightning_fabric.utilities.exceptions import MisconfigurationException
 
+from revzoo.cli.out_of_memory import NoMemoryError
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import DataError
 from revzoo.training.checkpoints import CheckpointError
@@ -18,7 +19,9 @@ from revzoo.weights.errors import WeightsError
 
 # while a run is being prepared
 TOLD = (ValueError, DataError, CheckpointError, MisconfigurationException, WeightsError)
-TOLD_IN_TRAINING = (FloatingPointError, DataError, DriftError, RangeError, CheckpointError)
+# what ends a training that has begun
+ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError)
+TOLD_IN_TRAINING = (*ENDINGS, CheckpointError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
     ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it

@@ -7,7 +7,6 @@ cannot be run is refused in one or two lines, with status 1, and leaves nothing 
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -27,7 +26,7 @@ from revzoo.cli.checks import check_config
 from revzoo.cli.command_line import check_command_line
 from revzoo.cli.lock import locked
 from revzoo.cli.multirun import run_job
-from revzoo.cli.out_of_memory import is_out_of_memory, memory_advice
+from revzoo.cli.out_of_memory import told_out_of_memory
 from revzoo.cli.overrides import CONFIG_MODULE, CONFIG_NAME, HYDRA_VERSION, to_plain
 from revzoo.cli.summary import (
     CONFIG_FILE,
@@ -41,7 +40,7 @@ from revzoo.cli.summary import (
     write_summary,
 )
 from revzoo.cli.switches import switches_restored
-from revzoo.cli.telling import TOLD, TOLD_IN_TRAINING, quiet, told_plainly
+from revzoo.cli.telling import ENDINGS, TOLD, TOLD_IN_TRAINING, quiet, told_plainly
 from revzoo.cli.tune import SECTION, tune
 from revzoo.data import DataError, ImageData
 from revzoo.data.classes import check_same_classes
@@ -182,6 +181,7 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
         )
 
 
+@told_plainly(TOLD_IN_TRAINING)
 def fit_and_test(
     trainer: pl.Trainer,
     module: Classifier,
@@ -191,20 +191,26 @@ def fit_and_test(
     test: bool,
     resume: Path | None = None,
 ) -> dict[str, float]:
-    """Train, test the best checkpoint (the last weights, if none was kept), write the summary."""
+    """Train, test the best checkpoint (the last weights, if none was kept), write the summary.
+
+    Raises:
+        SystemExit: training or test has failed in a known way; the summary says so, too.
+        RunStopped: after SIGTERM or Ctrl-C.
+    """
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
-    stopped = None
+    stopped, asked = None, False
     try:
-        with quiet(), redirected_log(trainer), told_plainly(TOLD_IN_TRAINING):
-            fit(trainer, module, data, resume)
+        with quiet(), redirected_log(trainer), told_out_of_memory(trainer, module, data):
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         figures = gathered(trainer)
         seconds = time.perf_counter() - start
         if test and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
-    except RunStopped as error:
+    except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
         figures, stopped = figures or gathered(trainer), str(error)
+        asked = isinstance(error, RunStopped)
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):
@@ -213,29 +219,8 @@ def fit_and_test(
             )
             write_summary(summary, run_dir)
             log.info("%.1f s of training; run folder %s", seconds, run_dir)
-        end_together(trainer, ask=bool(stopped))
+        end_together(trainer, ask=asked)
     return figures
-
-
-def fit(trainer: pl.Trainer, module: Classifier, data: ImageData, resume: Path | None) -> None:
-    """Train; running out of memory ends the program with what would need less.
-
-    Raises:
-        SystemExit: out of memory.
-    """
-    try:
-        trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        step, device, spec = trainer.global_step, trainer.strategy.root_device, module.hparams
-        advice = memory_advice(
-            dict(spec["model"]),
-            batch_size=data.batch_size,
-            image_size=data.image_size,
-            device=device,
-        )
-        sys.exit(f"revzoo: step {step}: {advice}")
 
 
 def gathered(trainer: pl.Trainer) -> dict[str, float]:
@@ -248,7 +233,7 @@ def gathered(trainer: pl.Trainer) -> dict[str, float]:
 def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
     """The figures of the test split, with the best checkpoint's weights."""
     best = best_checkpoint_path(trainer)
-    with quiet(), told_plainly(TOLD_IN_TRAINING):
+    with quiet(), told_out_of_memory(trainer, module, data):
         results = trainer.test(
             module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
         )

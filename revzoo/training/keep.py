@@ -17,7 +17,7 @@ from torch import Tensor
 
 from revzoo.training.checkpoints import LAST
 from revzoo.training.position import can_resume_here, is_last_chance
-from revzoo.training.stop import stop_requested
+from revzoo.training.stop import PATIENCE, stop_requested
 
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
@@ -25,6 +25,8 @@ BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation
 
 class LastCheckpoint(Checkpoint):
     """Keeps ``last.ckpt``: at the end of every epoch, when the run is stopped, and in between.
+
+    Optimiser steps of so many batches that a stop would not wait for them are saved one by one.
 
     Args:
         folder: the folder of the checkpoints.
@@ -40,11 +42,17 @@ class LastCheckpoint(Checkpoint):
         self.path = folder / LAST
         self.minutes = minutes
         self.saved_step = 0
-        self._saved_at = time.monotonic()
+        self._saved_at = self._step_began = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.saved_step = trainer.global_step
         self._saved_at = time.monotonic()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step_began = time.monotonic()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
@@ -56,11 +64,13 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
-        last_chance = is_last_chance(trainer)
-        if trainer.world_size > 1 and not last_chance and trainer.global_step % 20:
+        last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
+        if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
             return False  # the processes agree now and then: each time costs a synchronisation
-        age = time.monotonic() - self._saved_at
+        now = time.monotonic()
+        age = now - self._saved_at
         due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
+        due = due or (gathers and now - self._step_began > PATIENCE)
         return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
 
     def _save(self, trainer: pl.Trainer) -> None:

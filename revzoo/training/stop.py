@@ -1,10 +1,11 @@
-"""SIGTERM and Ctrl-C end a run in good order: after the batch, with its state saved.
+"""SIGTERM and Ctrl-C end a run in good order: at the next place to go on from, with it saved.
 
 In training the batch (with accumulated gradients: the optimiser step) is finished and ``last.ckpt``
-written; in validation and test the run ends after the batch with what was saved before, since what
-is evaluated again after resuming has the same figures. Outside of these the run ends at once, and
-at a second Ctrl-C in any case. Processes that train together stop after the same batch, whichever
-of them the signal came to.
+written, and so is a validation that is due or going on, as only behind it there is such a place.
+What is not finished after :data:`PATIENCE` is cut off with what was saved before: after resuming it
+is computed again with the same figures. So is a test, after the batch. Outside of these the run
+ends at once, and at a second Ctrl-C in any case. Processes that train together stop after the same
+batch, whichever of them the signal came to.
 
 Lightning's own handler ends a run without saving it, and broadcasts from inside the handler.
 """
@@ -15,6 +16,7 @@ import logging
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -27,6 +29,8 @@ from revzoo.training.position import can_resume_here
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# seconds: half of the 30 that SLURM leaves between SIGTERM and SIGKILL (KillWait of slurm.conf)
+PATIENCE = 15.0
 
 
 class RunStopped(BaseException):
@@ -57,7 +61,8 @@ class GracefulStop(pl.Callback):
     def __init__(self) -> None:
         self.requested: int | None = None
         self.agreed: int | None = None
-        self._may_end = False  # whether the state after the present batch is being saved
+        self._since = 0.0  # when the signal was noticed, by time.monotonic
+        self._may_end = False  # before the next batch: a state is being saved, or it took too long
         self._waits = False  # whether a loop is running that will look at ``requested``
 
     @contextmanager
@@ -86,11 +91,16 @@ class GracefulStop(pl.Callback):
             os._exit(128 + signum)
         if self.requested is not None:
             return  # batch systems send SIGTERM to a process and to its group
-        self.requested = signum
+        self.requested, self._since = signum, time.monotonic()
         if not self._waits:
             raise RunStopped(signum)
         name = signal.Signals(signum).name
-        log.warning("%s: stopping after this batch (Ctrl-C: at once)", name)
+        log.warning(
+            "%s: stopping after this batch; for the rest of its optimiser step, or of a validation,"
+            " up to %.0f s are waited (Ctrl-C: at once)",
+            name,
+            PATIENCE,
+        )
 
     def _loop_starts(self, *args: Any) -> None:
         self._listen()  # Lightning has put its own handler in place
@@ -108,14 +118,22 @@ class GracefulStop(pl.Callback):
     # these hooks are given more than is needed
     on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
     on_train_end = on_test_end = _loop_ends  # type: ignore[assignment]
-    on_validation_batch_end = on_test_batch_end = _end_if_requested  # type: ignore[assignment]
+    on_test_batch_end = _end_if_requested  # type: ignore[assignment]
+
+    def on_validation_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        """Cut a validation off that takes too long; the end of it is a place to stop at."""
+        self._agree(trainer)
+        if self.agreed is not None and self._is_late(trainer):
+            raise RunStopped(self.agreed)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         """Agree with the other processes; those callbacks that save come after this one."""
         self._agree(trainer)
-        self._may_end = bool(self.agreed) and can_resume_here(trainer)
+        self._may_end = bool(self.agreed) and (can_resume_here(trainer) or self._is_late(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._agree(trainer)
@@ -135,7 +153,13 @@ class GracefulStop(pl.Callback):
         if trainer.world_size > 1:
             anywhere = trainer.strategy.reduce_boolean_decision(bool(requested), all=False)
             requested = requested or (signal.SIGTERM if anywhere else None)
-        self.agreed = self.agreed or requested
+        if self.agreed is None and requested is not None:
+            self.agreed, self._since = requested, self._since or time.monotonic()
+
+    def _is_late(self, trainer: pl.Trainer) -> bool:
+        """Whether the end cannot wait any longer; the same answer in all processes."""
+        late = time.monotonic() - self._since >= PATIENCE
+        return trainer.strategy.broadcast(late) if trainer.world_size > 1 else late
 
 
 def stop_requested(trainer: pl.Trainer) -> bool:

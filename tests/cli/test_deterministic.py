@@ -68,13 +68,13 @@ def test_the_switches_are_on_in_the_run_alone(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = []
-    fit = train_module.fit
+    fit_and_test = train_module.fit_and_test
 
-    def watched(*args: Any) -> None:
+    def watched(*args: Any, **options: Any) -> dict[str, float]:
         inside.append(switches())
-        fit(*args)
+        return fit_and_test(*args, **options)
 
-    monkeypatch.setattr(train_module, "fit", watched)
+    monkeypatch.setattr(train_module, "fit_and_test", watched)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.delenv("PL_GLOBAL_SEED", raising=False)

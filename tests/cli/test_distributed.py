@@ -18,6 +18,7 @@ from revzoo.cli import train as train_module
 from revzoo.cli.overrides import compose_checked, to_plain
 from revzoo.cli.resume import resume
 from revzoo.cli.train import train
+from revzoo.training import stop as stop_module
 from revzoo.training.checkpoints import LAST, read_checkpoint
 from revzoo.training.stop import GracefulStop
 
@@ -51,10 +52,11 @@ class SignalledInStep5(GracefulStop):
 
 
 class SignalledInValidation(GracefulStop):
-    """SIGTERM comes to the first process alone, before anything is saved."""
+    """SIGTERM comes to the first process alone, before anything is saved; it alone waits not."""
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_rank == 0:
+            stop_module.PATIENCE = 0.0
             os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -168,6 +170,8 @@ def test_a_signal_to_one_stops_all_with_the_state_saved(runs: Path) -> None:
 
 def test_a_stop_in_a_validation_ends_all(runs: Path) -> None:
     assert told(runs)[3] == [143, 143]
+    _, again = (runs / "early" / "sessions.jsonl").read_text().splitlines()
+    assert json.loads(again)["from_step"] == 0  # the validation was cut off
 
 
 @pytest.mark.parametrize("name", ["stopped", "early"])

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,35 @@ def test_it_is_not_passed_on_to_programs_that_are_started(tmp_path: Path) -> Non
     with locked(tmp_path):
         child.kill()
     child.wait()
+
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from revzoo.cli.lock import locked
+with locked(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_fork_of_the_holder_does_not_keep_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        fork = int(holder.stdout.readline())
+        try:
+            with pytest.raises(SystemExit, match="in use"), locked(tmp_path):
+                pass
+            holder.kill()
+            holder.wait()
+            with locked(tmp_path):
+                pass
+        finally:
+            holder.kill()
+            os.kill(fork, signal.SIGKILL)
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"])

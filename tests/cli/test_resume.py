@@ -20,6 +20,7 @@ from revzoo.cli import train as train_module
 from revzoo.cli.lock import locked
 from revzoo.cli.resume import asks_to_resume, check_same_run, resume
 from revzoo.cli.train import train
+from revzoo.training import stop as stop_module
 from revzoo.training.checkpoints import LAST, PREVIOUS, CheckpointError, read_checkpoint
 from revzoo.training.stop import GracefulStop
 
@@ -326,6 +327,7 @@ def test_a_stop_before_anything_is_saved_says_so(
         def on_validation_start(self, *args: Any) -> None:
             self.requested = 15
 
+    monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
     monkeypatch.setattr(train_module, "GracefulStop", StopsInValidation)
     with pytest.raises(SystemExit) as end:
         train(compose(*SMALL), run_dir=tmp_path)

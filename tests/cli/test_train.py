@@ -128,10 +128,16 @@ def test_a_folder_of_images_trains(compose: Any, tmp_path: Path) -> None:
 
 def ending(config: dict[str, Any], run_dir: Path) -> str:
     """The message a refused run ends with."""
+    message = failing(config, run_dir)
+    assert not (run_dir / "summary.json").exists()
+    return message
+
+
+def failing(config: dict[str, Any], run_dir: Path) -> str:
+    """The message a run ends with that is refused or fails."""
     with pytest.raises(SystemExit) as end:
         train(config, run_dir=run_dir)
     assert str(end.value).startswith("revzoo: ")
-    assert not (run_dir / "summary.json").exists()
     return str(end.value)
 
 
@@ -154,8 +160,25 @@ def test_images_the_model_cannot_take_end_with_its_message(compose: Any, tmp_pat
 
 def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     config = compose(*SMALL, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
-    assert "lower optim.lr" in ending(config, tmp_path)
-    assert "at step 1, in epoch 0" in ending(config, tmp_path)
+    message = failing(config, tmp_path)
+    assert "lower optim.lr" in message
+    assert "at step 1, in epoch 0" in message
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert message == f"revzoo: {summary['stopped']}"
+    assert summary["steps"] == 1
+
+
+def test_what_is_refused_writes_no_summary(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL)
+    train(config, run_dir=tmp_path)
+    before = (tmp_path / "summary.json").read_bytes()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    state = torch.load(last, weights_only=True)
+    state["callbacks"]["RunState"]["random"] *= 2
+    torch.save(state, last)
+    with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):
+        train(config, run_dir=tmp_path, resume=last)
+    assert (tmp_path / "summary.json").read_bytes() == before
 
 
 def test_exclusive_trainer_options_end_with_lightnings_message(

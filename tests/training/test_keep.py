@@ -14,12 +14,14 @@ from revzoo.training.checkpoints import PlainCheckpointIO, read_checkpoint
 from revzoo.training.keep import BestCheckpoint, LastCheckpoint
 
 
-def saved_steps(tmp_path: Path, *, minutes: float, seconds_a_step: float) -> list[int]:
+def saved_steps(
+    tmp_path: Path, *, minutes: float, seconds_a_step: float, **options: Any
+) -> list[int]:
     """The steps at which a run of two epochs of four batches saves, on a clock of the test's."""
     clock, steps = [0.0], []
 
     class Tick(pl.Callback):
-        def on_train_batch_start(self, *args: Any) -> None:
+        def on_before_backward(self, *args: Any) -> None:
             clock[0] += seconds_a_step
 
     class Spy(PlainCheckpointIO):
@@ -33,6 +35,7 @@ def saved_steps(tmp_path: Path, *, minutes: float, seconds_a_step: float) -> lis
             callbacks=[Tick(), LastCheckpoint(tmp_path, minutes=minutes)],
             plugins=[Spy()],
             enable_checkpointing=True,
+            **options,
         )
         runner.fit(Classifier(TinyNet()), loader(), loader())
     return steps
@@ -51,6 +54,14 @@ def test_how_often_is_saved(
     minutes: float, seconds: float, expected: list[int], tmp_path: Path
 ) -> None:
     assert saved_steps(tmp_path, minutes=minutes, seconds_a_step=seconds) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(7, [2, 4]), (8, [1, 2, 3, 4])])
+def test_long_steps_of_gathered_gradients_are_saved_each(
+    seconds: float, expected: list[int], tmp_path: Path
+) -> None:
+    options = {"minutes": 10, "seconds_a_step": seconds, "accumulate_grad_batches": 2}
+    assert saved_steps(tmp_path, **options) == expected
 
 
 def test_no_time_is_refused(tmp_path: Path) -> None:

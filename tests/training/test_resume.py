@@ -15,6 +15,8 @@ from small_task import TINY, trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
+from revzoo.training import keep as keep_module
+from revzoo.training import stop as stop_module
 from revzoo.training.checkpoints import (
     LAST,
     CheckpointError,
@@ -94,8 +96,8 @@ def assert_same(found: Any, expected: Any) -> None:
         (0, 1),  # after the first batch
         (5, 6),  # in the middle of the second epoch
         (4, 5),  # after the first batch of an epoch
-        (7, 4),  # in an epoch's last batch: its validation is cut off
-        (11, 8),  # in the last batch of all
+        (7, 8),  # in an epoch's last batch: the validation behind it is finished
+        (11, 12),  # in the last batch of all
     ],
 )
 def test_a_resumed_run_is_bit_equal(
@@ -107,6 +109,42 @@ def test_a_resumed_run_is_bit_equal(
     assert_same(fit(tmp_path, resume=True), unbroken)
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing but the batch is waited for."""
+    for module in (stop_module, keep_module):
+        monkeypatch.setattr(module, "PATIENCE", 0.0)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("stop_in", "saved"),
+    [
+        (7, 4),  # in an epoch's last batch: its validation is cut off
+        (11, 8),  # in the last batch of all
+    ],
+)
+def test_so_is_one_whose_validation_was_cut_off(
+    stop_in: int, saved: int, unbroken: Any, tmp_path: Path
+) -> None:
+    assert fit(tmp_path, stop_in=stop_in) is None
+    assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == saved
+    assert_same(fit(tmp_path, resume=True), unbroken)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.usefixtures("impatient")
+def test_gradients_gathered_for_long_are_left_at_the_step_before(tmp_path: Path) -> None:
+    options = {"accumulate_grad_batches": 3, "limit_train_batches": 12}
+    whole = fit(tmp_path / "whole", **options)
+    folder = tmp_path / "broken"
+    for step in (1, 2, 5, 6):  # 4 of an epoch; each stop comes in the first of three batches
+        assert fit(folder, stop_in=step, resume=step > 1, **options) is None
+        assert read_checkpoint(folder / "checkpoints" / LAST)["global_step"] == step
+    assert_same(fit(folder, resume=True, **options), whole)
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*could not find the monitored key:UserWarning")
 @pytest.mark.parametrize(
@@ -114,13 +152,14 @@ def test_a_resumed_run_is_bit_equal(
     [
         # gradients of half a step are not saved: the step is finished first
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 2, 3),
-        ({"val_check_interval": 2}, 1, 3),  # not before a validation in the middle of an epoch
+        # a validation in the middle of an epoch is finished, and a step behind it
+        ({"val_check_interval": 2}, 1, 3),
         ({"ema": {"decay": 0.5}}, 5, 6),
         ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
         # a run of so many steps, whose end is validated in the middle of an epoch
         (STEPS, 5, 6),
-        (STEPS, 7, 4),  # in an epoch's last batch
-        (STEPS, 9, 8),  # in the last batch of all
+        (STEPS, 7, 8),  # in an epoch's last batch
+        (STEPS, 9, 10),  # in the last batch of all
     ],
 )
 def test_also_with_other_rhythms(
@@ -128,13 +167,7 @@ def test_also_with_other_rhythms(
 ) -> None:
     whole = fit(tmp_path / "whole", **options)
     folder = tmp_path / "broken"
-    stopped = fit(folder, stop_in=stop_in, **options)
-    if options.get("val_check_interval"):
-        # the stop came in the batch before a validation, which is cut off: nothing is saved yet
-        assert stopped is None
-        assert not (folder / "checkpoints" / LAST).exists()
-        stop_in = 2
-        assert fit(folder, stop_in=stop_in, **options) is None
+    assert fit(folder, stop_in=stop_in, **options) is None
     last = read_checkpoint(folder / "checkpoints" / LAST)
     assert last["global_step"] == saved
     assert_same(fit(folder, resume=True, **options), whole)

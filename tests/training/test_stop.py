@@ -10,6 +10,7 @@ import pytorch_lightning as pl
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier
+from revzoo.training import stop as stop_module
 from revzoo.training.stop import GracefulStop, RunStopped
 
 
@@ -17,7 +18,7 @@ class SignalIn(pl.Callback):
     """Sends a signal to this process in a hook, once."""
 
     def __init__(self, hook: str, signum: int) -> None:
-        self.batches, self.sent, self.signum = 0, False, signum
+        self.batches, self.validated, self.sent, self.signum = 0, 0, False, signum
         setattr(self, hook, self._send)
 
     def _send(self, *args: Any) -> None:
@@ -28,11 +29,17 @@ class SignalIn(pl.Callback):
     def on_train_batch_end(self, *args: Any) -> None:
         self.batches += 1
 
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.validated += 1
 
-def fit(tmp_path: Path, hook: str, signum: int) -> tuple[SignalIn, GracefulStop, int]:
+
+def fit(
+    tmp_path: Path, hook: str, signum: int, **options: Any
+) -> tuple[SignalIn, GracefulStop, int]:
     stop, sender = GracefulStop(), SignalIn(hook, signum)
+    runner = trainer(tmp_path, callbacks=[sender, stop], **options)
     with stop.listening(), pytest.raises(RunStopped) as stopped:
-        trainer(tmp_path, callbacks=[sender, stop]).fit(Classifier(TinyNet()), loader(), loader())
+        runner.fit(Classifier(TinyNet()), loader(), loader())
     return sender, stop, stopped.value.status
 
 
@@ -43,9 +50,26 @@ def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None
     assert stop.requested == signum
 
 
-def test_a_validation_is_cut_off(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("patience", "validated"), [(60.0, 4), (0.0, 1)])
+def test_a_validation_is_finished_or_cut_off_after_a_while(
+    patience: float, validated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_module, "PATIENCE", patience)
     sender, _, ended = fit(tmp_path, "on_validation_batch_start", signal.SIGTERM)
-    assert (sender.batches, ended) == (4, 143)
+    assert (sender.batches, sender.validated, ended) == (4, validated, 143)
+
+
+def test_gathered_gradients_are_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(stop_module, "PATIENCE", patience)
+        sender, _, _ = fit(
+            tmp_path, "on_before_backward", signal.SIGTERM, accumulate_grad_batches=3
+        )
+        batches.append(sender.batches)
+    assert batches == [3, 1]
 
 
 def test_outside_of_loops_the_end_is_at_once() -> None:
