@@ -16,8 +16,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from revzoo.weights.archive import check_archive, is_archive
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
-from revzoo.weights.header import metadata_of
+from revzoo.weights.files import read_bytes
+from revzoo.weights.header import entry_beside, metadata_of
 
 PICKLED = (".pt", ".pth", ".ckpt")
 
@@ -53,12 +55,16 @@ def read_checkpoint(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
 
     Raises:
+        EntryError: beside a safetensors file stands an entry of it that is not valid.
+        HashMismatchError: that entry describes another file.
         UnreadableWeightsError: missing, damaged, of another format, or with more than tensors.
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
     if path.suffix == ".safetensors":
-        return parse_safetensors(path.read_bytes(), str(path))
+        entry = entry_beside(path)
+        data = path.read_bytes() if entry is None else read_bytes(entry)
+        return parse_safetensors(data, str(path))
     if path.suffix not in PICKLED:
         raise UnreadableWeightsError(
             f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
@@ -76,7 +82,11 @@ def load_plain(path: Path) -> Mapping[str, Any]:
         UnreadableWeightsError: damaged, or it holds other objects, which could run code.
     """
     try:
+        if is_archive(path):
+            check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except UnreadableWeightsError:
+        raise
     except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnreadableWeightsError(
