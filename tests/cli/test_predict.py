@@ -12,6 +12,7 @@ from revzoo.cli.predict import predict
 from revzoo.cli.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT
+from revzoo.training.checkpoints import CheckpointError
 from revzoo.training.restore import restore
 
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "40 images"]
@@ -42,3 +43,14 @@ def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
     for (path, classes), row in zip(found.items(), rows, strict=True):
         assert classes == pytest.approx(expected[path], rel=1e-4)
         assert classes["dark"] == pytest.approx(float(row[0]), rel=1e-4)
+
+
+def test_an_output_that_is_no_number_is_no_prediction(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, side=8)
+    restored = restore("irevnet13.digits")
+    with torch.no_grad():
+        restored.module.model.fc.weight.fill_(torch.finfo(torch.float32).max)
+    with pytest.raises(
+        CheckpointError, match=r"output for .* is NaN or Inf: .* earlier checkpoint"
+    ):
+        list(predict(restored, [root / "test"]))
