@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.cli.telling import quiet, told_plainly
@@ -24,6 +25,7 @@ from revzoo.data import DataError
 from revzoo.data.decode import open_image, square_bytes
 from revzoo.data.normalise import Normalisation
 from revzoo.data.state import BYTE_MAX, crop_of, normalisation_for
+from revzoo.training.checkpoints import CheckpointError
 from revzoo.training.restore import Restored, restore
 
 Prediction = tuple[str, dict[str, float]]
@@ -50,6 +52,7 @@ def predict(
         device: where to compute.
 
     Raises:
+        CheckpointError: if a network's output is NaN or Inf.
         DataError: if a path does not exist or is no image, or a folder has none.
     """
     size = image_size or restored.image_size
@@ -64,10 +67,20 @@ def predict(
         opened = (open_image(str(path), restored.in_chans) for path in batch)
         images = torch.stack([square_bytes(image, size, crop_pct) for image in opened])
         with torch.inference_mode():
-            logits = module(normalise(images.to(device)))
-        for path, row in zip(batch, logits.float().softmax(1).cpu(), strict=True):
+            logits = module(normalise(images.to(device))).float()
+        _check_finite(batch, logits)
+        for path, row in zip(batch, logits.softmax(1).cpu(), strict=True):
             order = row.argsort(descending=True).tolist()
             yield str(path), {restored.classes[label]: float(row[label]) for label in order}
+
+
+def _check_finite(paths: Sequence[Path], logits: Tensor) -> None:
+    for path, row in zip(paths, logits, strict=True):
+        if not row.isfinite().all():
+            raise CheckpointError(
+                f"the network's output for {path} is NaN or Inf: its weights or its normalisation "
+                "are out of range; use an earlier checkpoint, or other weights"
+            )
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:

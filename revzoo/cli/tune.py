@@ -14,8 +14,9 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from revzoo.cli.batch_size_finder import BatchSize, find_batch_size, memory_of
+from revzoo.cli.batch_size_finder import BatchSize, find_batch_size
 from revzoo.cli.build import apply_precision, build_data, build_module
+from revzoo.cli.out_of_memory import memory_of
 from revzoo.cli.overrides import ConfigError
 from revzoo.training.finetune import Finetuning
 from revzoo.training.lr_finder import LRCurve, check_sweep, find_lr

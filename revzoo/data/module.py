@@ -39,7 +39,7 @@ from revzoo.data.normalise import Normalisation
 from revzoo.data.options import check_at_least, check_share
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.state import BYTE_MAX, normalisation_for
+from revzoo.data.state import BYTE_MAX, check_state, normalisation_for
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
@@ -284,8 +284,9 @@ class ImageData(pl.LightningDataModule, ABC):
         """Take what a checkpoint says of the data, with ``setup``, until the run has ended.
 
         Raises:
-            DataError: the data have other classes.
+            DataError: the data have other classes, or it is not valid.
         """
+        check_state(state_dict)
         if hasattr(self, "classes"):
             check_same_classes(state_dict["classes"], self.classes)
         self._state, self._ended = state_dict, False

@@ -2,12 +2,90 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from revzoo.data.decode import IMAGENET_CROP_PCT
+from revzoo.data.errors import DataError
 
 BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
+LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+LARGEST = 1e9  # number, and 1 / LARGEST the least scale: normalised pixels then fit into float32
+
+
+def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
+    """Refuse what no data module has saved, before anything is computed from it.
+
+    Args:
+        state: of a data module, from a file that may be anyone's.
+        num_classes: of the model; None where it is not known.
+        in_chans: channels of the images that the model takes; None for those of ``state``.
+
+    Raises:
+        DataError: lists everything that is not valid.
+    """
+    if not isinstance(state, Mapping):
+        raise DataError(f"the state of the data is {state!r:.80}, expected a mapping")
+    faults = [
+        f"{name} is {state.get(name)!r:.80}, expected {expected}"
+        for name, valid, expected in _rules(state, num_classes, in_chans)
+        if not valid
+    ]
+    if faults:
+        raise DataError(
+            f"what the checkpoint says of its data is not valid: {'; '.join(faults)}. Use a "
+            "checkpoint that a run has saved"
+        )
+
+
+def _rules(
+    state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
+) -> Iterator[tuple[str, bool, str]]:
+    """Name, whether its value is valid, and what is expected; older states lack most of these."""
+    classes: Any = state.get("classes")
+    names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    many = names and 0 < len(classes) == (num_classes or len(classes))
+    count = f", not {len(classes)}" if names else ""
+    yield "classes", many, f"a list of {num_classes or 'some'} names, by label{count}"
+    yield "pixel_max", _is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
+    own: Any = state.get("in_chans")
+    same = _is_count(own) and own == (in_chans or own)
+    yield "in_chans", own is None or same, f"{in_chans or 'a whole number >= 1'}"
+    kept, channels = state.get("normalisation"), own if same else in_chans
+    fits = isinstance(kept, Mapping) and _is_normalisation(kept, channels)
+    each = channels or "the"
+    yield "normalisation", fits, f"mean and std, finite and std above 0, of {each} channels"
+    size: Any = state.get("image_size")
+    sized = _is_count(size) and size <= LARGEST_SIDE
+    yield "image_size", size is None or sized, f"a side in pixels, 1 to {LARGEST_SIDE}"
+    crop: Any = state.get("crop_pct")
+    least = size / LARGEST_SIDE if sized else 0  # images are resized to size / crop_pct
+    share = _is_scale(crop) and least <= crop <= 1
+    yield "crop_pct", crop is None or share, "a share above 0, up to 1"
+    seed = state.get("order_seed")
+    drawn = isinstance(seed, int) and seed >= 0
+    yield "order_seed", seed is None or drawn, "a whole number >= 0"
+
+
+def _is_normalisation(kept: Mapping[str, Any], channels: int | None) -> bool:
+    mean, std = kept.get("mean"), kept.get("std")
+    if not (len(kept) == 2 and isinstance(mean, list) and isinstance(std, list)):
+        return False
+    fits = 0 < len(mean) == len(std) == (channels or len(mean))
+    return fits and all(map(_is_number, mean)) and all(map(_is_scale, std))
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return is_number and abs(value) <= LARGEST
+
+
+def _is_scale(value: Any) -> bool:
+    return _is_number(value) and value >= 1 / LARGEST
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:

@@ -25,6 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revzoo.weights.archive import check_archive, is_archive
+from revzoo.weights.errors import UnreadableWeightsError
+
 Weights = Mapping[str, Tensor]
 
 WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
@@ -141,8 +144,12 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
 
 def _read(path: Path) -> Any:
-    with path.open("rb"):  # a missing file is an OSError
-        _refuse_programs(path)
+    if is_archive(path):  # a missing file is an OSError
+        try:
+            check_archive(path)
+        except UnreadableWeightsError as error:
+            raise ConversionError(str(error)) from None
+    _refuse_programs(path)
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception:  # of several kinds, one for each thing that it does not know

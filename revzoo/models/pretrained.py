@@ -118,7 +118,7 @@ def load_weights(
             network.num_classes,
         )
     fitted = {**tensors, **head}
-    _check(own, fitted, file.where)
+    check_fit(own, fitted, file.where)
     network.load_state_dict(fitted)
 
 
@@ -164,7 +164,9 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
     key = f"{network.input_layer}.weight"
     weight = tensors.get(key)
-    if weight is not None and weight.dim() == 4 and weight.shape[1] != network.in_chans:
+    if weight is None or weight.dim() != 4:
+        return
+    if weight.shape[1] not in (0, network.in_chans):
         tensors[key] = adapt_channels(weight, network.in_chans)
 
 
@@ -179,7 +181,12 @@ def _fresh_head(
     return {key: value for key, value in own.items() if key.startswith(prefix)}
 
 
-def _check(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors of other names, shapes or kinds of number than a model's ``own``.
+
+    Raises:
+        StateMismatchError: lists them.
+    """
     shared = own.keys() & tensors.keys()
     misshapen = [
         f"{key} (file: {_kind(tensors[key])}, model: {_kind(own[key])})"

@@ -16,8 +16,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
+from revzoo.models.checks import is_count
+from revzoo.weights.archive import check_archive, is_archive
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
-from revzoo.weights.header import metadata_of
+from revzoo.weights.files import read_bytes
+from revzoo.weights.header import entry_beside, metadata_of
 
 PICKLED = (".pt", ".pth", ".ckpt")
 
@@ -53,20 +56,23 @@ def read_checkpoint(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
 
     Raises:
+        EntryError: beside a safetensors file stands an entry of it that is not valid.
+        HashMismatchError: that entry describes another file.
         UnreadableWeightsError: missing, damaged, of another format, or with more than tensors.
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
     if path.suffix == ".safetensors":
-        return parse_safetensors(path.read_bytes(), str(path))
+        entry = entry_beside(path)
+        data = path.read_bytes() if entry is None else read_bytes(entry)
+        return parse_safetensors(data, str(path))
     if path.suffix not in PICKLED:
         raise UnreadableWeightsError(
             f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
         )
     content = load_plain(path)
-    spec = model_spec_of(content)
     tensors = tensors_in(content, str(path))
-    return TensorFile(tensors, str(path), spec.get("name"), spec.get("in_chans"))
+    return TensorFile(tensors, str(path), *_model_in(content, str(path)))
 
 
 def load_plain(path: Path) -> Mapping[str, Any]:
@@ -76,7 +82,11 @@ def load_plain(path: Path) -> Mapping[str, Any]:
         UnreadableWeightsError: damaged, or it holds other objects, which could run code.
     """
     try:
+        if is_archive(path):
+            check_archive(path)
         content = torch.load(path, map_location="cpu", weights_only=True)
+    except UnreadableWeightsError:
+        raise
     except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
         cause = next(iter(str(error).splitlines()), type(error).__name__)
         raise UnreadableWeightsError(
@@ -91,11 +101,20 @@ def load_plain(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def model_spec_of(content: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The keywords of ``create_model`` in a checkpoint of training; empty for other files."""
+def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
+    """Architecture and image channels that a checkpoint of training tells; other files do not."""
     kept = content.get("hyper_parameters")
     spec = kept.get("model") if isinstance(kept, Mapping) else None
-    return spec if isinstance(spec, Mapping) else {}
+    if not isinstance(spec, Mapping):
+        return None, None
+    name, in_chans = spec.get("name"), spec.get("in_chans")
+    named = name is None or isinstance(name, str)
+    if not named or not (in_chans is None or is_count(in_chans)):
+        raise UnreadableWeightsError(
+            f"{where} is of a model with name={name!r:.80} and in_chans={in_chans!r:.80}; expected "
+            "a word and a positive whole number: save model.state_dict() alone"
+        )
+    return name, in_chans
 
 
 def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
@@ -106,17 +125,40 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     Raises:
         UnreadableWeightsError: there is something else among the tensors.
     """
-    tensors = dict(content.get("state_dict", content))
+    tensors = content.get("state_dict", content)
+    if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
+        raise UnreadableWeightsError(
+            f"{where} holds no tensors by name: expected a state_dict, as model.state_dict() gives"
+        )
     if "hyper_parameters" in content:  # a Lightning module: the model, beside states of metrics
         tensors = {k: v for k, v in tensors.items() if k.startswith("model.")}
         tensors = {k.removeprefix("model."): v for k, v in tensors.items()}
     tensors = {k.removeprefix("module.").replace("_orig_mod.", ""): v for k, v in tensors.items()}
-    others = sorted(k for k, v in tensors.items() if not isinstance(v, Tensor))
-    if others:
-        raise UnreadableWeightsError(
-            f"{where} holds other things than tensors: {', '.join(others)}; expected a state_dict"
-        )
+    check_dense(tensors, where)
     return tensors
+
+
+def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
+    """Refuse what is no ``state_dict`` of a model: names, and a dense tensor for each.
+
+    Raises:
+        UnreadableWeightsError: naming the others.
+    """
+    others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and _is_dense(v)))
+    if others:
+        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+        raise UnreadableWeightsError(
+            f"{where} holds other things than tensors: {', '.join(others[:5])}{more}; expected a "
+            "state_dict: a dense tensor by each name"
+        )
+
+
+def _is_dense(value: Any) -> bool:
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_meta or value.is_nested)
+    )
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import logging
 import os
-import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -28,6 +27,8 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import Tensor
 
 from revzoo.training.processes import is_first_process
+from revzoo.weights.archive import check_archive
+from revzoo.weights.errors import UnreadableWeightsError
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +130,10 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     path = Path(path)
     if not path.is_file():
         raise DamagedCheckpoint(f"there is no checkpoint {path}: give the path of a .ckpt file")
-    _check_archive(path)
+    try:
+        check_archive(path)
+    except UnreadableWeightsError as error:
+        raise DamagedCheckpoint(str(error)) from None
     try:
         state = torch.load(path, map_location=map_location, weights_only=True)
     except Exception as error:
@@ -146,26 +150,6 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
             "state_dict; give RUN_DIR/checkpoints/best.ckpt"
         )
     return state
-
-
-def _check_archive(path: Path) -> None:
-    """Refuse a file that is no complete archive: torch checks neither its end nor its sums."""
-    size = path.stat().st_size
-    try:
-        with zipfile.ZipFile(path) as archive:
-            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
-                raise DamagedCheckpoint(f"{path} is compressed, which no checkpoint is: not loaded")
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, EOFError, OSError, ValueError, NotImplementedError) as error:
-        raise DamagedCheckpoint(
-            f"{path} is cut off or no checkpoint at all ({size:,} bytes, {error}): "
-            "use another checkpoint of the run"
-        ) from None
-    if damaged is not None:
-        raise DamagedCheckpoint(
-            f"{path} is damaged: the sum of {damaged} does not match; use another checkpoint "
-            "of the run"
-        )
 
 
 def has_saved(folder: Path) -> bool:

@@ -22,11 +22,12 @@ from torchmetrics import Metric
 
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
-from revzoo.training.checkpoints import read_checkpoint
+from revzoo.training.checkpoints import CheckpointError, read_checkpoint
 from revzoo.training.epoch_figures import EpochFigures
 from revzoo.training.finite import FiniteLoss
 from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.last_step import LastStep
+from revzoo.training.loading import load_tensors
 from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
 from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.repeats import count_own
@@ -103,8 +104,10 @@ class Classifier(pl.LightningModule):
                 given, but is always true.
 
         Raises:
-            CheckpointError: damaged, or with hyperparameters that are refused.
-            ValueError: ``weights_only=False``, or another reader of hyperparameters, was asked for.
+            CheckpointError: damaged, with hyperparameters that are refused, or with tensors that do
+                not fit the model or hold NaN or Inf.
+            ValueError: ``weights_only=False``, or another reader of hyperparameters, was asked for,
+                or what is ``given`` is refused.
         """
         if given.pop("weights_only", True) is False or given.pop("hparams_file", None) is not None:
             raise ValueError(
@@ -112,12 +115,32 @@ class Classifier(pl.LightningModule):
                 "data only: leave them out, and give what is to differ as model=... or optim=..."
             )
         state = read_checkpoint(checkpoint_path, map_location=map_location)
+        module = cls.from_state(state, str(checkpoint_path), strict=strict, **given)
+        tensors = (v for v in state["state_dict"].values() if isinstance(v, Tensor))
+        return module.to(next(tensors, torch.empty(0)).device)
+
+    @classmethod
+    def from_state(
+        cls, state: dict[str, Any], where: str, *, strict: bool = True, **given: Any
+    ) -> Self:
+        """As :meth:`load_from_checkpoint`, of the content of the checkpoint ``where``; on the CPU.
+
+        Raises:
+            CheckpointError, ValueError: as there.
+        """
         hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=given)
-        module = cls(**{**hyper, **given})
+        try:
+            module = cls(**{**hyper, **given})
+        except Exception as error:  # options of a file fail in any way
+            if given:
+                raise
+            raise CheckpointError(
+                f"the model of {where} cannot be made ({type(error).__name__}: {error!s:.300}): "
+                "use the version of revzoo that has written it"
+            ) from None
         module.on_load_checkpoint(state)
-        module.load_state_dict(state["state_dict"], strict=strict)
-        device = next(iter(state["state_dict"].values()), torch.empty(0)).device
-        return module.to(device)
+        load_tensors(module, state["state_dict"], where, strict=strict)
+        return module
 
     def setup(self, stage: str) -> None:
         """Compare with the data.

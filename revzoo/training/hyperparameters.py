@@ -40,7 +40,7 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
             "handed over finished; make that module again and give it as model=..."
         )
     for key in given:
-        if key not in HYPERPARAMETERS and key not in replaced:
+        if str(key) not in HYPERPARAMETERS and key not in replaced:
             raise _refused(
                 str(key),
                 f"expected only {', '.join(HYPERPARAMETERS)}; that of a subclass is to be given to "
@@ -61,8 +61,9 @@ def check_model_options(options: Any) -> dict[str, Any]:
         CheckpointError: naming the key.
     """
     _check_options(options, "model")
-    if options.get("name") not in MODELS:
-        raise _refused("model.name", f"got {options.get('name')!r}, expected one of list_models()")
+    name = options.get("name")
+    if not isinstance(name, str) or name not in MODELS:
+        raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
     for key in WEIGHTS:
         if key in options:
             raise _refused(f"model.{key}", "a checkpoint brings its own weights")

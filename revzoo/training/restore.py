@@ -7,14 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo.data.state import crop_of, normalisation_for
-from revzoo.models import create_model
+from revzoo.data.errors import DataError
+from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.models import ImageNetwork, create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import MODELS
-from revzoo.models.tensors import check_finite
 from revzoo.training.checkpoints import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier
-from revzoo.training.hyperparameters import check_hyperparameters
 from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
 from revzoo.weights.table import WeightsTable
@@ -57,7 +56,7 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
         table: where names of weights are looked up; None for the package's own.
 
     Raises:
-        CheckpointError: the file is damaged, or is not such a checkpoint.
+        CheckpointError: the file is damaged, is not such a checkpoint, or has NaN or Inf.
         WeightsError: there are no such weights, they are not valid, have NaN or Inf, or do not say
             which classes and which normalisation they are for.
     """
@@ -77,20 +76,16 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
-    hyper = check_hyperparameters(state.get("hyper_parameters"))
     data = _data_state(state, path)
+    module = Classifier.from_state(state, str(path))
+    module.lay_out(channels_last=False)  # whatever that of the training was
+    network = module.model
+    assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
     try:
-        module = Classifier(hyper["model"], optim=hyper.get("optim"))
-        module.load_state_dict(state["state_dict"])
-    except (ValueError, TypeError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise CheckpointError(
-            f"{path} does not fit the model it names ({reason}): use the version of revzoo that "
-            "has written it"
-        ) from None
-    check_finite(module.state_dict(), str(path))
-    in_chans = int(hyper["model"].get("in_chans", 3))
-    return Restored(module.eval(), list(data["classes"]), data, data.get("image_size"), in_chans)
+        check_state(data, num_classes=network.num_classes, in_chans=network.in_chans)
+    except DataError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+    return Restored(module.eval(), data["classes"], data, data.get("image_size"), network.in_chans)
 
 
 def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:

@@ -7,8 +7,8 @@ the package, in a folder made by ``save_pretrained`` or in a repository of the h
 from __future__ import annotations
 
 import json
-import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -133,6 +133,8 @@ class WeightsEntry:
                 len(values) != self.in_chans or not all(map(_is_number, values))
             ):
                 yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
+            elif name == "std" and values is not None and min(values) <= 0:
+                yield f"std={values}, expected numbers above 0"
         crop = self.crop_pct
         if crop is not None and not (_is_number(crop) and 0 < crop <= 1):
             yield f"crop_pct={crop!r}, expected a share above 0, up to 1"
@@ -179,4 +181,4 @@ def _is_count(value: object) -> bool:
 
 def _is_number(value: object) -> bool:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and math.isfinite(value)  # type: ignore[arg-type]
+    return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]

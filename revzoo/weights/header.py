@@ -57,9 +57,8 @@ def entry_of_file(path: Path) -> WeightsEntry:
         EntryError: it is not valid.
         UnreadableWeightsError: the file is damaged, or says nothing of the model's options.
     """
-    for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
-        if _file_in(beside) == path.name:
-            return read_entry(beside)
+    if (entry := entry_beside(path)) is not None:
+        return entry
     data = path.read_bytes()
     try:
         known = json.loads(metadata_of(data, str(path))[KEY])
@@ -72,6 +71,18 @@ def entry_of_file(path: Path) -> WeightsEntry:
         )
     fixed: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
     return entry_from({**known, **fixed}, where=str(path), folder=path.parent)
+
+
+def entry_beside(path: Path) -> WeightsEntry | None:
+    """The entry that stands beside a safetensors file and names it; None where there is none.
+
+    Raises:
+        EntryError: it is not valid.
+    """
+    for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
+        if _file_in(beside) == path.name:
+            return read_entry(beside)
+    return None
 
 
 def _file_in(path: Path) -> Any:

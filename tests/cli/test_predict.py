@@ -13,6 +13,7 @@ from revzoo.cli.predict import predict
 from revzoo.cli.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT
+from revzoo.training.checkpoints import CheckpointError
 from revzoo.training.restore import restore
 
 DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "40 images"]
@@ -49,3 +50,14 @@ def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         predict_main(["ckpt=irevnet13.digits", "image.png", "--device", "foo"])
     assert "--device: foo (" in capsys.readouterr().err
+
+
+def test_an_output_that_is_no_number_is_no_prediction(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, side=8)
+    restored = restore("irevnet13.digits")
+    with torch.no_grad():
+        restored.module.model.fc.weight.fill_(torch.finfo(torch.float32).max)
+    with pytest.raises(
+        CheckpointError, match=r"output for .* is NaN or Inf: .* earlier checkpoint"
+    ):
+        list(predict(restored, [root / "test"]))

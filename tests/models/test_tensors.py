@@ -5,9 +5,11 @@ import os
 import pytest
 import torch
 from safetensors.torch import save_file
+from small_weights import OPTIONS, write_entry
 
+from revzoo.models import create_model
 from revzoo.models.tensors import read_checkpoint, safetensors_bytes
-from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
 
@@ -102,3 +104,17 @@ def test_missing_and_unknown_files_are_told(tmp_path, name, message):
         (tmp_path / name).touch()
     with pytest.raises(UnreadableWeightsError, match=message):
         read_checkpoint(tmp_path / name)
+
+
+def test_a_file_is_held_against_the_entry_beside_it(tmp_path):
+    entry = write_entry(tmp_path)
+    path = tmp_path / "revnet38.small.safetensors"
+    options = {**OPTIONS, "checkpoint_path": path}
+    assert create_model("revnet38", **options).num_classes == 5
+    damaged = bytearray(path.read_bytes())
+    damaged[-3] ^= 1
+    path.write_bytes(damaged)
+    with pytest.raises(HashMismatchError, match=f"expects {entry.sha256}"):
+        create_model("revnet38", **options)
+    path.with_suffix(".json").unlink()
+    assert create_model("revnet38", **options).num_classes == 5  # no one says what it was

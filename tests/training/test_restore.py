@@ -17,7 +17,8 @@ from revzoo.training.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
-from revzoo.training.restore import check_hyperparameters, restore
+from revzoo.training.hyperparameters import check_hyperparameters
+from revzoo.training.restore import restore
 
 NET = {**TINY, "num_classes": 10}
 
@@ -89,7 +90,7 @@ def test_an_aliased_section_is_checked_too() -> None:
     [
         (lambda s: s.pop("hyper_parameters"), "no hyperparameters"),
         (lambda s: s.pop("Digits"), "which classes"),
-        (lambda s: s["state_dict"].clear(), "does not fit"),
+        (lambda s: s["state_dict"].clear(), "do not fit the model"),
     ],
 )
 def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: Any) -> None:

@@ -66,6 +66,8 @@ def test_what_is_left_out_is_told(tmp_path):
         ({"input_size": [3, 32]}, r"expected \[channels, height, width\]"),
         ({"mean": [0.5]}, "expected 3 numbers, one per channel"),
         ({"std": [1, 1, float("nan")]}, "expected 3 numbers"),
+        ({"std": [1, 1, 10**400]}, "expected 3 numbers"),
+        ({"std": [1, 1, 0]}, r"std=\(1, 1, 0\), expected numbers above 0"),
         ({"crop_pct": 0}, "crop_pct=0, expected a share above 0, up to 1"),
         ({"crop_pct": 87.5}, "expected a share"),
         ({"crop_pct": "0.875"}, "expected a share"),

@@ -1,0 +1,69 @@
+"""What a file says of its data, which may be anything, is checked before it is used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from revzoo.data import DataError, Digits
+from revzoo.data.state import LARGEST_SIDE, check_state
+
+NUMBERS = {"mean": [4.9], "std": [6.0]}
+STATE = {
+    "classes": ["a", "b"],
+    "pixel_max": 16,
+    "normalisation": NUMBERS,
+    "image_size": 8,
+    "in_chans": 1,
+    "crop_pct": 0.875,
+    "order_seed": 0,
+}
+
+
+def test_states_of_this_and_of_older_versions_are_accepted() -> None:
+    digits = Digits()
+    digits.setup("fit")
+    check_state(digits.state_dict(), num_classes=10, in_chans=1)
+    check_state(STATE, num_classes=2, in_chans=1)
+    check_state({**STATE, "image_size": None, "crop_pct": None, "order_seed": None})
+    check_state({"classes": ["a"], "normalisation": NUMBERS, "in_memory": True}, in_chans=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *[("classes", v) for v in (None, 5, "ab", [], ["a"], ["a", "b", "c"], [1, 2], {"a": "b"})],
+        *[("pixel_max", v) for v in (None, 0, -1, True, "255", float("nan"), 1e300)],
+        *[("normalisation", v) for v in (None, 5, {}, {"mean": [1.0]}, {"_target_": "os.system"})],
+        *[("normalisation", {**NUMBERS, **v}) for v in ({"x": 1}, {"mean": "x"}, {"mean": 5.0})],
+        *[("normalisation", {**NUMBERS, "mean": [v]}) for v in ("x", float("inf"), 10**400)],
+        *[("normalisation", {**NUMBERS, "std": [v]}) for v in (0.0, -1.0, float("nan"), 1e-60)],
+        *[("normalisation", {name: [1.0] * n for name in NUMBERS}) for n in (0, 3)],
+        ("normalisation", {**NUMBERS, "std": [1.0, 1.0]}),
+        *[("image_size", v) for v in ("big", -5, 0, 8.5, True, [8], LARGEST_SIDE + 1)],
+        *[("in_chans", v) for v in ("1", 0, 3, True, torch.ones(2))],
+        *[("crop_pct", v) for v in ("x", 0, 1.5, float("nan"), 1e-6, True)],
+        *[("order_seed", v) for v in ("x", -1, 0.5, torch.zeros(2))],
+    ],
+)
+def test_anything_else_is_refused_by_its_name(name: str, value: Any) -> None:
+    state = {**STATE, name: value}
+    with pytest.raises(DataError, match=rf"not valid: .*{name} is .*, expected .*a run has saved"):
+        check_state(state, num_classes=2, in_chans=1)
+
+
+def test_without_a_model_a_state_must_agree_with_itself() -> None:
+    for name, value in (("in_chans", 3), ("in_chans", torch.ones(2)), ("classes", [])):
+        with pytest.raises(DataError, match="not valid"):
+            check_state({**STATE, name: value})
+
+
+def test_data_refuse_it_before_they_take_it() -> None:
+    data = Digits()
+    for state in ({**STATE, "normalisation": 5}, 5, {}):
+        with pytest.raises(DataError, match="expected"):
+            data.load_state_dict(state)  # type: ignore[arg-type]
+    data.setup("test")
+    assert data.normalisation.state_dict() != NUMBERS
