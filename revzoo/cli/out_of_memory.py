@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytorch_lightning as pl
@@ -106,16 +106,17 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
         data: what on.
         device: where.
     """
-    batch_size, mode = data.batch_size, memory_of(module)
+    batch_size, spec = data.batch_size, dict(module.hparams["model"])
+    mode = spec.get("memory") or memory_of(module)
     said = f"{_used(device)}, with memory={mode}"
-    spec = dict(module.hparams["model"])
-    try:
-        needs = {
-            name: per_image * batch_size
-            for name in MODES
-            if (per_image := bytes_per_image({**spec, "memory": name}, data.image_size)) is not None
-        }
-    except Exception:  # the model itself is at fault, or there is too little left to count in
+    if device.type == "cpu":
+        mode = memory_of(module)
+    needs: dict[str, float] = {}
+    # the model itself may be at fault, or there is too little left to count in
+    with suppress(Exception):
+        counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in MODES}
+        needs = {m: count * batch_size for m, count in counts.items() if count is not None}
+    if mode not in needs:
         return f"{said}; lower data.batch_size ({batch_size})"
     counted = ", ".join(f"{name} {need / GIB:.3f} GiB" for name, need in needs.items())
     return (

@@ -209,8 +209,9 @@ def fit_and_test(
             figures |= test_best(trainer, module, data)
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
-        figures, stopped = figures or gathered(trainer), str(error)
         asked = isinstance(error, RunStopped)
+        if asked or trainer.fit_loop.epoch_loop.batch_progress.total.ready:  # a batch has begun
+            figures, stopped = figures or gathered(trainer), str(error)
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):

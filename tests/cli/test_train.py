@@ -13,7 +13,7 @@ from small_images import image_folder
 from revzoo.cli import checks
 from revzoo.cli.command_line import check_command_line
 from revzoo.cli.train import train
-from revzoo.data import Digits
+from revzoo.data import DataError, Digits, ImageData
 from revzoo.training import Classifier
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -168,7 +168,9 @@ def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     assert summary["steps"] == 1
 
 
-def test_what_is_refused_writes_no_summary(compose: Any, tmp_path: Path) -> None:
+def test_what_is_refused_writes_no_summary(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     config = compose(*SMALL)
     train(config, run_dir=tmp_path)
     before = (tmp_path / "summary.json").read_bytes()
@@ -177,6 +179,13 @@ def test_what_is_refused_writes_no_summary(compose: Any, tmp_path: Path) -> None
     state["callbacks"]["RunState"]["random"] *= 2
     torch.save(state, last)
     with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):
+        train(config, run_dir=tmp_path, resume=last)
+
+    def refuse(*args: Any) -> None:
+        raise DataError("other classes")
+
+    monkeypatch.setattr(ImageData, "load_state_dict", refuse)
+    with pytest.raises(SystemExit, match="other classes"):
         train(config, run_dir=tmp_path, resume=last)
     assert (tmp_path / "summary.json").read_bytes() == before
 
