@@ -76,8 +76,8 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
-    data = _data_state(state, path)
     module = Classifier.from_state(state, str(path))
+    data = _data_state(state, path)
     module.lay_out(channels_last=False)  # whatever that of the training was
     network = module.model
     assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
