@@ -26,10 +26,10 @@ def check_command_line(arguments: Sequence[str], *, config_dir: Path | None = No
         SystemExit: with a message that names the nearest valid key or option.
     """
     args = get_args_parser().parse_args(list(arguments))
-    with told_plainly():
-        check_hydra(args.overrides)
     own_config = args.config_path or args.config_name or args.config_dir
     if own_config or args.help or args.hydra_help or args.info or args.shell_completion:
+        with told_plainly():
+            check_hydra(args.overrides)
         return  # other configurations or no run: the configuration is checked when it is used
     with told_plainly():
         check_started_together(args.overrides, several=args.multirun)

@@ -159,8 +159,7 @@ def _train(
             )
             trainer.callbacks.append(told)  # type: ignore[attr-defined]
         record_session(run_dir, overrides=overrides, from_step=step or 0)
-        data_name = type(data).__name__
-        log.info("%s on %s, seed %d", config["model"]["name"], data_name, config["seed"])
+        log.info("%s on %s, seed %d", config["model"]["name"], data_name(config), config["seed"])
         if resume is not None:
             log.info("going on at step %d, from %s", step, resume)
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)

@@ -7,6 +7,7 @@ from typing import Any
 
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
+from revzoo.weights.entry import is_count
 
 BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
@@ -49,14 +50,14 @@ def _rules(
     yield "classes", many, f"a list of {num_classes or 'some'} names, by label{count}"
     yield "pixel_max", _is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
     own: Any = state.get("in_chans")
-    same = _is_count(own) and own == (in_chans or own)
+    same = is_count(own) and own == (in_chans or own)
     yield "in_chans", own is None or same, f"{in_chans or 'a whole number >= 1'}"
     kept, channels = state.get("normalisation"), own if same else in_chans
     fits = isinstance(kept, Mapping) and _is_normalisation(kept, channels)
     each = channels or "the"
     yield "normalisation", fits, f"mean and std, finite and std above 0, of {each} channels"
     size: Any = state.get("image_size")
-    sized = _is_count(size) and size <= LARGEST_SIDE
+    sized = is_count(size) and size <= LARGEST_SIDE
     yield "image_size", size is None or sized, f"a side in pixels, 1 to {LARGEST_SIDE}"
     crop: Any = state.get("crop_pct")
     least = size / LARGEST_SIDE if sized else 0  # images are resized to size / crop_pct
@@ -73,10 +74,6 @@ def _is_normalisation(kept: Mapping[str, Any], channels: int | None) -> bool:
         return False
     fits = 0 < len(mean) == len(std) == (channels or len(mean))
     return fits and all(map(_is_number, mean)) and all(map(_is_scale, std))
-
-
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: Any) -> bool:

@@ -203,16 +203,14 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: if the run has no end, so that no schedule can be laid out.
         """
-        total = self.trainer.estimated_stepping_batches
+        total = self.planned_steps() or 1  # of no meaning to a constant rate
         if total == float("inf"):
-            if self.planned_steps() is not None:
-                raise ValueError(
-                    "the run has no end that the schedule of the learning rate could be laid out "
-                    'to: give trainer.max_epochs or trainer.max_steps, or the schedule "constant"'
-                )
-            total = 1  # of no meaning to a constant rate
+            raise ValueError(
+                "the run has no end that the schedule of the learning rate could be laid out to: "
+                'give trainer.max_epochs or trainer.max_steps, or the schedule "constant"'
+            )
         optimizer = build_optimizer(self.model, self.optim)
-        schedule = build_schedule(optimizer, self.optim, total_steps=max(1, int(total)))
+        schedule = build_schedule(optimizer, self.optim, total_steps=int(total))
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},

@@ -120,11 +120,11 @@ class WeightsEntry:
             yield f"url={self.url!r}, expected https://... or {HUB}owner/name"
 
     def _faults_of_shape(self) -> Iterator[str]:
-        if not _is_count(self.num_classes):
+        if not is_count(self.num_classes):
             yield f"num_classes={self.num_classes!r}, expected a positive whole number"
         elif self.classes is not None and len(self.classes) != self.num_classes:
             yield f"classes has {len(self.classes)} names, expected num_classes={self.num_classes}"
-        if len(self.input_size) != 3 or not all(map(_is_count, self.input_size)):
+        if len(self.input_size) != 3 or not all(map(is_count, self.input_size)):
             yield f"input_size={self.input_size}, expected [channels, height, width]"
             return
         for name in ("mean", "std"):
@@ -175,7 +175,8 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
         raise EntryError(f"{where}: a field has another type than expected: {error}") from error
 
 
-def _is_count(value: object) -> bool:
+def is_count(value: object) -> bool:
+    """Whether ``value`` is a whole number from 1 on, as a file has it; True is none."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
