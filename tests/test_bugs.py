@@ -25,7 +25,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.guard import sample
-from revzoo.models.foreign import read_tensors
+from revzoo.interop.foreign import read_tensors
 
 
 def vectors(width=8):

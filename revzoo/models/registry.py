@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, overload
 
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
-from revzoo.models.network import ImageNetwork, Spec
+from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import (
     Source,
     check_channels,
@@ -26,6 +26,7 @@ from revzoo.models.pretrained import (
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, RevViT
+from revzoo.models.save import Spec
 from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.weights.table import SHIPPED, WeightsTable
 

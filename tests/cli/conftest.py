@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.overrides import compose_checked, to_plain
+from revzoo.cli.config.overrides import compose_checked, to_plain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"

@@ -5,7 +5,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from revzoo.cli.list_models import NAMES
+from revzoo.cli.commands.list import NAMES
 from revzoo.models import ResNet, RevNet, create_model, list_models
 from revzoo.models.registry import MODELS
 
