@@ -28,11 +28,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from revzoo._files import replacing
 from revzoo.core.memory import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.save import pack
-from revzoo.weights.writing import replacing
 
 EXTRA = "revzoo.json"
 INPUT, OUTPUT = "images", "logits"

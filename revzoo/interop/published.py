@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from revzoo._checks import check_choice
 from revzoo.interop import irevnet, memcnn
 from revzoo.interop.foreign import ConversionError, Weights, read_tensors
-from revzoo.models.checks import check_choice
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import create_model
 

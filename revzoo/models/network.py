@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,
@@ -32,7 +33,6 @@ from revzoo.core.invertible import (
 from revzoo.core.memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
-from revzoo.models.checks import check_count, check_probability
 from revzoo.models.save import Saved
 
 # Draw anew in each pass. By name, as torchvision's is imported only where it is used; _DropoutNd is

@@ -13,13 +13,13 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from revzoo._files import write_atomically
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError
 from revzoo.weights.header import metadata_for
 from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
-from revzoo.weights.writing import write_atomically
 
 # what stays true of weights when a network made from them is trained on
 _INHERITED = ("classes", "mean", "std", "crop_pct")

@@ -13,7 +13,7 @@ from typing import Any
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from revzoo.weights.writing import replacing
+from revzoo._files import replacing
 
 
 class MetricsCSV(Logger):

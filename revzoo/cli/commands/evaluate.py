@@ -18,6 +18,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from revzoo._checks import check_names
 from revzoo.cli.commands.resume import recorded_config
 from revzoo.cli.config.build import apply_precision, build_data
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
@@ -28,7 +29,6 @@ from revzoo.data import DataError
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
-from revzoo.training.spec import check_names
 from revzoo.training.tuning.out_of_memory import NoMemoryError, told_out_of_memory
 
 log = logging.getLogger(__name__)

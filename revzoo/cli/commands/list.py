@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import fnmatch
 import sys
-from pathlib import Path
+from importlib.resources import files
 
 from revzoo.cli.tables import add_table, table_of
 
-# tests/models/test_registry.py holds it equal to the registry
-NAMES = Path(__file__).parents[1] / "models" / "names.txt"
+
+def model_names() -> list[str]:
+    """Every model has a configuration, and reading the names of files needs no torch."""
+    folder = files("revzoo.configs") / "model"
+    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +34,7 @@ def run(args: argparse.Namespace) -> None:
     if args.pretrained:
         names = table_of(args).names(args.pattern)
     else:
-        names = sorted(fnmatch.filter(NAMES.read_text().split(), args.pattern))
+        names = fnmatch.filter(model_names(), args.pattern)
     if not names:
         what = "weights match" if args.pretrained else "model matches"
         raise ValueError(f"no {what} {args.pattern!r}; revzoo list gives all models")

@@ -79,8 +79,8 @@ def publish(
 
 
 def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
+    from revzoo._files import write_atomically
     from revzoo.models.save import json_of
-    from revzoo.weights.writing import write_atomically
 
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]

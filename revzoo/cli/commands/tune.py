@@ -14,10 +14,10 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from revzoo._checks import check_names, check_number, did_you_mean
 from revzoo.cli.config.build import apply_precision, build_data, build_module
 from revzoo.cli.config.overrides import ConfigError
 from revzoo.training.callbacks.finetune import Finetuning
-from revzoo.training.spec import check_names, check_range, nearest
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_sweep, find_lr
 from revzoo.training.tuning.out_of_memory import memory_of
@@ -130,20 +130,21 @@ def check_tuner(config: Mapping[str, Any]) -> None:
     kind, then = options.pop("kind", None), options.pop("then", None)
     if kind not in KINDS:
         raise ConfigError(
-            f"tuner.kind={kind}: expected one of {', '.join(KINDS)}" + nearest(str(kind), KINDS)
+            f"tuner.kind={kind}: expected one of {', '.join(KINDS)}"
+            + did_you_mean(str(kind), KINDS)
         )
     if then not in AFTERWARDS:
         raise ConfigError(
             f"tuner.then={then}: expected stop, train (as configured) or use (what was found)"
-            + nearest(str(then), AFTERWARDS)
+            + did_you_mean(str(then), AFTERWARDS)
         )
     check_names(options, KINDS[kind].options, where=SECTION)
     if kind == "lr":
         check_sweep(**options)
     else:
-        check_range("tuner.max_size", options["max_size"], low=2, open_high=True)
+        check_number("tuner.max_size", options["max_size"], low=2, open_high=True)
         if options["max_bytes"] is not None:
-            check_range("tuner.max_bytes", options["max_bytes"], open_low=True, open_high=True)
+            check_number("tuner.max_bytes", options["max_bytes"], open_low=True, open_high=True)
     trainer = config["trainer"]
     if (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
         raise ConfigError(

@@ -16,6 +16,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
+from revzoo._checks import check_names, check_number, did_you_mean
 from revzoo.cli.commands.tune import SECTION, check_tuner
 from revzoo.cli.config.build import (
     DATA,
@@ -34,7 +35,6 @@ from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
 from revzoo.training.classifier import model_from
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.training.spec import check_names, check_range, nearest
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
@@ -121,7 +121,7 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
         if figure not in MONITORED:
             raise ConfigError(
                 f"callbacks.{name}.monitor={figure}: expected one of {', '.join(MONITORED)}"
-                + nearest(str(figure).replace("_", "/"), MONITORED)
+                + did_you_mean(str(figure).replace("_", "/"), MONITORED)
             )
         if mode != (better := MONITORED[figure]):
             raise ConfigError(
@@ -136,7 +136,7 @@ def check_data(data: Mapping[str, Any]) -> None:
     if target not in DATA:
         raise ConfigError(
             f"data._target_={target}: expected one of {', '.join(DATA)}"
-            + nearest(str(target), DATA)
+            + did_you_mean(str(target), DATA)
         )
     own, shared = signature(DATA[target]).parameters, signature(ImageData).parameters
     names = [p.name for p in {**own, **shared}.values() if p.kind is not p.VAR_KEYWORD]
@@ -165,7 +165,7 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
         if not isinstance(value, int) or value < 1:
             raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1")
     if (clip := trainer.get("gradient_clip_val")) is not None:
-        check_range("trainer.gradient_clip_val", clip)
+        check_number("trainer.gradient_clip_val", clip)
     for key, instead in {"train": "give some", "test": "test=false leaves the test out"}.items():
         if trainer.get(f"limit_{key}_batches") == 0:
             raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
@@ -173,7 +173,7 @@ def check_trainer(trainer: Mapping[str, Any]) -> None:
     if profiler is not None and str(profiler) not in PROFILERS:
         raise ConfigError(
             f"trainer.profiler={profiler}: expected {', '.join(PROFILERS)} or null"
-            + nearest(str(profiler), PROFILERS)
+            + did_you_mean(str(profiler), PROFILERS)
         )
     device_kind(trainer.get("accelerator"))
 
@@ -192,7 +192,7 @@ def device_kind(accelerator: Any) -> str:
     if accelerator not in ("auto", "gpu", *available):
         raise ConfigError(
             f"trainer.accelerator={accelerator}: expected auto, cpu, gpu, cuda or mps"
-            + nearest(str(accelerator), ("auto", "gpu", *available))
+            + did_you_mean(str(accelerator), ("auto", "gpu", *available))
         )
     fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
     for kind in fitting.get(accelerator, (accelerator,)):
@@ -211,7 +211,7 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
     if name not in PRECISIONS:
         raise ConfigError(
             f"precision.trainer={name}: expected one of {', '.join(PRECISIONS)}"
-            + nearest(str(name), PRECISIONS)
+            + did_you_mean(str(name), PRECISIONS)
         )
     if name == "16-mixed" and device == "cpu":
         raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")
@@ -235,5 +235,5 @@ def check_logger(logger: Mapping[str, Any]) -> None:
     if logger["kind"] is not None and logger["kind"] not in LOGGERS:
         raise ConfigError(
             f"logger.kind={logger['kind']}: expected one of {', '.join(LOGGERS)} or null"
-            + nearest(str(logger["kind"]), LOGGERS)
+            + did_you_mean(str(logger["kind"]), LOGGERS)
         )

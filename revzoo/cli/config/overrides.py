@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
-from difflib import get_close_matches
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from revzoo._checks import nearest
 
 CONFIG_MODULE = "revzoo.configs"
 CONFIG_NAME = "train"
@@ -212,7 +213,7 @@ def _meant_in_section(key: str, base: DictConfig) -> str:
     if not isinstance(there, DictConfig):
         return ""
     values = [name for name in _keys(base) if not OmegaConf.is_dict(OmegaConf.select(base, name))]
-    near = get_close_matches(leaf, own := list(map(str, there)), n=1, cutoff=0.6)
+    near = nearest(leaf, own := list(map(str, there)), cutoff=0.6)
     places = [f"{section}.{near[0]}"] if near else [v for v in values if v.endswith(f".{leaf}")]
     if places:
         return f"; did you mean {places[0]!r}?"
@@ -222,10 +223,10 @@ def _meant_in_section(key: str, base: DictConfig) -> str:
 def _meant(key: str, known: Sequence[str]) -> str:
     """The nearest known key; a last part alone (``lr``) finds its place (``optim.lr``)."""
     same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
-    near = same_leaf[:1] or get_close_matches(key, known, n=1, cutoff=0.6)
+    near = same_leaf[:1] or nearest(key, known, cutoff=0.6)
     if not near:
         leaves = {name.rpartition(".")[2]: name for name in known}
-        near = [leaves[leaf] for leaf in get_close_matches(key, leaves, n=1, cutoff=0.6)]
+        near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
     return f"; did you mean {near[0]!r}?" if near else ""
 
 

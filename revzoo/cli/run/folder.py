@@ -21,12 +21,12 @@ import pytorch_lightning as pl
 import torch
 from omegaconf import OmegaConf
 
+from revzoo._files import write_atomically
 from revzoo.cli.config.overrides import ConfigError
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved
 from revzoo.training.distributed import is_first_process
-from revzoo.weights.writing import write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -108,7 +108,7 @@ def versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any] | None:
     """The commit of the checkout that this package is in, and whether files were changed."""
-    root = Path(__file__).parents[2]
+    root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     try:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from revzoo._checks import nearest
 from revzoo.cli.config.overrides import ConfigError
 from revzoo.cli.run.folder import write_yaml
 from revzoo.cli.sweep.space import Parameter, parse, split_space
@@ -92,7 +92,7 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
             value = override.value()
             is_text = override.key_or_group in ("dir", "metric", "direction")
             options[override.key_or_group] = str(value) if is_text else value
-        elif meant := get_close_matches(override.key_or_group, names, n=1, cutoff=0.75):
+        elif meant := nearest(override.key_or_group, names, cutoff=0.75):
             raise ConfigError(
                 f"{override.input_line}: there is no key {override.key_or_group!r}; "
                 f"did you mean {meant[0]!r}?"

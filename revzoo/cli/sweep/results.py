@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from revzoo._files import replacing
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.run.folder import SUMMARY_FILE, write_yaml
 from revzoo.cli.sweep.plan import Plan
-from revzoo.weights.writing import replacing
 
 
 def figure_of(run_dir: Path, metric: str) -> float:

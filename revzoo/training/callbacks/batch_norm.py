@@ -16,8 +16,8 @@ import pytorch_lightning as pl
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from revzoo._checks import check_number
 from revzoo.training.callbacks.base import UndoneAfterFit
-from revzoo.training.spec import check_range
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ class BatchNormMomentum(UndoneAfterFit):
 
     def __init__(self, *, momentum: float | None = None, warmup: bool = True) -> None:
         if momentum is not None:
-            check_range("momentum", momentum, high=1, open_low=True)
+            check_number("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
         self.warmup = warmup
         self._own: dict[str, float] = {}  # what is put back

@@ -16,10 +16,10 @@ import torch
 import torch.compiler.config
 from torch import nn
 
+from revzoo._checks import did_you_mean
 from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.callbacks.base import UndoneAfterFit
-from revzoo.training.spec import nearest
 
 # training and evaluation, each with batches of the usual and of any other size
 GRAPHS_PER_BRANCH = 4
@@ -45,7 +45,7 @@ class CompiledBranches(UndoneAfterFit):
             known = torch.compiler.list_backends()
             raise ValueError(
                 f"backend={backend!r}: expected one of {', '.join(known)}"
-                + nearest(str(backend), known)
+                + did_you_mean(str(backend), known)
             )
         self.backend = backend
         self._limits: dict[str, int] = {}

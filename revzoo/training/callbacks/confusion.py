@@ -13,11 +13,11 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
+from revzoo._files import replacing
 from revzoo.training.callbacks.drawing import matrix
 from revzoo.training.callbacks.pictures import Shown, add_image, class_names
 from revzoo.training.metrics import true_classes
 from revzoo.training.repeats import count_own
-from revzoo.weights.writing import replacing
 
 
 class ConfusionMatrix(Shown):

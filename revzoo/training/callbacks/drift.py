@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytorch_lightning as pl
 from torch.optim import Optimizer
 
+from revzoo._checks import check_count
 from revzoo.core.guard import drift
-from revzoo.training.spec import check_whole
 
 
 class DriftLogger(pl.Callback):
@@ -24,7 +24,7 @@ class DriftLogger(pl.Callback):
     """
 
     def __init__(self, *, every_n_steps: int = 100) -> None:
-        check_whole("every_n_steps", every_n_steps)
+        check_count("every_n_steps", every_n_steps)
         self.every_n_steps = every_n_steps
 
     def on_before_optimizer_step(

@@ -26,9 +26,9 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import nn
 
+from revzoo._checks import did_you_mean
 from revzoo.models.parts import parts
 from revzoo.training.callbacks.base import UndoneAfterFit
-from revzoo.training.spec import nearest
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
@@ -126,7 +126,7 @@ class Finetuning(UndoneAfterFit):
                     always = " (the classifier is always trained)" if name == head else ""
                     raise ValueError(
                         f"unfreeze={self.unfreeze}: no part {name!r} to unfreeze{always}; expected "
-                        f"some of {', '.join(backbone)}" + nearest(str(name), backbone)
+                        f"some of {', '.join(backbone)}" + did_you_mean(str(name), backbone)
                     )
             plan = {epoch: names.index(name) for epoch, name in self.unfreeze.items()}
         if any(earlier <= later for earlier, later in pairwise(plan.values())):

@@ -24,13 +24,13 @@ from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
+from revzoo._checks import check_count
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.drawing import Words, captioned
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.metrics import true_classes
-from revzoo.training.spec import check_whole
 
 COLUMNS = 8  # images in a row
 COLOURS = ("red", "green")  # of a wrong prediction, of a right one
@@ -49,7 +49,7 @@ class Shown(pl.Callback, ABC):
     """
 
     def __init__(self, *, every_n_epochs: int) -> None:
-        check_whole("every_n_epochs", every_n_epochs)
+        check_count("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
         self._step: int | None = None  # of what has been gathered and not yet shown
 
@@ -126,7 +126,7 @@ class Samples(Shown):
 
     def __init__(self, *, count: int = 16, every_n_epochs: int = 5) -> None:
         super().__init__(every_n_epochs=every_n_epochs)
-        check_whole("count", count)
+        check_count("count", count)
         self.count = count
         self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -172,7 +172,7 @@ class Reconstructions(Shown):
 
     def __init__(self, *, count: int = 8, every_n_epochs: int = 5) -> None:
         super().__init__(every_n_epochs=every_n_epochs)
-        check_whole("count", count)
+        check_count("count", count)
         self.count = count
         self._seen: list[tuple[Tensor, Tensor | None]] = []
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor, TQDMProgressBar
 
+from revzoo._checks import check_count, check_names, check_number, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -24,7 +25,6 @@ from revzoo.training.callbacks.finetune import Finetuning, Unfreeze
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
-from revzoo.training.spec import check_names, check_range, check_whole, keyword_names
 
 CONFUSION_FILE = "confusion.csv"
 
@@ -90,7 +90,7 @@ def early_stopping(
     run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
 ) -> pl.Callback:
     """Stop after ``patience`` validations without a better ``monitor``."""
-    check_whole("callbacks.early_stopping.patience", patience)
+    check_count("callbacks.early_stopping.patience", patience)
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
@@ -99,14 +99,14 @@ def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callb
 
     ``last.ckpt`` keeps both, to go on from.
     """
-    check_range("callbacks.ema.decay", decay, high=1, open_high=True)
+    check_number("callbacks.ema.decay", decay, high=1, open_high=True)
     return AveragedWeights(decay=decay, warmup=warmup)
 
 
 def batch_norm(run_dir: Path, *, momentum: float | None = None, warmup: bool = True) -> pl.Callback:
     """How fast running statistics follow; None for each BatchNorm's own momentum."""
     if momentum is not None:
-        check_range("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
+        check_number("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
     return BatchNormMomentum(momentum=momentum, warmup=warmup)
 
 

@@ -23,10 +23,10 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from revzoo._checks import build_dataclass, check_number, did_you_mean
 from revzoo.models.parts import parts
 from revzoo.training.optim.muon import Muon
 from revzoo.training.optim.schedules import make_schedule
-from revzoo.training.spec import build_dataclass, check_range, nearest
 
 Group = dict[str, Any]
 DECAYED = (_ConvNd, nn.Linear)
@@ -66,7 +66,7 @@ class OptimSpec:
         if self.name not in BUILDERS:
             raise ValueError(
                 f"optim.name={self.name!r}: expected one of {', '.join(BUILDERS)}"
-                + nearest(str(self.name), BUILDERS)
+                + did_you_mean(str(self.name), BUILDERS)
             )
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
@@ -79,12 +79,12 @@ class OptimSpec:
                 "false with sgd, and false with muon, which decays what it makes orthogonal"
             )
         if self.sgd_lr is not None:
-            check_range("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
-        check_range("optim.lr", self.lr, open_low=True, open_high=True)
-        check_range("optim.momentum", self.momentum, high=1, open_high=True)
-        check_range("optim.weight_decay", self.weight_decay, open_high=True)
-        check_range("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
-        check_range("optim.layer_decay", self.layer_decay, high=1, open_low=True)
+            check_number("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
+        check_number("optim.lr", self.lr, open_low=True, open_high=True)
+        check_number("optim.momentum", self.momentum, high=1, open_high=True)
+        check_number("optim.weight_decay", self.weight_decay, open_high=True)
+        check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
+        check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
         make_schedule(self.schedule)

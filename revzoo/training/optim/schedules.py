@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
 )
 
-from revzoo.training.spec import build_dataclass, check_range, nearest
+from revzoo._checks import build_dataclass, check_number, did_you_mean
 
 
 class Schedule(Protocol):
@@ -49,13 +49,13 @@ class StepSchedule:
 
     def __post_init__(self) -> None:
         for milestone in self.milestones:
-            check_range("schedule.milestones", milestone, low=0, high=1, open_low=True)
+            check_number("schedule.milestones", milestone, low=0, high=1, open_low=True)
         if list(self.milestones) != sorted(set(self.milestones)):
             raise ValueError(
                 f"schedule.milestones={list(self.milestones)}: expected fractions of the run in "
                 "rising order, such as [0.5, 0.75]"
             )
-        check_range("schedule.gamma", self.gamma, low=0, high=1, open_low=True)
+        check_number("schedule.gamma", self.gamma, low=0, high=1, open_low=True)
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         steps = [max(1, round(milestone * total_steps)) for milestone in self.milestones]
@@ -73,13 +73,13 @@ class OneCycleSchedule:
     name: ClassVar[str] = "onecycle"
 
     def __post_init__(self) -> None:
-        check_range("schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True)
-        check_range("schedule.start", self.start, low=0, high=1, open_low=True)
-        check_range("schedule.end", self.end, low=0, high=1, open_low=True)
+        check_number("schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True)
+        check_number("schedule.start", self.start, low=0, high=1, open_low=True)
+        check_number("schedule.end", self.end, low=0, high=1, open_low=True)
         if self.anneal not in ("cos", "linear"):
             raise ValueError(
                 f"schedule.anneal={self.anneal!r}: expected cos or linear"
-                + nearest(str(self.anneal), ("cos", "linear"))
+                + did_you_mean(str(self.anneal), ("cos", "linear"))
             )
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
@@ -106,8 +106,8 @@ class CosineSchedule:
     name: ClassVar[str] = "cosine"
 
     def __post_init__(self) -> None:
-        check_range("schedule.warmup", self.warmup, low=0, high=1, open_high=True)
-        check_range("schedule.end", self.end, low=0, high=1)
+        check_number("schedule.warmup", self.warmup, low=0, high=1, open_high=True)
+        check_number("schedule.end", self.end, low=0, high=1)
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         rise = round(self.warmup * total_steps)
@@ -151,7 +151,7 @@ def make_schedule(spec: Mapping[str, Any]) -> Schedule:
     if name not in SCHEDULES:
         raise ValueError(
             f"schedule.name={name!r}: expected one of {', '.join(sorted(SCHEDULES))}"
-            + nearest(str(name), SCHEDULES)
+            + did_you_mean(str(name), SCHEDULES)
         )
     schedule: Schedule = build_dataclass(SCHEDULES[name], options, where="schedule")
     return schedule

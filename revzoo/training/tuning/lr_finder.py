@@ -31,10 +31,10 @@ from pytorch_lightning.tuner.tuning import Tuner
 from torch import Tensor
 from torch.optim import Optimizer
 
+from revzoo._checks import check_number
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
-from revzoo.training.spec import check_range
 from revzoo.training.tuning.trial import Trial, data_copy, trial_trainer
 
 log = logging.getLogger(__name__)
@@ -133,8 +133,8 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
     Raises:
         ValueError: with what is expected.
     """
-    check_range("min_lr", min_lr, open_low=True, open_high=True)
-    check_range("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
+    check_number("min_lr", min_lr, open_low=True, open_high=True)
+    check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
     if not isinstance(steps, int) or steps < LEAST_STEPS:
         raise ValueError(f"steps={steps!r}: expected a whole number >= {LEAST_STEPS}")
 

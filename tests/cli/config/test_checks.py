@@ -89,7 +89,7 @@ def test_pretrained_weights_must_be_known(
         (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
         (["+logger.dir=x"], r"logger\.dir"),
         (["+callbacks.footprnt={}"], "did you mean 'footprint'"),
-        (["data.batch_size=0"], "batch_size is 0"),
+        (["data.batch_size=0"], "batch_size=0"),
         (["+data.batchsize=1"], r"data\.batchsize: .*did you mean 'batch_size'"),
         (["data.augment.chunk=0"], "augment.chunk is 0"),
         (["data=imagefolder"], r"give data\.root="),

@@ -55,5 +55,5 @@ def test_nothing_is_logged_where_nothing_is_replayed(tmp_path: Path) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="every_n_steps=0: expected a whole number from 1 on"):
+    with pytest.raises(ValueError, match="every_n_steps=0: expected a whole number >= 1"):
         DriftLogger(every_n_steps=0)

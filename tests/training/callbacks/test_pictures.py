@@ -351,5 +351,5 @@ def test_nonsense_is_refused(value: Any, tmp_path: Path) -> None:
         lambda: Reconstructions(count=value),
         lambda: ConfusionMatrix(tmp_path, every_n_epochs=value),
     ):
-        with pytest.raises(ValueError, match="expected a whole number from 1 on"):
+        with pytest.raises(ValueError, match="expected a whole number >= 1"):
             build()

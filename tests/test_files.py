@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.weights.writing import write_atomically
+from revzoo._files import write_atomically
 
 
 def test_writing_replaces_at_once_or_not_at_all(

@@ -1,13 +1,18 @@
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from revzoo.training.spec import (
+from revzoo._checks import (
     build_dataclass,
+    check_choice,
+    check_count,
     check_names,
-    check_range,
+    check_number,
+    check_probability,
+    did_you_mean,
+    is_count,
     keyword_names,
-    nearest,
 )
 
 
@@ -18,8 +23,8 @@ class Point:
 
 
 def test_nearest_names_the_nearest_or_nothing() -> None:
-    assert nearest("revnet39", ["resnet32", "revnet38"]) == "; did you mean 'revnet38'?"
-    assert nearest("zzz", ["resnet32", "revnet38"]) == ""
+    assert did_you_mean("revnet39", ["resnet32", "revnet38"]) == "; did you mean 'revnet38'?"
+    assert did_you_mean("zzz", ["resnet32", "revnet38"]) == ""
 
 
 def test_lists_are_frozen() -> None:
@@ -47,7 +52,7 @@ def test_keyword_names_are_the_keyword_only_ones() -> None:
 
 @pytest.mark.parametrize("value", [0, 0.5, 1])
 def test_closed_ranges_hold_their_ends(value: float) -> None:
-    check_range("x", value, low=0, high=1)
+    check_number("x", value, low=0, high=1)
 
 
 @pytest.mark.parametrize(
@@ -57,4 +62,37 @@ def test_closed_ranges_hold_their_ends(value: float) -> None:
 )
 def test_out_of_range_is_refused(value: object, open_low: bool, open_high: bool) -> None:
     with pytest.raises(ValueError, match=r"x=.*expected a number in"):
-        check_range("x", value, low=0, high=1, open_low=open_low, open_high=open_high)
+        check_number("x", value, low=0, high=1, open_low=open_low, open_high=open_high)
+
+
+@pytest.mark.parametrize("value", [1, 10, np.int64(3)])
+def test_counts_are_positive_whole_numbers(value):
+    assert is_count(value)
+    check_count("n", value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.0, True, "3", None])
+def test_anything_else_is_no_count(value):
+    assert not is_count(value)
+    with pytest.raises(ValueError, match=r"n=.*expected a whole number >= 1"):
+        check_count("n", value)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.5, 0])
+def test_probabilities_include_zero(value):
+    check_probability("p", value)
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.0, float("nan")])
+def test_probabilities_exclude_one(value):
+    with pytest.raises(ValueError, match=r"p=.*\[0, 1\)"):
+        check_probability("p", value)
+
+
+def test_a_misspelt_choice_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match="of store, exact; did you mean 'store'"):
+        check_choice("mode", "Stoer", ("store", "exact"))
+
+
+def test_the_case_of_a_word_does_not_hide_what_was_meant() -> None:
+    assert did_you_mean("REVNET38", ["RevNet38"]) == "; did you mean 'RevNet38'?"
