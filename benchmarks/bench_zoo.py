@@ -1,10 +1,10 @@
-"""What each model of the zoo costs: parameters, forward FLOPs, activation memory per image.
+"""Costs of each model in the zoo: parameters, forward FLOPs, activation memory per image.
 
     python benchmarks/bench_zoo.py
 
-Counted, not timed or sampled, so the figures are the same on every machine: FLOPs as torch counts
-them, memory as the peak of all tensors alive during one training step in float32
-(revzoo.profiling.costs). Weights and their gradients exist before and are left out.
+The figures are counted, not timed or sampled, so they are the same on every machine. torch counts
+the FLOPs. Memory is the peak of all tensors alive during one training step in float32
+(revzoo.profiling.costs), without weights and their gradients, which exist before the step.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import revzoo
 from revzoo.core.memory import MODES
 from revzoo.profiling.costs import activation_bytes, forward_flops
 
-MEASURED = [mode for mode in MODES if mode != "offload"]  # which keeps as much as store, elsewhere
+MEASURED = [mode for mode in MODES if mode != "offload"]  # as many bytes as store, on the host
 VARIANTS = "*_memcnn"
 
 
@@ -42,7 +42,7 @@ def row(name: str) -> str:
 
 
 def classes_of(name: str) -> int:
-    """1000 for the networks that were published for ImageNet."""
+    """1000 for networks published for ImageNet, else 10."""
     return 1000 if revzoo.create_model(name, num_classes=10).image_size == 224 else 10
 
 

@@ -37,4 +37,5 @@ def test_tables_have_a_header_and_as_many_columns_in_each_row(table: Path) -> No
 
 def test_there_are_pages_and_tables() -> None:
     """Both lists are found by path, so an empty one would pass every test above."""
-    assert PAGES and TABLES
+    assert PAGES
+    assert TABLES
