@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 import revzoo.data
-from revzoo.cli.config.overrides import compose_checked, to_plain
 from revzoo.data import ImageData
 
 _FOLDER = Path(__file__).parents[2] / "configs" / "data"
@@ -15,9 +16,11 @@ _CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "image
 
 
 def _build(path: Path) -> tuple[dict[str, Any], ImageData]:
-    options = to_plain(compose_checked([f"data={path.stem}"], config_dir=_FOLDER.parent))["data"]
-    if options.get("root") == "???":
-        options["root"] = "nowhere"
+    with initialize_config_dir(str(_FOLDER.parent), version_base="1.3"):
+        config = compose("train", [f"data={path.stem}"]).data
+    if OmegaConf.is_missing(config, "root"):
+        config.root = "nowhere"
+    options = OmegaConf.to_container(config, resolve=True)
     module, _, name = options.pop("_target_").rpartition(".")
     assert module == "revzoo.data"
     return options, getattr(revzoo.data, name)(**options)

@@ -4,14 +4,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 
 import revzoo
-from revzoo.cli.config.overrides import compose_checked, to_plain
 from revzoo.models import ResNet, RevNet, Variant, create_model, list_models
 from revzoo.models.registry import MODELS
 
-CONFIG_DIR = Path(__file__).parents[2] / "configs"
-CONFIGS = sorted((CONFIG_DIR / "model").glob("*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
 CIFAR = ["resnet110", "resnet164", "resnet32", "revnet110", "revnet164", "revnet38"]
 
 
@@ -86,7 +85,7 @@ def test_there_is_a_config_for_every_network():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_keywords_of_create_model_with_its_defaults(path):
-    config = to_plain(compose_checked([f"model={path.stem}"], config_dir=CONFIG_DIR))["model"]
+    config = OmegaConf.to_container(OmegaConf.load(path))
     assert config.pop("name") == path.stem
     network, variant = MODELS[path.stem]
     defaults = inspect.signature(create_model).parameters | inspect.signature(network).parameters
