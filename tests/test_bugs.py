@@ -393,3 +393,175 @@ def test_a_tensor_beside_the_weights_does_not_make_them_unreadable(tmp_path):
     torch.save(circle, path)
     with pytest.raises(ConversionError, match="holds no state_dict"):
         read_tensors(path)
+
+
+class Attends(nn.Module):
+    """Its kernels and saved tensors depend on the strides of what it gets."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+
+    def forward(self, x):
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+class Remembers(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gru = nn.GRU(width, width, batch_first=True)
+
+    def forward(self, x):
+        return self.gru(x)[0]
+
+
+class Permutes(nn.Module):
+    """As in ConvNeXt: channels last for the linear layers, and back; a mask drawn in between."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        return nn.functional.dropout(self.linear(x.mT), 0.3).mT
+
+
+def _windows(x):
+    """Rows that share their memory: ``(B, N, C)`` with row n + 1 half of row n."""
+    batch, rows, width = x.shape
+    step = width // 2
+    flat = x.new_zeros(batch, step * (rows + 1)).copy_(x.flatten(1)[:, : step * (rows + 1)])
+    return flat.as_strided((batch, rows, width), (flat.stride(0), step, 1))
+
+
+LAYOUTS = {
+    "dense": lambda x: x.clone(),
+    "transposed": lambda x: x.mT.contiguous().mT,
+    "batch last": lambda x: x.permute(1, 2, 0).contiguous().permute(2, 0, 1),
+    "sliced": lambda x: torch.cat((x, x), -1)[..., : x.shape[-1]],
+    "expanded": lambda x: x[:1].expand_as(x),
+    "overlapping": _windows,
+}
+
+
+def streams(layout, *, rows=8, width=8):
+    generator = torch.Generator().manual_seed(1)
+    x1, x2 = torch.randn(2, 5, rows, width, dtype=torch.float64, generator=generator)
+    return [LAYOUTS[layout](x).detach().requires_grad_() for x in (x1, x2)]
+
+
+def gradients_of_streams(net, mode, state, *, grid=None, seed=3):
+    set_memory(net, mode, grid=grid)
+    torch.manual_seed(seed)
+    loss = sum((y.square() * (i + 1)).sum() for i, y in enumerate(net(*state)))
+    return torch.autograd.grad(loss, [*state, *net.parameters()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("branch", [Attends, Remembers, Permutes])
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_streams_have_the_strides_of_the_forward_pass_again(branch, layout, mode):
+    """Reconstructed streams were laid out otherwise: replays saved other tensors or drew other
+    masks."""
+    torch.manual_seed(0)
+    mixed = [branch(8), nn.Linear(8, 8), Permutes(8), branch(8)]
+    net = ReversibleSequence([AdditiveCoupling(b) for b in mixed]).double()
+    state, grid = streams(layout), 14 if mode == "exact" else None
+    expected = gradients_of_streams(net, "store", state, grid=grid)
+    actual = gradients_of_streams(net, mode, state, grid=grid)
+    assert error(actual, expected) < 1e-11
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_step_of_any_kind_sees_the_strides_of_the_forward_pass(layout):
+    """A step's own inverse returns what its operators happen to lay out."""
+
+    class Watched(Invertible):
+        seen = ()
+
+        def forward(self, x1, x2):
+            self.seen = (*self.seen, (x1.stride(), x2.stride()))
+            return x1.exp(), x2 * x1.sigmoid()
+
+        def inverse(self, y1, y2):
+            x1 = y1.log()
+            return x1.mT.contiguous().mT, (y2 / x1.sigmoid()).flip(0).flip(0)
+
+    steps = [Watched() for _ in range(2)]
+    x = streams(layout)
+    seq = ReversibleSequence(steps)
+    sum(y.sum() for y in seq(*x)).backward()
+    for step in steps:
+        first, *rest = step.seen
+        assert rest == [first]
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_value_that_overlaps_itself_in_a_storage_of_its_own_size(mode):
+    """The replay subtracted in place from one row that stood for all."""
+
+    class First(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.linear(x)[:1].expand_as(x)
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(First()) for _ in range(3)]).double()
+    x, grid = vectors(), 14 if mode == "exact" else None
+    expected = gradients(net, "store", x, grid=grid)
+    assert error(gradients(net, mode, x, grid=grid), expected) < 1e-12
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo's own
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_an_expanded_stream_of_a_compiled_branch(mode):
+    """It was copied into memory whose elements overlap, which copy_() refuses."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(8, 8)) for _ in range(3)]).double()
+    state, grid = streams("expanded"), 14 if mode == "exact" else None
+    expected = gradients_of_streams(net, "store", state, grid=grid)
+    for step in net:
+        step.branch.compile(backend="aot_eager")
+    assert error(gradients_of_streams(net, mode, state, grid=grid), expected) < 1e-12
+    torch._dynamo.reset()
+
+
+class Careless(Invertible):
+    def forward(self, x1, x2):
+        return x2, x1 + x2.sin()
+
+    def inverse(self, y1, y2):
+        return y2.sub_(y1.sin()), y1
+
+
+class CarelessCoupling(AdditiveCoupling):
+    def uncombine(self, y2, value):
+        return y2.sub_(value)
+
+
+class Pass(Invertible):
+    """Costs nothing and saves nothing: inverted, but never replayed."""
+
+    def forward(self, x1, x2):
+        return x2, x1
+
+    inverse = forward
+
+
+@pytest.mark.parametrize("last", [[], [Pass()]], ids=["replayed", "inverted"])
+@pytest.mark.parametrize("step", [Careless, lambda: CarelessCoupling(nn.Tanh())])
+def test_an_inverse_that_works_in_place_is_refused(step, last):
+    """It changed the output that the caller still held."""
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), step(), *last])
+    y = net(*streams("dense"))
+    before = [t.detach().clone() for t in y]
+    with pytest.raises(RuntimeError, match=r"inverse of steps\.1 .*in place.*out of place"):
+        sum(t.sum() for t in y).backward()
+    with pytest.raises(RuntimeError, match=r"inverse of steps\.1 .*in place.*out of place"):
+        net.inverse(*(t.clone() for t in before))
+    with pytest.raises(RuntimeError, match=r"inverse.*in place.*out of place"):
+        check_inverse(net, *(t.detach().float() for t in before))

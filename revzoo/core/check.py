@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
+from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 
 
@@ -100,8 +101,10 @@ def _round_trip(
     with conditions.restored():
         outputs = as_state(step(*state, **context))
         conditions.finish()
+    versions = versions_of(outputs)
     with conditions.restored(inverting=True):
         back: Any = step.inverse(*outputs, **context)
+    refuse_changed_outputs(name, outputs, versions)
     back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
     shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]
     if not all(isinstance(t, Tensor) for t in back) or shapes[0] != shapes[1]:

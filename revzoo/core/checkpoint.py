@@ -61,7 +61,14 @@ from revzoo.core.guard import Guard
 from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
-from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Slot, unpack
+from revzoo.core.recording import (
+    DIFFERENTIATES_INSIDE,
+    Entry,
+    Slot,
+    refuse_changed_inputs,
+    unpack,
+    versions_of,
+)
 from revzoo.core.replay import is_replaying, tensors_of, version_of
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
@@ -87,7 +94,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     if step.grid is not None:
         state = put_on_grid(state, step.grid)
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
-    versions = [version_of(t) for t in watched]
+    versions = versions_of(watched)
     if not _differentiates(step, state, context) or step.memory == "store":
         outputs = as_state(step(*state, **context), step)
     elif step.memory == "offload":
@@ -95,7 +102,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
             outputs = as_state(step(*state, **context), step)
     else:
         outputs = _record(step, state, context)
-    _refuse_changed_inputs(step, watched, versions)
+    refuse_changed_inputs(name_of(step), watched, versions)
     return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
 
 
@@ -123,16 +130,6 @@ def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
     if any(t.requires_grad for t in state):
         return True
     return any(t.requires_grad for t in itertools.chain(tensors_of(context), step.parameters()))
-
-
-def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> None:
-    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
-        if version_of(t) != version:
-            raise RuntimeError(
-                f"{name_of(step)} changed its input stream {i} in place (version {version} became "
-                f"{version_of(t)}): the other stream would be combined with another value in each "
-                "memory mode. Make the first operation of the branch out of place (inplace=False)"
-            )
 
 
 def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:

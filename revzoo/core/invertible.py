@@ -39,6 +39,12 @@ class Recording(Protocol):
         them) and leaves them as they were, so that what is recorded next repeats the forward pass.
         """
 
+    def laid_out(self, inputs: State) -> State:
+        """The step's inputs with the strides that they had in the forward pass.
+
+        Kernels choose by strides what they save and which random number goes where.
+        """
+
     def __call__(
         self,
         fn: Callable[..., Any],
@@ -144,11 +150,13 @@ class Invertible(Step):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs`` and record the step once more.
 
-        Tensors must be recorded in the order of ``forward``. Override this only where inverting
+        Tensors must be recorded in the order of ``forward``, from inputs that are laid out as they
+        were. Override this only where inverting
         and recording can share work, as in a coupling.
         """
         inputs = record.inverted(self.inverse, outputs, context)
         check_inputs(self, inputs, len(record.needs))
+        inputs = record.laid_out(inputs)
         record(self.forward, inputs, record.needs, context)
         return inputs
 

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_map_only
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
-from revzoo.core.replay import Conditions, address
+from revzoo.core.layout import fills_its_memory, laid_out
+from revzoo.core.replay import Conditions, address, version_of
 
 
 class ReplayMismatchError(RuntimeError):
@@ -76,13 +77,46 @@ def unpack(packed: Slot | Resident) -> Tensor:
 
 def unshared(t: Tensor) -> bool:
     """Whether ``t`` fills a storage that no other tensor has, so that it may be overwritten."""
-    storage = t.untyped_storage()
-    if _use_count is None or storage.nbytes() != t.nbytes:  # an expanded tensor does not fill it
+    if _use_count is None or not fills_its_memory(t):
         return False
+    storage = t.untyped_storage()
     return _use_count(storage._cdata) == 2  # t's own and this handle's
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
+
+
+def versions_of(state: State) -> list[int]:
+    """To be compared after a call that must not change ``state`` in place."""
+    return [version_of(t) for t in state]
+
+
+def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if a forward pass changed a stream in place; names the step."""
+    _refuse_changed(
+        inputs,
+        versions,
+        f"{name} changed its input stream",
+        "the other stream would be combined with another value in each memory mode. Make the "
+        "first operation of the branch out of place (inplace=False)",
+    )
+
+
+def refuse_changed_outputs(name: str, outputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
+    _refuse_changed(
+        outputs,
+        versions,
+        f"the inverse of {name} changed its input stream",
+        "the caller may still hold that tensor, as an output of the forward pass. Make the "
+        "operations of the inverse out of place",
+    )
+
+
+def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -> None:
+    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
+        if (now := version_of(t)) != version:
+            raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
 
 
 class Entry:
@@ -105,6 +139,7 @@ class Entry:
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
+        self.strides = tuple(t.stride() for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
@@ -112,7 +147,6 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.extremes: list[Extremes] = []
-        self.strides: list[tuple[int, ...]] = []  # of the outputs
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
@@ -120,8 +154,7 @@ class Entry:
             self.samples = sample(computed, known)
 
     def observe_outputs(self, inputs: State, outputs: State) -> None:
-        """Note the strides of the outputs and, if the step is on a grid, their range."""
-        self.strides = [t.stride() for t in outputs]
+        """Note the range of the outputs, if the step is on a grid."""
         if self.step.grid is not None:
             self.extremes = extremes(inputs, outputs, self.step.grid)
 
@@ -156,24 +189,22 @@ class Entry:
     def invert(self, outputs: State) -> State:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
+        versions = versions_of(outputs)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            inputs = self.step.inverse(*self._laid_out(outputs), **self.context)
+            inputs = self.step.inverse(*outputs, **self.context)
+        refuse_changed_outputs(self.name, outputs, versions)
         state = as_state(inputs, self.step)
         check_inputs(self.step, state, len(self.needs))
-        return state
+        return self.laid_out(state)
 
-    def _laid_out(self, outputs: State) -> State:
-        """The outputs with the strides of the forward pass, on which kernels' choices depend.
+    def laid_out(self, inputs: State) -> State:
+        """The inputs with the strides of the forward pass, see :mod:`revzoo.core.layout`.
 
-        Other strides may sum in another order, and gradients would not be the same bit for bit;
-        the compiled backward pass of a compiled branch accepts no other strides at all.
+        They are the outputs of the step before, so every state that the tape walks over has them.
         """
-        same = all(t.stride() == at for t, at in zip(outputs, self.strides, strict=True))
-        if same or (self.step.grid is None and not _has_compiled(self.step)):
-            return outputs
         return tuple(
-            t if t.stride() == stride else _empty(t, stride).copy_(t)
-            for t, stride in zip(outputs, self.strides, strict=True)
+            laid_out(t, stride) if t.dim() == len(stride) else t  # a wrong inverse: named later
+            for t, stride in zip(inputs, self.strides, strict=True)
         )
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
@@ -188,10 +219,12 @@ class Entry:
         """Replay the step while inverting it; returns its inputs."""
         assert isinstance(self.step, Invertible)
         replayed = Replayed(self)
+        versions = versions_of(outputs)
         with self.conditions.restored():
-            inputs = self.step.replay(self._laid_out(outputs), replayed, self.context)
+            inputs = self.step.replay(outputs, replayed, self.context)
+        refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
-        return inputs, replayed
+        return self.laid_out(inputs), replayed
 
 
 class Replayed:
@@ -214,6 +247,10 @@ class Replayed:
         """See :class:`revzoo.core.invertible.Recording`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
             return as_state(inverse(*outputs, **context), self._entry.step)
+
+    def laid_out(self, inputs: State) -> State:
+        """See :class:`revzoo.core.invertible.Recording`."""
+        return self._entry.laid_out(inputs)
 
     def __call__(
         self,
@@ -267,16 +304,6 @@ class Replayed:
             "function of its inputs, parameters, buffers and torch's random state; use "
             "memory='store' for one that is not"
         )
-
-
-def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
-
-
-def _has_compiled(step: Step) -> bool:
-    # module.compile() sets the one, torch.compile(module) wraps it as the other
-    modules = step.modules()
-    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
 
 
 def _leaf(t: Tensor) -> Tensor:

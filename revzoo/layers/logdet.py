@@ -56,9 +56,9 @@ class WithLogDet(Invertible):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         *ended, total = outputs
         streams = record.inverted(self.step.inverse, tuple(ended), context)
-        zero = torch.zeros_like(total)
-        *_, log_det = record(self.forward, (*streams, zero), record.needs, context)
-        return *streams, total - log_det.detach()
+        inputs = record.laid_out((*streams, torch.zeros_like(total)))
+        *_, log_det = record(self.forward, inputs, record.needs, context)
+        return *inputs[:-1], total - log_det.detach()
 
     @property
     def drift(self) -> float | None:

@@ -19,8 +19,10 @@ from revzoo.core.invertible import (
     Step,
     as_state,
     label_steps,
+    name_of,
 )
 from revzoo.core.memory import assign_memory
+from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -130,8 +132,11 @@ class ReversibleSequence(Invertible):
                 state = as_state(step.inverse(*state, **context))
             else:
                 check_range(step, state)
+                versions = versions_of(state)
                 with Conditions(step, state).restored():
-                    state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+                    inputs = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+                refuse_changed_outputs(name_of(step), state, versions)
+                state = inputs
         state = Merge(self.dim)(*state) if merge else state
         return state[0] if len(state) == 1 else state
 
