@@ -190,6 +190,7 @@ class Tape:
 
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
+        self._guard.begin(state if self._position else ())  # rule 7 repeats what it gets
         if position > index + 1:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
@@ -198,6 +199,7 @@ class Tape:
         if position > index:
             state, replayed = entry.record_from_outputs(state)
             entry.report(self._guard, state)
+            self._guard.note_uses(replayed.used, state)
         else:
             outputs, replayed = entry.record_from_inputs(state)
             if self._position == 0:  # rule 7

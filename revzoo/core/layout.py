@@ -12,6 +12,7 @@ import math
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
@@ -66,3 +67,8 @@ def fills_its_memory(t: Tensor) -> bool:
         and sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True)) + 1
         == math.prod(t.shape)
     )
+
+
+def has_values(t: Tensor) -> bool:
+    """Whether there is a value to look at: none on the meta device or in a fake tensor mode."""
+    return t.numel() > 0 and t.device.type != "meta" and not isinstance(t, FakeTensor)

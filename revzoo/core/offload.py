@@ -28,7 +28,7 @@ def offloaded(module: nn.Module) -> saved_tensors_hooks:
     resident = {address(t) for t in (*module.parameters(), *module.buffers())}
 
     def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type == "cpu" or address(t) in resident:
+        if t.device.type in ("cpu", "meta") or address(t) in resident:
             return Resident.of(t)
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)

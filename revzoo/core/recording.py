@@ -5,7 +5,6 @@ See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -150,8 +149,7 @@ class Entry:
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
-        if self.limit < math.inf:
-            self.samples = sample(computed, known)
+        self.samples = sample(computed, known)
 
     def observe_outputs(self, inputs: State, outputs: State) -> None:
         """Note the range of the outputs, if the step is on a grid."""
@@ -235,6 +233,7 @@ class Replayed:
         self._entry = entry
         self._count = 0
         self._values: list[tuple[Slot, Resident]] = []
+        self.used: list[Tensor] = []  # inputs of parts that saved something
 
     @property
     def complete(self) -> bool:
@@ -262,7 +261,10 @@ class Replayed:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
         with torch.enable_grad(), saved_tensors_hooks(self._pack, _refuse):
+            before = self._count
             outputs = as_state(fn(*leaves, **context))
+        if self._count > before:
+            self.used += leaves
         return tuple(map(_leaf, outputs))
 
     def _pack(self, t: Tensor) -> None:
