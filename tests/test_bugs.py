@@ -17,6 +17,7 @@ from revzoo import (
     Reversed,
     ReversibleBlock,
     ReversibleSequence,
+    Squeeze,
     check_inverse,
     create_model,
     drift,
@@ -27,6 +28,7 @@ from revzoo import (
 )
 from revzoo.core.guard import sample
 from revzoo.models.foreign import read_tensors
+from revzoo.profiling.live import LiveMemory
 
 
 def vectors(width=8):
@@ -764,3 +766,232 @@ def test_check_inverse_where_an_inverse_lacks_a_dtype():
 
     with pytest.raises(RuntimeError, match="broken in every type"):
         check_inverse(ReversibleSequence([Broken()]), torch.randn(3, 4))
+
+
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
+@pytest.mark.parametrize("kind", ["step", "pre", "global", "in place"])
+def test_a_forward_hook_on_a_step_that_changes_its_streams(mode, kind):
+    """The replay knew nothing of it: another loss's gradients, without a word."""
+    net, x = linear_net().float(), vectors().detach().float().requires_grad_()
+    step = net[1][0]
+
+    def double(module, args, outputs=None):
+        state = args if outputs is None else outputs
+        if module is not step:
+            return None
+        if kind == "in place":
+            state[1].mul_(2)
+            return None
+        return tuple(2 * t for t in state)
+
+    handle = {
+        "step": step.register_forward_hook,
+        "in place": step.register_forward_hook,
+        "pre": step.register_forward_pre_hook,
+        "global": nn.modules.module.register_module_forward_hook,
+    }[kind](double)
+    grid = 14 if mode == "exact" else None
+    try:
+        expected = gradients(net, "store", x, grid=grid)
+        if mode in ("invert", "exact"):
+            with pytest.raises(RuntimeError, match=r"hook on steps\.1\.steps\.0 .*'recompute'"):
+                gradients(net, mode, x, grid=grid)
+        else:
+            assert error(gradients(net, mode, x, grid=grid), expected) < 1e-12
+    finally:
+        handle.remove()
+    assert "forward" not in vars(step)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_hooks_on_a_step_that_only_look_are_welcome(mode):
+    net, x, seen = linear_net(), vectors(), []
+    net[1][0].register_forward_pre_hook(lambda m, args: seen.append(args))
+    net[1][0].register_forward_hook(lambda m, args, outputs: seen.append(outputs))
+    net[1][0].register_full_backward_hook(lambda m, gin, gout: seen.append(gout))
+    assert error(gradients(net, mode, x), gradients(net, "store", x)) < 1e-12
+    assert len(seen) >= 6
+
+
+def test_a_hook_on_a_step_with_its_log_determinant():
+    """There the step is called inside another one."""
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))])
+    net[0].register_forward_hook(lambda m, args, outputs: tuple(2 * t for t in outputs))
+    with pytest.raises(RuntimeError, match="hook on"):
+        net.forward_with_log_det(torch.randn(2, 8, requires_grad=True))
+
+
+def kept_bytes(run):
+    """Bytes alive between forward and backward, beside what ``run`` returns."""
+    with LiveMemory() as memory:
+        outputs = run()
+        own = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in outputs}
+        kept = memory.now - sum(own.values())
+        sum(t.sum() for t in outputs).backward()
+    return kept
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_step_called_by_itself_keeps_what_its_mode_says(mode):
+    """It kept what ``store`` keeps, silently."""
+    torch.manual_seed(0)
+    branch = nn.Sequential(nn.Linear(8, 8), *[nn.Tanh() for _ in range(9)])
+    coupling = AdditiveCoupling(branch)
+    x1, x2 = torch.randn(2, 4000, 8).requires_grad_()
+    x = x1.detach().requires_grad_(), x2.detach().requires_grad_()
+    results, kept = [], []
+    for m in ("store", mode):
+        set_memory(coupling, m, grid=14 if mode == "exact" else None)
+        kept.append(kept_bytes(lambda: coupling(*x)))
+        results.append([t.grad for t in x])
+        for t in x:
+            t.grad = None
+    assert error(*results) < 1e-6
+    assert kept[1] < kept[0] / 3
+
+
+def test_steps_called_one_after_the_other_form_a_chain():
+    torch.manual_seed(0)
+    steps = [AdditiveCoupling(nn.Sequential(nn.Linear(8, 8), nn.Tanh())) for _ in range(12)]
+    x = torch.randn(4000, 8, requires_grad=True)
+
+    def run(depth):
+        state = x, x
+        for step in steps[:depth]:
+            state = step(*state)
+        return state
+
+    few, many = kept_bytes(lambda: run(3)), kept_bytes(lambda: run(12))
+    assert many - few < 4000 * 8 * 4
+
+
+@pytest.mark.parametrize("streams", [1, 2, 4])
+def test_a_layer_given_another_number_of_streams(streams):
+    """It ran on all of them."""
+    layer = Squeeze(2, streams=3)
+    x = torch.randn(1, 2, 4, 4)
+    with pytest.raises(ValueError, match=rf"Squeeze got {streams} streams, expected 3"):
+        layer(*[x] * streams)
+    with pytest.raises(ValueError, match=rf"got {streams} streams, .* 3"):
+        ReversibleSequence([layer])(*[x] * streams)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert"])
+@pytest.mark.parametrize("heads", ["sequences", "steps", "functions"])
+def test_heads_on_one_backbone_updated_one_by_one(mode, heads):
+    """The first head had joined the backbone's chain: its update made the backbone unreachable."""
+
+    def function(i):
+        layer = nn.Linear(4, 4).double()
+
+        def run(a, b):
+            return invertible_checkpoint(
+                lambda a, b: (b, a + layer(b)), lambda a, b: (b - layer(a), a), a, b
+            )
+
+        run.parameters = layer.parameters
+        return run
+
+    torch.manual_seed(0)
+    backbone = linear_net()
+    tops = {
+        "sequences": lambda i: linear_net(1, seed=i),
+        "steps": lambda i: AdditiveCoupling(nn.Linear(4, 4).double()),
+        "functions": function,
+    }[heads]
+    tops = [tops(i) for i in range(3)]
+    for net in (backbone, *tops):
+        if isinstance(net, nn.Module):
+            set_memory(net, mode)
+    x = vectors()
+    reference = [
+        torch.autograd.grad(sum(t.square().sum() for t in top(*backbone(*x.chunk(2, 1)))), x)[0]
+        for top in tops
+    ]
+    y = backbone(*x.chunk(2, dim=1))
+    losses = [sum(t.square().sum() for t in top(*y)) for top in tops]
+    for top, loss, expected in zip(tops, losses, reference, strict=True):
+        loss.backward(retain_graph=True)
+        assert error([x.grad], [expected]) < 1e-12
+        x.grad = None
+        with torch.no_grad():
+            for p in top.parameters():
+                p.sub_(0.1 * p.grad)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "offload"])
+def test_a_functional_transform_inside_a_branch(mode):
+    """torch's own error asked to open an issue."""
+
+    class Slope(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.func.grad(lambda x: self.linear(x).tanh().sum())(x)
+
+    net = ReversibleSequence([AdditiveCoupling(Slope())], memory=mode).double()
+    with pytest.raises(RuntimeError, match=r"steps\.0 .*torch\.func.*use memory='store'"):
+        net(vectors())
+    set_memory(net, "store")
+    net(vectors()).sum().backward()
+
+
+def nested_net(outer, mode, *, inner=2, width=8):
+    torch.manual_seed(0)
+
+    def branch():
+        steps = [
+            AdditiveCoupling(nn.Sequential(nn.Linear(width, width), nn.Tanh()))
+            for _ in range(inner)
+        ]
+        return nn.Sequential(ReversibleSequence(steps), nn.LayerNorm(2 * width))
+
+    return ReversibleSequence([AdditiveCoupling(branch()) for _ in range(outer)], memory=mode)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_a_sequence_inside_a_branch_takes_no_more_memory_with_depth(mode, which):
+    """The inner sequence's last state was kept for every step of the outer one."""
+    peaks = {}
+    for depth in (4, 32):
+        options = {"outer": depth} if which == "outer" else {"outer": 4, "inner": depth}
+        net = nested_net(mode=mode, **options)
+        x1, x2 = torch.randn(2, 2000, 16)
+        state = x1.requires_grad_(), x2.requires_grad_()
+        with LiveMemory() as memory:
+            sum(t.square().sum() for t in net(*state)).backward()
+            own = sum(p.nbytes for p in net.parameters()) + 2 * x1.nbytes
+            peaks[depth] = memory.peak - own
+    stream = 2000 * 16 * 4
+    grows = 28 * stream if mode == "recompute" else 0  # inputs of each step are what it keeps
+    assert peaks[32] - peaks[4] < grows + 2 * stream
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_gradients_of_a_sequence_inside_a_branch(mode):
+    """Also a second time, and of some of the parameters, and of gradients."""
+    net, results = nested_net(3, mode).double(), []
+    grid = 14 if mode == "exact" else None
+    for m in ("store", mode):
+        set_memory(net, m, grid=grid)
+        x = torch.cat((vectors(), vectors()), 1).repeat(1, 2).detach().requires_grad_()
+        loss = net(x).square().sum()
+        first = torch.autograd.grad(loss, [x, *net.parameters()], retain_graph=True)
+        last = torch.autograd.grad(loss, list(net[2].parameters()), retain_graph=True)
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        curved = torch.autograd.grad(slope.square().sum(), [x, *net.parameters()])
+        results.append([*first, *last, *curved])
+    assert error(*results) < 1e-10
+
+
+def test_the_mode_of_a_sequence_inside_a_branch_is_that_of_the_forward_pass():
+    """Its replay saves other tensors in another mode."""
+    net = nested_net(3, "invert").double()
+    x = torch.cat((vectors(), vectors()), 1).repeat(1, 2).detach().requires_grad_()
+    expected = torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()])
+    loss = net(x).square().sum()
+    set_memory(net, "store")
+    assert error(torch.autograd.grad(loss, [x, *net.parameters()]), expected) < 1e-12

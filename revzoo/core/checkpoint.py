@@ -36,6 +36,12 @@ NOTE [ Slots and the tape ]
     6. Filling is atomic: an exception inside a replay leaves tape, slots and modules as they were.
     7. A step in ``recompute`` mode is a tape of one entry whose known state stands before it
        instead of after it.
+    8. States on the way that the caller holds, such as the output of a backbone on which heads
+       were put, are *landmarks*: a walk starts from the nearest one. So what comes after a state
+       may change before what comes before it is differentiated. The tape refers to them weakly.
+    9. A step that runs inside another one (a sequence in a branch) has a tape of its own. Its known
+       state is an activation of the outer step: it is kept as a slot of that, filled when that is
+       replayed. So memory does not grow with the number of outer steps.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, whether or not a container holds
@@ -48,23 +54,28 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
-from torch.autograd.graph import saved_tensors_hooks
 
 from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
 from revzoo.core.guard import Guard
-from revzoo.core.invertible import State, Step, as_state, name_of
+from revzoo.core.invertible import State, Step, as_state, name_of, plain_call
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import (
     DIFFERENTIATES_INSIDE,
     Entry,
+    Kept,
+    Recording,
     Slot,
+    call_without_changing_hooks,
+    explained,
+    outside_recordings,
     refuse_changed_inputs,
     unpack,
     versions_of,
@@ -88,39 +99,53 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     ``torch.jit.trace``): compile the branches instead to keep the memory mode.
 
     Raises:
-        RuntimeError: the step changed its input in place.
-        ValueError: a grid is set and a stream is neither float32 nor float64.
+        RuntimeError: the step changed its input in place, or a hook on it changed its streams.
+        ValueError: the step takes another number of streams; a grid is set and a stream is neither
+            float32 nor float64.
     """
+    return as_state(run_alone(step, state, context), step)
+
+
+def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    """As :func:`run_step`; a single tensor comes as the step returned it, bare or in a tuple."""
+    if len(state) != step.streams:
+        raise ValueError(
+            f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
+            f"or set streams = {len(state)} on the step"
+        )
     if step.grid is not None:
         state = put_on_grid(state, step.grid)
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = versions_of(watched)
     if not _differentiates(step, state, context) or step.memory == "store":
-        outputs = as_state(step(*state, **context), step)
+        outputs = plain_call(step, *state, **context)
     elif step.memory == "offload":
-        with offloaded(step):
-            outputs = as_state(step(*state, **context), step)
+        with offloaded(step), explained(name_of(step)):
+            outputs = plain_call(step, *state, **context)
     else:
         outputs = _record(step, state, context)
     refuse_changed_inputs(name_of(step), watched, versions)
-    return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
+    if step.grid is not None:
+        mark_on_grid(as_state(outputs, step), step.grid)
+    return outputs
 
 
-def _record(step: Step, state: State, context: dict[str, Any]) -> State:
+def _record(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     invert = check_mode(step.memory) in ("invert", "exact") and step.invertible
     tape = Tape.ending_with(state) if invert else Tape(state)
     entry = Entry(step, state, context)
     tape.close()  # steps that this one runs on its own input are no part of this chain
-    with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
-        outputs = as_state(step(*state, **context), step)
+    with Recording(entry.packer(tape, len(tape.entries)), unpack), explained(entry.name):
+        returned = (call_without_changing_hooks if invert else plain_call)(step, *state, **context)
+    outputs = as_state(returned, step)
     entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
     entry.observe_outputs(state, outputs)
     tape.append(entry, outputs if invert else None)
-    return outputs
+    return returned
 
 
-def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
+def _differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -139,14 +164,39 @@ def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
     return profiler.record_function(f"revzoo.replay {entry.name}")
 
 
+def _marks_of(state: State) -> list[tuple[int, bool]]:
+    return [(version_of(t), t.requires_grad) for t in state]
+
+
+class _Landmark(NamedTuple):
+    """A state on the way that somebody else may hold (rule 8)."""
+
+    position: int
+    given: list[weakref.ref[Tensor]]
+    marks: list[tuple[int, bool]]
+
+    def stands(self) -> bool:
+        return all(ref() is not None for ref in self.given)
+
+    def state(self) -> State | None:
+        """It, detached, unless it is gone or was changed."""
+        state = tuple(t for ref in self.given if (t := ref()) is not None)
+        whole = len(state) == len(self.given) and _marks_of(state) == self.marks
+        return tuple([t.detach() for t in state]) if whole else None
+
+
 class Tape:
     """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State | None = None) -> None:
         self.entries: list[Entry] = []
         self._position = 0
         self._given: list[weakref.ref[Tensor]] = []  # the known state as its maker returned it
-        self._set_known(state)
+        self._landmarks: list[_Landmark] = []
+        self._known: Kept | None = None
+        self._marks: list[tuple[int, bool]] = []
+        if state is not None:
+            self._set_known(state)
         self._cursor: tuple[int, State] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
@@ -155,7 +205,7 @@ class Tape:
     def ending_with(state: State) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
         tape = _open_tapes.get(id(state[-1]))
-        return tape if tape is not None and tape._knows(state) else Tape(state)
+        return tape if tape is not None and tape._knows(state) else Tape()
 
     def append(self, entry: Entry, outputs: State | None) -> None:
         """Add an executed step; ``outputs`` become the known state, unless None (rule 7)."""
@@ -164,7 +214,10 @@ class Tape:
             return
         self._set_known(outputs)
         self._position = len(self.entries)
+        if self._landmarks and not self._landmarks[-1].stands():
+            self._landmarks.pop()  # as in every sequence: nobody holds what is between its steps
         self._given = [weakref.ref(t) for t in outputs]
+        self._landmarks.append(_Landmark(self._position, self._given, self._marks))
         _open_tapes[id(outputs[-1])] = self
 
     def close(self) -> None:
@@ -172,20 +225,21 @@ class Tape:
         self._given = []
 
     def _set_known(self, state: State) -> None:
-        self._known = tuple([t.detach() for t in state])
-        self._marks = [(version_of(t), t.requires_grad) for t in state]
+        self._known = Kept(tuple([t.detach() for t in state]))
+        self._marks = _marks_of(state)
 
     def _knows(self, state: State) -> bool:
-        return len(state) == len(self._given) and all(
-            ref() is t and (version_of(t), t.requires_grad) == mark
-            for t, ref, mark in zip(state, self._given, self._marks, strict=True)
+        return (
+            len(state) == len(self._given)
+            and all(ref() is t for t, ref in zip(state, self._given, strict=True))
+            and _marks_of(state) == self._marks
         )
 
     def replay(self, index: int) -> None:
         """Fill the slots of entry ``index``: the package's backward rule."""
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]):
+        with _in_profiles(self.entries[index]), outside_recordings():
             self._replay(index)
 
     def _replay(self, index: int) -> None:
@@ -214,16 +268,11 @@ class Tape:
         """The known state closest above ``index``, or at it."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
-        for i, (t, (version, _)) in enumerate(zip(self._known, self._marks, strict=True)):
-            if version_of(t) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
-                    f"activations of {self.entries[-1].name} are to be recomputed, is at version "
-                    f"{version_of(t)}; expected version {version} instead. Make the operation that "
-                    "follows out of place"
-                )
-        return self._position, self._known
+        for landmark in self._landmarks:  # from the first to the last
+            if landmark.position >= index and (state := landmark.state()) is not None:
+                return landmark.position, state
+        assert self._known is not None
+        return self._position, self._known.state(self.entries[-1].name)
 
     def _stand(self, index: int, state: State) -> None:
         """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
@@ -232,6 +281,7 @@ class Tape:
             return
         del self.entries[index:]
         self.close()
+        self._landmarks = [m for m in self._landmarks if m.position < index]
         self._set_known(state)
         self._position, self._cursor, self._filled = index, None, []
 

@@ -57,6 +57,7 @@ class _Function(Invertible):
         self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         super().__init__()
+        self.streams = sum(isinstance(a, Tensor) for a in args)
         self.bare = False  # whether fn returns its tensor without a tuple
         self._fn, self._inverse = fn, inverse
         self._places = tuple(isinstance(a, Tensor) for a in args)

@@ -40,9 +40,9 @@ from revzoo.core.layout import has_values
 from revzoo.core.replay import address
 
 SAMPLES = 32  # values compared per stream that has no channels
-PER_CHANNEL = 8  # values compared per channel
+PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # compared at most, per stream; others in the next step
-VARIANTS = 8  # sets of places, one of them drawn at each step
+VARIANTS = 4  # sets of places, one of them drawn at each step
 _FEWEST = 4  # values of a channel of which a spread can be told; fewer agree by chance
 
 _draw = random.Random(0)  # of places; nobody else's random numbers

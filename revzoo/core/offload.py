@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
-from revzoo.core.recording import Resident
+from revzoo.core.recording import Recording, Resident
 from revzoo.core.replay import address
 
 
@@ -23,7 +22,7 @@ class _Moved(NamedTuple):
     device: torch.device
 
 
-def offloaded(module: nn.Module) -> saved_tensors_hooks:
+def offloaded(module: nn.Module) -> Recording:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
     resident = {address(t) for t in (*module.parameters(), *module.buffers())}
 
@@ -33,7 +32,7 @@ def offloaded(module: nn.Module) -> saved_tensors_hooks:
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
 
-    return saved_tensors_hooks(pack, _unpack)
+    return Recording(pack, _unpack)
 
 
 def _unpack(packed: Resident | _Moved) -> Tensor:

@@ -5,18 +5,30 @@ See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
-from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
+from revzoo.core.invertible import (
+    Invertible,
+    State,
+    Step,
+    as_state,
+    check_inputs,
+    name_of,
+    plain_call,
+)
 from revzoo.core.layout import fills_its_memory, laid_out
 from revzoo.core.replay import Conditions, address, version_of
 
@@ -72,6 +84,126 @@ def unpack(packed: Slot | Resident) -> Tensor:
         return packed.value
     packed.check()
     return packed.tensor
+
+
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
+_thread = threading.local()  # hooks: those of the innermost Recording
+
+
+class Recording(saved_tensors_hooks):
+    """``saved_tensors_hooks(pack, unpack)`` that the tapes of steps inside know of, too."""
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_thread, "hooks", None)
+        super().__enter__()
+        _thread.hooks = self.pack_hook, self.unpack_hook
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.hooks = self._outer
+        super().__exit__(*exception)
+
+
+@contextlib.contextmanager
+def outside_recordings() -> Iterator[None]:
+    """A context for a replay, which may run in a backward pass inside somebody's forward code."""
+    outer, _thread.hooks = getattr(_thread, "hooks", None), None
+    try:
+        yield
+    finally:
+        _thread.hooks = outer
+
+
+class Kept:
+    """A state that a tape keeps: as it is, or as activations of the step around it."""
+
+    __slots__ = ("_packed", "_unpack", "_versions")
+
+    def __init__(self, state: State) -> None:
+        hooks = getattr(_thread, "hooks", None)
+        self._unpack: _Unpack | None = None
+        self._packed: tuple[Any, ...] = state
+        self._versions = versions_of(state)
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._packed = tuple(map(pack, state))
+
+    def state(self, name: str) -> State:
+        """The state, unless it was changed in place since; ``name`` is the last step's."""
+        if self._unpack is not None:
+            return tuple(map(self._unpack, self._packed))
+        for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
+            if version_of(t) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
+                    f"activations of {name} are to be recomputed, is at version {version_of(t)}; "
+                    f"expected version {version} instead. Make the operation that follows out of "
+                    "place"
+                )
+        return self._packed
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Say what to do where torch refuses a ``torch.func`` transform because of our hooks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{name} runs a torch.func transform inside its forward, which torch refuses while "
+            "activations are recomputed or offloaded: use memory='store' for this step"
+        ) from error
+
+
+def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
+    """Call ``step``; forward hooks on it may look at its streams, but not change them.
+
+    Raises:
+        RuntimeError: one did. The inverse of the step knows nothing of it.
+    """
+    if not (step._forward_hooks or step._forward_pre_hooks or _global_hooks()):
+        return plain_call(step, *state, **context)
+    inside: list[list[Any]] = []
+    forward = step.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
+        return outputs
+
+    own = "forward" in vars(step)
+    step.forward = watched
+    try:
+        before = _identity(state)
+        outputs = plain_call(step, *state, **context)
+    finally:
+        if own:
+            step.forward = forward
+        else:
+            del step.forward
+    if inside and inside != [before, _identity(as_state(outputs, step))]:
+        raise RuntimeError(
+            f"a forward hook on {name_of(step)} changed its streams, which its inverse would not "
+            "undo: put the change into a step, or use memory='recompute' or 'store' for this step"
+        )
+    return outputs
+
+
+def _global_hooks() -> bool:
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def _identity(state: tuple[Any, ...]) -> list[Any]:
+    """Which memory the streams lie in and how often it was changed: the same for an alias."""
+    return [
+        (address(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
+        if isinstance(t, Tensor)
+        else t
+        for t in state
+    ]
 
 
 def unshared(t: Tensor) -> bool:
@@ -209,7 +341,8 @@ class Entry:
         """Replay the step forwards; returns its outputs."""
         replayed = Replayed(self)
         with self.conditions.restored():
-            outputs = replayed(self.step, inputs, self.needs, self.context)
+            call = functools.partial(plain_call, self.step)
+            outputs = replayed(call, inputs, self.needs, self.context)
         replayed.check()
         return outputs, replayed
 
@@ -260,7 +393,7 @@ class Replayed:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, _refuse):
+        with torch.enable_grad(), Recording(self._pack, _refuse):
             before = self._count
             outputs = as_state(fn(*leaves, **context))
         if self._count > before:

@@ -10,7 +10,7 @@ NOTE [ What a replay restores ]
        The caller's own state is put back afterwards, so that the caller's random numbers are
        those of a run without replay.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type.
-    3. ``training`` of every submodule, and the grid of every step.
+    3. ``training`` of every submodule, grid and memory mode of every step.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
@@ -108,7 +108,7 @@ class Conditions:
         for m in _walk(module):
             self._flags.append((m, "training", m.training))
             if isinstance(m, Step):
-                self._flags.append((m, "grid", m.grid))
+                self._flags += ((m, "grid", m.grid), (m, "memory", m.memory))
             if isinstance(m, Invertible):
                 self._carried.extend((m._buffers, name) for name in m.carried)
             for name, p in m._parameters.items():

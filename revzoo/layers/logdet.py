@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
+from revzoo.core.recording import call_without_changing_hooks
 
 
 def zero_total(x: Tensor) -> Tensor:
@@ -45,7 +46,12 @@ class WithLogDet(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *streams, total = state
-        outputs, log_det = self.step.forward_with_log_det(*streams, **context)
+        step, inverted = self.step, self.memory in ("invert", "exact")
+        if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
+            outputs = call_without_changing_hooks(step, *streams, **context)
+            log_det = step.log_det(*streams, **context)
+        else:
+            outputs, log_det = step.forward_with_log_det(*streams, **context)
         return *as_state(outputs), total + log_det
 
     def inverse(self, *state: Tensor, **context: Any) -> State:

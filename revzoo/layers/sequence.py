@@ -90,6 +90,8 @@ class ReversibleSequence(Invertible):
     def exact(self) -> bool:  # type: ignore[override]
         return all(step.exact for step in self)
 
+    __call__ = nn.Module.__call__  # each member runs in its own memory mode
+
     def __len__(self) -> int:
         return len(self.steps)
 
