@@ -97,9 +97,8 @@ def _round_trip(
     name: str, step: Invertible, state: State, context: Mapping[str, Any]
 ) -> tuple[StepError, State]:
     conditions = Conditions(step, state, context)
-    with conditions.restored():
+    with conditions.restored(), conditions:
         outputs = as_state(step(*state, **context))
-        conditions.finish()
     with conditions.restored(inverting=True):
         back: Any = step.inverse(*outputs, **context)
     back = tuple(back) if isinstance(back, (tuple, list)) else (back,)

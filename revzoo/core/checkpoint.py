@@ -62,7 +62,13 @@ from revzoo.core.invertible import State, Step, as_state, name_of
 from revzoo.core.memory import check_mode
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Slot, unpack
-from revzoo.core.replay import is_replaying, tensors_of, version_of
+from revzoo.core.replay import (
+    beside_replays,
+    is_replaying,
+    parameters_of,
+    tensors_of,
+    version_of,
+)
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -89,9 +95,10 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = [version_of(t) for t in watched]
     if not _differentiates(step, state, context) or step.memory == "store":
-        outputs = as_state(step(*state, **context), step)
+        with beside_replays(step):
+            outputs = as_state(step(*state, **context), step)
     elif step.memory == "offload":
-        with offloaded(step):
+        with beside_replays(step), offloaded(step):
             outputs = as_state(step(*state, **context), step)
     else:
         outputs = _record(step, state, context)
@@ -104,9 +111,9 @@ def _record(step: Step, state: State, context: dict[str, Any]) -> State:
     tape = Tape.ending_with(state) if invert else Tape(state)
     entry = Entry(step, state, context)
     tape.close()  # steps that this one runs on its own input are no part of this chain
-    with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
+    packed = saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack)
+    with entry.conditions, packed:
         outputs = as_state(step(*state, **context), step)
-    entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
     entry.observe_outputs(state, outputs)
     tape.append(entry, outputs if invert else None)
@@ -122,7 +129,8 @@ def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
         return False
     if any(t.requires_grad for t in state):
         return True
-    return any(t.requires_grad for t in itertools.chain(tensors_of(context), step.parameters()))
+    tensors = itertools.chain(tensors_of(context), parameters_of(step))
+    return any(t.requires_grad for t in tensors)
 
 
 def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
+from revzoo.core.reach import reached
 from revzoo.core.replay import Conditions, address
 
 
@@ -275,7 +276,7 @@ def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 def _has_compiled(step: Step) -> bool:
     # module.compile() sets the one, torch.compile(module) wraps it as the other
-    modules = step.modules()
+    _, modules = reached(step)
     return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
 
 
