@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
 from revzoo.core.recording import Resident
 from revzoo.core.replay import address
@@ -25,10 +26,10 @@ class _Moved(NamedTuple):
 
 def offloaded(module: nn.Module) -> saved_tensors_hooks:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
-    resident = {address(t) for t in (*module.parameters(), *module.buffers())}
+    resident = {address(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
     def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type == "cpu" or address(t) in resident:
+        if t.device.type in ("cpu", "meta") or address(t) in resident:
             return Resident.of(t)
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)

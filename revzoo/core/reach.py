@@ -70,6 +70,10 @@ _READS_STATISTICS = frozenset(
 )
 
 
+# Functions of torch that change their arguments without a new version.
+_UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+
+
 class Place(Protocol):
     """Where a value stands: a dictionary, or one of the wrappers below."""
 
@@ -159,6 +163,7 @@ class Reach:
         "shells",
         "step",
         "tensors",
+        "updates_unseen",
     )
 
     def __init__(self, search: _Search, step: nn.Module | None, draws: bool = True) -> None:
@@ -170,6 +175,7 @@ class Reach:
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
+        self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.draws = draws  # random numbers, for all that is known; replays learn it
         self.locks = locks_of(self._members)
         if step is not None:
@@ -278,6 +284,7 @@ class _Search:
         self.tensors: list[tuple[Place, Any, str]] = []
         self.generators: list[torch.Generator] = []
         self.names: set[str] = set(_ENTRIES)
+        self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
         self.sized: list[Any] = []
         self._any_name = False  # a reached function calls getattr
@@ -443,6 +450,7 @@ class _Search:
             return
         loaded, attributes = _loads(f.__code__)
         self.names |= attributes
+        self.loaded |= loaded
         self._any_name |= "getattr" in loaded or "vars" in loaded or "__dict__" in attributes
         for name in loaded:
             mark = id(f.__globals__), name

@@ -143,10 +143,15 @@ class _Snapshot(NamedTuple):
     before: Tensor | None  # None where no copy was taken, NOTE [ Copies of buffers ]
     module: nn.Module | None  # of a buffer
     training: bool
+    unseen: bool  # whether changes of its value may leave its version as it is
 
     @property
     def changed(self) -> bool:
-        return not self.held.stands() or version_of(self.held.tensor) != self.held.version
+        return (
+            self.unseen
+            or not self.held.stands()
+            or version_of(self.held.tensor) != self.held.version
+        )
 
     def value(self) -> Tensor:
         """A copy of what it was before the forward pass."""
@@ -235,8 +240,9 @@ class Conditions:
         if self._extra is not None:
             modules = list(dict.fromkeys((*modules, *self._extra.modules())))
         reads = any(reach.reads_statistics for reach in self._reaches())
+        unseen = any(reach.updates_unseen for reach in self._reaches())
         for m in modules:
-            self._capture(m, reads)
+            self._capture(m, reads, unseen)
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)
             for place, key, label in reach.tensors:
@@ -250,7 +256,7 @@ class Conditions:
         self._entered = self._locked = False
         self._alone = True
 
-    def _capture(self, m: nn.Module, reads: bool) -> None:
+    def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         self._flags.append((m, "training", m.training))
         if isinstance(m, Step):
             self._flags.append((m, "grid", m.grid))
@@ -264,13 +270,14 @@ class Conditions:
             else:
                 self._held.append(_Held.of(m._parameters, name, name, p))
         if m._buffers:
-            self._capture_buffers(m, reads)
+            self._capture_buffers(m, reads, unseen)
 
-    def _capture_buffers(self, m: nn.Module, reads: bool) -> None:
+    def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         # Another class, a hook or other code of the step may read statistics while it trains.
         throw_away = m.training and not reads and type(m) in _NORMS
         if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
             throw_away = False
+        unseen = m.training and (unseen or isinstance(m, batchnorm._NormBase))
         for name, b in m._buffers.items():
             if b is None:
                 continue
@@ -279,10 +286,11 @@ class Conditions:
             elif throw_away:
                 self._statistics.append(_Statistics(m._buffers, name, b.dtype, b.device))
             else:
-                steady = b.numel() > _SMALL and (name, m.training) in _steady.get(m, ())
+                large = b.numel() > _SMALL and not unseen
+                steady = large and (name, m.training) in _steady.get(m, ())
                 before = None if steady else b.detach().clone()
                 held = _Held.of(m._buffers, name, name, b)
-                self._snapshots.append(_Snapshot(held, before, m, m.training))
+                self._snapshots.append(_Snapshot(held, before, m, m.training, unseen))
 
     def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
         t = place.get(key)
@@ -294,7 +302,7 @@ class Conditions:
             return
         # Nobody expects a function to change what it does not own: large ones are not copied.
         before = None if t.numel() > _SMALL else t.detach().clone()
-        self._snapshots.append(_Snapshot(held, before, None, training))
+        self._snapshots.append(_Snapshot(held, before, None, training, False))
 
     def _reaches(self) -> list[Reach]:
         return [self._reach] if self._extra is None else [self._reach, self._extra]

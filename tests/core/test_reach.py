@@ -132,7 +132,7 @@ def test_a_reached_tensor_changed_before_the_backward_is_an_error(mode, way):
     net = ReversibleSequence([AdditiveCoupling(used(way, mask))], memory=mode)
     loss = sum(t.sum() for t in net(*vectors(2, 5, 4)))
     mask.mul_(1 + 1e-5)
-    with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
         loss.backward()
 
 
