@@ -18,6 +18,8 @@ from torch.nn.parameter import is_lazy
 from revzoo.core.recording import Resident
 from revzoo.core.replay import address
 
+_STAYS = ("cpu", "meta")  # on the host already, or without data to move
+
 
 class _Moved(NamedTuple):
     copy: Tensor
@@ -29,7 +31,7 @@ def offloaded(module: nn.Module) -> saved_tensors_hooks:
     resident = {address(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
     def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type in ("cpu", "meta") or address(t) in resident:
+        if t.device.type in _STAYS or address(t) in resident:
             return Resident.of(t)
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
