@@ -17,9 +17,10 @@ def invertible_checkpoint(
     """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
 
     Args:
-        fn: returns a tensor or a tuple of tensors. Modules that it is, is bound to, closes over or
-            names as globals, also in lists and dictionaries, are replayed faithfully (statistics,
-            flags). Pass other tensors by keyword: one from the same chain that ``fn`` holds in
+        fn: returns a tensor or a tuple of tensors. Modules and generators that it is, is bound to,
+            closes over or names as globals, also in lists and dictionaries, are replayed
+            faithfully (statistics, flags, random numbers), and tensors among them are checked for
+            changes. Still, pass tensors by keyword: one from the same chain that ``fn`` holds in
             another way is never freed if its graph is not differentiated.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are those of
             ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.

@@ -148,11 +148,13 @@ class Reach:
     """The result of one search (NOTE [ What counts as reached ])."""
 
     __slots__ = (
+        "_kinds",
         "_lengths",
         "_members",
         "_own",
         "_roots",
         "_sized",
+        "_things",
         "_types",
         "_watched",
         "children",
@@ -183,6 +185,9 @@ class Reach:
             self._own = type(step), len(step.__dict__.keys() | {_KEY})
         self._types = list(map(type, self._members))
         self._watched = search.watched
+        watched = [(place.get, key, seen) for place, key, seen in search.watched]
+        self._things = [entry for entry in watched if not isinstance(entry[2], type)]
+        self._kinds = [entry for entry in watched if isinstance(entry[2], type)]
         self._sized = search.sized
         self._lengths = list(map(len, self._sized))
 
@@ -208,11 +213,10 @@ class Reach:
             return False
         if list(map(len, self._sized)) != self._lengths:
             return False
-        for place, key, seen in self._watched:
-            now = place.get(key)
-            if now is not seen and type(now) is not seen:
+        for get, key, seen in self._things:
+            if get(key) is not seen:
                 return False
-        return True
+        return all(type(get(key)) is kind for get, key, kind in self._kinds)
 
     def displaced(self) -> list[tuple[Place, Any, Any]]:
         """Places where something else than a tensor stands by now, and what stood there."""
@@ -312,7 +316,9 @@ class _Search:
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
                 self._visited.add(mark)
-                self.value(thing.attributes[name], thing.place, name, name)
+                v = thing.attributes[name]
+                if not thing.whole or type(v) not in _BORING:  # a layer's sizes stay numbers
+                    self.value(v, thing.place, name, name)
 
     def _first(self, thing: Any) -> bool:
         if id(thing) in self._seen:
@@ -349,6 +355,12 @@ class _Search:
             self.watched.append((place, key, v))
             if self._first(v):
                 self._container(v, label)
+        elif (
+            isinstance(v, (type, types.ModuleType))
+            and label == key
+            and _foreign(v.__name__ if isinstance(v, types.ModuleType) else v.__module__)
+        ):
+            return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
             self.watched.append((place, key, v))
             if self._first(v):

@@ -100,16 +100,15 @@ class _Held(NamedTuple):
     version: int
     requires_grad: bool
     dtype: torch.dtype
-    device: torch.device
 
     @staticmethod
     def of(owner: Place | None, key: Any, name: str, t: Tensor) -> _Held:
+        needs = t.requires_grad
+        if t.is_leaf:
+            return _Held(owner, key, name, t, None, version_of(t), needs, t.dtype)
         # An alias of what has a graph: that may hold the tape, which holds this.
-        alias = t if t.is_leaf else t.detach().requires_grad_(t.requires_grad)
-        made = None if t.is_leaf else weakref.ref(t)
-        return _Held(
-            owner, key, name, alias, made, version_of(t), t.requires_grad, t.dtype, t.device
-        )
+        alias = t.detach().requires_grad_(needs)
+        return _Held(owner, key, name, alias, weakref.ref(t), version_of(t), needs, t.dtype)
 
     def stands(self) -> bool:
         """Whether the tensor is still in its place."""
@@ -127,10 +126,10 @@ class _Held(NamedTuple):
                 "Run backward before changing it (optimizer.step(), load_state_dict()), or use "
                 "memory='store' for this step"
             )
-        if t.dtype != self.dtype or t.device != self.device:
+        if t.dtype is not self.dtype:  # another device is an error of torch's
             raise RuntimeError(
                 f"'{self.name}' of shape {tuple(t.shape)} was converted between forward and "
-                f"backward: it is {t.dtype} on {t.device}; expected {self.dtype} on {self.device}. "
+                f"backward: it is {t.dtype} now; expected {self.dtype}. "
                 "Run backward before converting the model (double(), half(), to()), or convert it "
                 "before the forward pass"
             )
@@ -239,8 +238,10 @@ class Conditions:
             self._extra = reached_from(tree_iter(dict(context)))
         if self._extra is not None:
             modules = list(dict.fromkeys((*modules, *self._extra.modules())))
-        reads = any(reach.reads_statistics for reach in self._reaches())
-        unseen = any(reach.updates_unseen for reach in self._reaches())
+        reads, unseen = self._reach.reads_statistics, self._reach.updates_unseen
+        if self._extra is not None:
+            reads |= self._extra.reads_statistics
+            unseen |= self._extra.updates_unseen
         for m in modules:
             self._capture(m, reads, unseen)
         for reach in self._reaches():
@@ -383,13 +384,15 @@ class Conditions:
                 another thread drew random numbers at the same time.
         """
         for held in self._held:
-            held.check()
+            if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
+                held.check()
         rng = self._rng if self._entered else _rng_state(self._sources)
         locks = self._reach.locks if self._statistics or self._snapshots else []
         threads.acquire(locks)
         locked = bool(rng) and threads.random_lock.acquire()
-        mark = threads.sections.enter()
+        mark = (0, True)
         if rng:
+            mark = threads.sections.enter()
             threads.swaps.enter()
         undo: _Undo = []
         _thread.depth = getattr(_thread, "depth", 0) + 1
@@ -410,7 +413,7 @@ class Conditions:
                 fn(*arguments)
             if rng:
                 threads.swaps.leave()
-            threads.sections.leave()
+                threads.sections.leave()
             if locked:
                 threads.random_lock.release()
             threads.release(locks)
@@ -450,9 +453,9 @@ class Conditions:
                 undo.append((setattr, (m, name, now)))
                 setattr(m, name, value)
         for held in self._held:
-            if held.owner is not None and _replaced(held):
-                _swap(undo, held.owner, held.key, held.tensor)
-            tensor = held.tensor
+            owner, tensor = held.owner, held.tensor
+            if owner is not None and owner.get(held.key) is not tensor and _replaced(held):
+                _swap(undo, owner, held.key, tensor)
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
@@ -571,17 +574,18 @@ def _is_faked(inputs: Iterable[Tensor]) -> bool:
 # What branches depend on beside autocast, each with how to set it.
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.backends.cuda.flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch.backends.cuda.mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch.backends.cuda.math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch.backends.cuda.cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-)
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+)  # torch's public functions call just these, at a higher cost
+_READS = tuple(read for read, _ in _SWITCHES)
 _Ambient = tuple[torch.device | None, list[Any]]
 
 
 def _ambient() -> _Ambient:
-    return _default_device(), [read() for read, _ in _SWITCHES]
+    return _default_device(), [read() for read in _READS]
 
 
 def _default_device() -> torch.device | None:

@@ -64,17 +64,16 @@ class Sections:
 
     def now(self) -> tuple[int, bool]:
         """A mark of no section."""
-        with self._mutex:
-            mine = 1 if getattr(self._own, "depth", 0) else 0
-            return self._entered, self._inside == mine
+        entered = self._entered  # read first: one that begins between the two reads is seen
+        return entered, self._inside == (getattr(self._own, "depth", 0) > 0)
 
     def alone(self, mark: tuple[int, bool]) -> bool:
         """Whether no other thread's section has overlapped the time since ``mark``."""
         return mark[1] and self._entered == mark[0]
 
 
-sections = Sections()  # recorded forward passes and replays that exchange state
-swaps = Sections()  # the replays among them that exchange the random state
+sections = Sections()  # recorded forward passes and replays that exchange the random state
+swaps = Sections()  # the replays among them
 
 
 class RandomLock:
