@@ -130,9 +130,8 @@ def _round_trip(
     name: str, step: Invertible, state: State, context: Mapping[str, Any]
 ) -> tuple[StepError, State]:
     conditions = Conditions(step, state, context)
-    with conditions.restored():
+    with conditions.restored(), conditions:
         outputs = as_state(step(*state, **context))
-        conditions.finish()
     versions = versions_of(outputs)
     with conditions.restored(inverting=True):
         back: Any = step.inverse(*outputs, **context)

@@ -80,7 +80,13 @@ from revzoo.core.recording import (
     unpack,
     versions_of,
 )
-from revzoo.core.replay import is_replaying, tensors_of, version_of
+from revzoo.core.replay import (
+    beside_replays,
+    is_replaying,
+    parameters_of,
+    tensors_of,
+    version_of,
+)
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -118,9 +124,10 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = versions_of(watched)
     if not _differentiates(step, state, context) or step.memory == "store":
-        outputs = plain_call(step, *state, **context)
+        with beside_replays(step):
+            outputs = plain_call(step, *state, **context)
     elif step.memory == "offload":
-        with offloaded(step), explained(name_of(step)):
+        with beside_replays(step), offloaded(step), explained(name_of(step)):
             outputs = plain_call(step, *state, **context)
     else:
         outputs = _record(step, state, context)
@@ -135,10 +142,10 @@ def _record(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     tape = Tape.ending_with(state) if invert else Tape(state)
     entry = Entry(step, state, context)
     tape.close()  # steps that this one runs on its own input are no part of this chain
-    with Recording(entry.packer(tape, len(tape.entries)), unpack), explained(entry.name):
+    packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
+    with entry.conditions, packed, explained(entry.name):
         returned = (call_without_changing_hooks if invert else plain_call)(step, *state, **context)
     outputs = as_state(returned, step)
-    entry.conditions.finish()
     entry.observe(*(outputs, state) if invert else (state, outputs))
     entry.observe_outputs(state, outputs)
     tape.append(entry, outputs if invert else None)
@@ -154,7 +161,8 @@ def _differentiates(step: Step, state: State, context: Mapping[str, Any]) -> boo
         return False
     if any(t.requires_grad for t in state):
         return True
-    return any(t.requires_grad for t in itertools.chain(tensors_of(context), step.parameters()))
+    tensors = itertools.chain(tensors_of(context), parameters_of(step))
+    return any(t.requires_grad for t in tensors)
 
 
 def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:

@@ -12,9 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from revzoo.core.recording import Recording, Resident
 from revzoo.core.replay import address
+
+_STAYS = ("cpu", "meta")  # on the host already, or without data to move
 
 
 class _Moved(NamedTuple):
@@ -24,10 +27,10 @@ class _Moved(NamedTuple):
 
 def offloaded(module: nn.Module) -> Recording:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
-    resident = {address(t) for t in (*module.parameters(), *module.buffers())}
+    resident = {address(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
     def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type in ("cpu", "meta") or address(t) in resident:
+        if t.device.type in _STAYS or address(t) in resident:
             return Resident.of(t)
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
