@@ -1,4 +1,4 @@
-"""Train from the checkout, with the configurations in ``configs/``; see ``revzoo/cli/train.py``."""
+"""Train from the checkout, with the configurations in ``configs/``."""
 
 import sys
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from revzoo.cli.command_line import check_command_line
-from revzoo.cli.resume import asks_to_resume, resume
-from revzoo.cli.train import run
+from revzoo.cli.commands.resume import asks_to_resume, resume
+from revzoo.cli.commands.train import run
+from revzoo.cli.config.command_line import check_command_line
 
 CONFIGS = Path(__file__).parent / "configs"
 

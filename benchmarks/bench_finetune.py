@@ -35,9 +35,9 @@ from PIL import Image
 from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
-from revzoo.cli.build import build_data, build_module, build_trainer
-from revzoo.cli.overrides import compose_checked, to_plain
-from revzoo.cli.telling import quiet
+from revzoo.cli.config.build import build_data, build_module, build_trainer
+from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes

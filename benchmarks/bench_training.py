@@ -32,9 +32,9 @@ import torch
 from measure import environment
 from torch import Tensor, nn
 
-from revzoo.cli.build import build_trainer, model_spec
-from revzoo.cli.overrides import compose_checked, to_plain
-from revzoo.cli.telling import quiet
+from revzoo.cli.config.build import build_trainer, model_spec
+from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule

@@ -7,6 +7,8 @@ from revzoo.core.invertible import Invertible, NotInvertibleError, Step
 from revzoo.core.memory import set_memory
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
+from revzoo.interop.foreign import ConversionError
+from revzoo.interop.published import load_published
 from revzoo.layers.activation import InvertibleLeakyReLU
 from revzoo.layers.actnorm import ActNorm
 from revzoo.layers.batchnorm import InvertibleBatchNorm
@@ -21,8 +23,6 @@ from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
-from revzoo.models.foreign import ConversionError
-from revzoo.models.published import load_published
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable

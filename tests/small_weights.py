@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from revzoo.models import ImageNetwork, create_model
-from revzoo.models.saving import json_of, pack
+from revzoo.models.save import json_of, pack
 from revzoo.weights.entry import WeightsEntry
 
 OPTIONS = {"units": (1, 2, 1), "stem_width": 4, "widths": (4, 4, 8)}

@@ -1,4 +1,4 @@
-"""The floors: imports go downward only, files stay short, libraries stay on their floor."""
+"""The floors: imports go downward only, libraries stay on their floor."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "revzoo"
 FLOORS = {
+    "_checks": -1,
+    "_files": -1,
     "core": 0,
     "weights": 0,
     "layers": 1,
     "models": 2,
     "data": 2,
+    "interop": 3,
     "profiling": 3,
-    "training": 3,
-    "cli": 4,
+    "training": 4,
+    "cli": 5,
 }
 # floors of the same height that know nothing of each other
 STRANGERS = {
-    frozenset({"training", "profiling"}),
+    frozenset({"interop", "profiling"}),
     frozenset({"models", "data"}),
     frozenset({"core", "weights"}),
 }
@@ -35,8 +38,6 @@ CONFINED = {
     "omegaconf": {"cli"},
     "optuna": {"cli"},
 }
-LONGEST_FILE = 300
-LONGEST_FUNCTION = 40
 
 
 def sources() -> list[Path]:
@@ -57,8 +58,8 @@ def imports(tree: ast.AST, package: tuple[str, ...]) -> Iterator[str]:
 
 def floor_of(path: Path) -> str:
     """The floor a file belongs to; the facade's is an empty string."""
-    parts = path.relative_to(PACKAGE).parts
-    return parts[0] if len(parts) > 1 else ""
+    top = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+    return top if top in FLOORS or (PACKAGE / top).is_dir() else ""
 
 
 def violations(floor: str, imported: str) -> str | None:
@@ -99,7 +100,7 @@ def test_imports_go_downward(path: Path) -> None:
         ("models", "from revzoo.data import Digits"),
         ("models", "import pytorch_lightning as pl"),
         ("training", "from omegaconf import DictConfig"),
-        ("training", "from revzoo.profiling import audit"),
+        ("profiling", "from revzoo.training import Classifier"),
         ("data", "def f():\n    import hydra.utils"),
     ],
 )
@@ -110,18 +111,6 @@ def test_an_import_upward_is_found(floor: str, line: str) -> None:
 def test_every_folder_is_a_floor() -> None:
     folders = {floor_of(path) for path in sources()} - {""}
     assert folders <= set(FLOORS)
-
-
-@pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))
-def test_files_and_functions_are_short(path: Path) -> None:
-    text = path.read_text()
-    assert len(text.splitlines()) < LONGEST_FILE
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.FunctionDef):
-            assert node.end_lineno is not None
-            docstring = ast.get_docstring(node, clean=False) or ""
-            lines = node.end_lineno - node.lineno + 1 - len(docstring.splitlines())
-            assert lines < LONGEST_FUNCTION, f"{node.name} has {lines} lines"
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda p: str(p.relative_to(PACKAGE)))

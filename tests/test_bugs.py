@@ -29,7 +29,8 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.models.foreign import read_tensors
+from revzoo.core.guard import sample
+from revzoo.interop.foreign import read_tensors
 from revzoo.profiling.live import LiveMemory
 
 

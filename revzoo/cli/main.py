@@ -32,11 +32,11 @@ class Command(Protocol):
 
 
 COMMANDS: dict[str, Row] = {
-    "list": Row("revzoo.cli.list_models", "names of models, or of pretrained weights"),
-    "info": Row("revzoo.cli.info", "a model's weights, parameters, FLOPs and memory"),
-    "convert": Row("revzoo.cli.convert", "published weights of other programs to ours"),
-    "export": Row("revzoo.cli.export", "a network as a file: torch.export, ONNX or safetensors"),
-    "pack": Row("revzoo.cli.pack", "weights and their entry from a checkpoint of training"),
+    "list": Row("list", "names of models, or of pretrained weights"),
+    "info": Row("info", "a model's weights, parameters, FLOPs and memory"),
+    "convert": Row("convert", "published weights of other programs to ours"),
+    "export": Row("export", "a network as a file: torch.export, ONNX or safetensors"),
+    "pack": Row("pack", "weights and their entry from a checkpoint of training"),
 }
 
 
@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     overview.add_argument("command", choices=COMMANDS, metavar="COMMAND")
     name = overview.parse_args(arguments[:1] or ["--help"]).command
-    command: Command = import_module(COMMANDS[name].module)
+    command: Command = import_module(f"revzoo.cli.commands.{COMMANDS[name].module}")
     parser = argparse.ArgumentParser(prog=f"revzoo {name}", description=COMMANDS[name].help)
     command.add_arguments(parser)
     try:

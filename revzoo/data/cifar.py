@@ -23,8 +23,7 @@ from torchvision.datasets.utils import check_integrity, download_url
 from revzoo.data.archive import unpack
 from revzoo.data.errors import DataError
 from revzoo.data.images import TensorImages
-from revzoo.data.module import ImageData, Split
-from revzoo.data.options import LoadingOptions
+from revzoo.data.module import ImageData, LoadingOptions, Split
 
 _MAX_BYTES, _MAX_MEMBERS = 2**29, 100  # both sets: 186 MB in 9 members or fewer
 _TIMEOUT = 30.0  # seconds without an answer; torchvision sets none, so a silent network would hang

@@ -18,8 +18,7 @@ import torch
 
 from revzoo.data.augment import Augment
 from revzoo.data.images import TensorImages
-from revzoo.data.module import ImageData, Split
-from revzoo.data.options import LoadingOptions
+from revzoo.data.module import ImageData, LoadingOptions, Split
 
 
 class Digits(ImageData):

@@ -16,8 +16,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
 from revzoo.data.lazy import FileImages
-from revzoo.data.module import ImageData, Split
-from revzoo.data.options import LoadingOptions
+from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.state import crop_of
 
 _GIB = 2**30

@@ -23,26 +23,37 @@ runs on the test split.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal, NoReturn
+from typing import Any, ClassVar, Literal, NoReturn, TypedDict
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from revzoo._checks import check_count, check_number
 from revzoo.data.augment import Augment
 from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
-from revzoo.data.options import check_at_least, check_share
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
 from revzoo.data.state import BYTE_MAX, check_state, normalisation_for
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
+
+
+class LoadingOptions(TypedDict, total=False):
+    """The options of ``ImageData``, which its subclasses pass on."""
+
+    batch_size: int
+    eval_batch_size: int
+    num_workers: int | None
+    val_fraction: float
+    split_seed: int
+    augment: Augment | Mapping[str, Any] | None
 
 
 class ImageData(pl.LightningDataModule, ABC):
@@ -98,10 +109,10 @@ class ImageData(pl.LightningDataModule, ABC):
         augment: Augment | Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
-        check_at_least("batch_size", batch_size, 1)
-        check_at_least("eval_batch_size", eval_batch_size, 1)
-        check_at_least("num_workers", num_workers or 0, 0)
-        check_share("val_fraction", val_fraction)
+        check_count("batch_size", batch_size)
+        check_count("eval_batch_size", eval_batch_size)
+        check_count("num_workers", num_workers or 0, least=0)
+        check_number("val_fraction", val_fraction, high=1, open_low=True, open_high=True)
         self.batch_size = batch_size
         self.eval_batch_size = eval_batch_size
         self.num_workers = num_workers

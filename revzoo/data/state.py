@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from revzoo._checks import is_count
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
-from revzoo.weights.entry import is_count
 
 BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32

@@ -29,6 +29,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
+from revzoo._checks import check_count, check_counts, check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.branch import TripleBranch
 from revzoo.layers.coupling import AdditiveCoupling
@@ -38,7 +39,6 @@ from revzoo.layers.padding import RECOMPUTED, ChannelPadding, PaddedCoupling
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze, unsqueezed
-from revzoo.models.checks import check_count, check_probability, positive_tuple
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 
@@ -83,7 +83,7 @@ class IRevNetVariant:
     def __post_init__(self) -> None:
         for name in ("units", "strides", "channels"):
             if getattr(self, name) is not None or name != "channels":
-                object.__setattr__(self, name, positive_tuple(name, getattr(self, name)))
+                object.__setattr__(self, name, check_counts(name, getattr(self, name)))
         check_count("squeeze", self.squeeze)
         check_count("image_size", self.image_size)
         check_count("bottleneck", self.bottleneck)

@@ -15,13 +15,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_count, check_probability
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,
@@ -33,8 +33,7 @@ from revzoo.core.invertible import (
 from revzoo.core.memory import set_memory
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
-from revzoo.models.checks import check_count, check_probability
-from revzoo.weights.entry import WeightsEntry
+from revzoo.models.save import Saved
 
 # Draw anew in each pass. By name, as torchvision's is imported only where it is used; _DropoutNd is
 # the base of torch's Dropout*, AlphaDropout*.
@@ -49,14 +48,7 @@ class FeatureInfo(NamedTuple):
     module: str
 
 
-class Spec(NamedTuple):
-    """How ``create_model`` made a network: the architecture and the keywords that shape it."""
-
-    architecture: str
-    options: Mapping[str, Any]
-
-
-class ImageNetwork(nn.Module, ABC):
+class ImageNetwork(Saved, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
@@ -66,10 +58,7 @@ class ImageNetwork(nn.Module, ABC):
         in_chans: channels of the images.
 
     Attributes:
-        num_classes: number of logits.
         num_features: channels of what :meth:`forward_features` gives.
-        spec: how it was made; None for a network built from its class.
-        entry: the weights it was created with, if any.
 
     Raises:
         ValueError: ``in_chans`` is no positive whole number.
@@ -90,12 +79,9 @@ class ImageNetwork(nn.Module, ABC):
     input_layer: ClassVar[str | None] = None
     """Path of the first convolution, whose weights can be adapted to other image channels."""
 
-    num_classes: int
     num_features: int
     stem: ReversibleSequence
     stages: nn.ModuleList
-    spec: Spec | None = None
-    entry: WeightsEntry | None = None
 
     def __init__(self, *, in_chans: int) -> None:
         super().__init__()
@@ -115,11 +101,6 @@ class ImageNetwork(nn.Module, ABC):
     @abstractmethod
     def feature_info(self) -> tuple[FeatureInfo, ...]:
         """The feature map at the end of each stage."""
-
-    @property
-    @abstractmethod
-    def image_size(self) -> int:
-        """Side in pixels of the images that the architecture was published for."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
@@ -257,18 +238,6 @@ class ImageNetwork(nn.Module, ABC):
                 f"with in_chans={channels}, or convert the images."
             )
         self.check_size(height, width)
-
-    def save_pretrained(self, folder: str | Path, **facts: Any) -> WeightsEntry:
-        """Write weights, entry and model card; see :func:`revzoo.models.saving.save_pretrained`."""
-        from revzoo.models.saving import save_pretrained
-
-        return save_pretrained(self, Path(folder), **facts)
-
-    def push_to_hub(self, repository: str, *, private: bool = False, **facts: Any) -> str:
-        """Upload to ``owner/name``; see :func:`revzoo.models.saving.push_to_hub`."""
-        from revzoo.models.saving import push_to_hub
-
-        return push_to_hub(self, repository, private=private, **facts)
 
 
 def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[FeatureInfo, ...]:

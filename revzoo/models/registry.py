@@ -4,7 +4,6 @@ The names are those of the variant tables; a table's rows can be changed by keyw
 shallower network needs no new name.
 """
 
-import difflib
 import fnmatch
 import inspect
 from collections.abc import Iterable, Sequence
@@ -12,9 +11,10 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
+from revzoo._checks import did_you_mean
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
-from revzoo.models.network import ImageNetwork, Spec
+from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import (
     Source,
     check_channels,
@@ -26,6 +26,7 @@ from revzoo.models.pretrained import (
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, RevViT
+from revzoo.models.save import Spec
 from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.weights.table import SHIPPED, WeightsTable
 
@@ -210,8 +211,8 @@ def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
-            f"There is no model {name!r}; "
-            f"{_nearest(name, MODELS)}list_models() gives all {len(MODELS)} names."
+            f"there is no model {name!r}{did_you_mean(name, MODELS, n=3)}; list_models() gives all "
+            f"{len(MODELS)} names"
         )
     return MODELS[name]
 
@@ -222,8 +223,8 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     for keyword in keywords:
         if keyword not in known:
             raise ValueError(
-                f"{name} takes no keyword {keyword!r}; {_nearest(keyword, known)}"
-                f"valid keywords are {', '.join(known)}."
+                f"{name} takes no keyword {keyword!r}{did_you_mean(keyword, known, n=3)}; valid "
+                f"keywords are {', '.join(known)}"
             )
 
 
@@ -242,8 +243,3 @@ def arguments_of(variant: Any, names: Iterable[str], **given: Any) -> dict[str, 
     changes = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
     differing = {key: value for key, value in changes.items() if value != getattr(row, key)}
     return {"name": name, **given, **differing}
-
-
-def _nearest(name: str, known: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(name.lower(), list(known), n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(map(repr, matches))}? " if matches else ""

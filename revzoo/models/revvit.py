@@ -21,12 +21,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_choice, check_count, check_probability
 from revzoo.core.invertible import State, Step
 from revzoo.layers.attention import EPSILON, MLP, Attention
 from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.models.checks import check_choice, check_count, check_probability
 from revzoo.models.network import FeatureInfo, ImageNetwork, feature_infos
 
 # Standard deviation of the initial weights, cut at two of them, as for DeiT (arXiv 2012.12877).

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 from torch import nn
 
+from revzoo._checks import check_probability
 from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleSequence
-from revzoo.models.checks import check_probability
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 from revzoo.models.stem import Stem

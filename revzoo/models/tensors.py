@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
-from revzoo.models.checks import is_count
+from revzoo._checks import is_count
 from revzoo.weights.archive import check_archive, is_archive
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes

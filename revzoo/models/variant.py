@@ -10,10 +10,10 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from operator import mul
 
+from revzoo._checks import check_choice, check_count, check_counts
 from revzoo.layers.branch import BOTTLENECK_EXPANSION, BRANCHES, BranchKind
 from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
-from revzoo.models.checks import check_choice, check_count, positive_tuple
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         for field in ("widths", "units", "strides"):
-            object.__setattr__(self, field, positive_tuple(field, getattr(self, field)))
+            object.__setattr__(self, field, check_counts(field, getattr(self, field)))
         check_count("stem_width", self.stem_width)
         lengths = len(self.widths), len(self.units), len(self.strides)
         if len(set(lengths)) != 1:

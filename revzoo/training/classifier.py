@@ -22,17 +22,17 @@ from torchmetrics import Metric
 
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
-from revzoo.training.checkpoints import CheckpointError, read_checkpoint
+from revzoo.training.callbacks.finite import FiniteLoss
+from revzoo.training.callbacks.max_steps import LastStep
+from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
+from revzoo.training.checkpoint.loading import load_tensors
+from revzoo.training.checkpoint.state import RunState
 from revzoo.training.epoch_figures import EpochFigures
-from revzoo.training.finite import FiniteLoss
-from revzoo.training.hyperparameters import WEIGHTS, check_hyperparameters
-from revzoo.training.last_step import LastStep
-from revzoo.training.loading import load_tensors
 from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
-from revzoo.training.optim import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.repeats import count_own
-from revzoo.training.run_state import RunState
-from revzoo.training.schedules import ConstantSchedule, make_schedule
 
 Batch = tuple[Tensor, Tensor]
 
@@ -93,7 +93,7 @@ class Classifier(pl.LightningModule):
     ) -> Self:
         """The classifier of a local checkpoint; hyperparameters must be plain options of the zoo.
 
-        Why not Lightning's: see :mod:`revzoo.training.hyperparameters`.
+        Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
 
         Args:
             checkpoint_path: what a run has saved.

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from revzoo._checks import is_count
 from revzoo.weights.errors import EntryError
 
 HUB = "hf-hub:"
@@ -173,11 +174,6 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
         return WeightsEntry(**values, folder=folder)
     except TypeError as error:  # a number where there should be a list
         raise EntryError(f"{where}: a field has another type than expected: {error}") from error
-
-
-def is_count(value: object) -> bool:
-    """Whether ``value`` is a whole number from 1 on, as a file has it; True is none."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_number(value: object) -> bool:

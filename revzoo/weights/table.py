@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
+from revzoo._checks import did_you_mean
 from revzoo.weights.entry import WeightsEntry, read_entry
 from revzoo.weights.errors import EntryError, UnknownWeightsError
 
@@ -71,11 +71,10 @@ class WeightsTable:
             if len(default) == 1:
                 return default[0]
         known = [e.name for e in candidates] or list(self.entries)
-        near = difflib.get_close_matches(name, known, n=1)
         raise UnknownWeightsError(
             f"there are no weights {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else "")
-            + f". Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
+            + (did_you_mean(name, known) or ".")
+            + f" Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
             "list_models(pretrained=True) gives all. Use pretrained=False, or checkpoint_path for "
             "a file of your own"
         )

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli import checks
-from revzoo.cli.build import memory_mode
-from revzoo.cli.checks import SECTIONS, check_config
+from revzoo.cli.config import checks
+from revzoo.cli.config.build import memory_mode
+from revzoo.cli.config.checks import SECTIONS, check_config
 from revzoo.models import list_models
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,8 +10,8 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli import train as train_module
-from revzoo.cli.train import train
+from revzoo.cli.commands import train as train_module
+from revzoo.cli.commands.train import train
 from revzoo.core.memory import MODES
 
 # said where a test may use one CPU only

@@ -14,13 +14,13 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 
-from revzoo.cli import train as train_module
-from revzoo.cli.overrides import compose_checked, to_plain
-from revzoo.cli.resume import resume
-from revzoo.cli.train import train
-from revzoo.training import stop as stop_module
-from revzoo.training.checkpoints import LAST, read_checkpoint
-from revzoo.training.stop import GracefulStop
+from revzoo.cli.commands import train as train_module
+from revzoo.cli.commands.resume import resume
+from revzoo.cli.commands.train import train
+from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.training.callbacks import graceful_stop as stop_module
+from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.checkpoint.files import LAST, read_checkpoint
 
 WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_row_is_a_command() -> None:
     for name, row in COMMANDS.items():
-        module = import_module(row.module)
+        module = import_module(f"revzoo.cli.commands.{row.module}")
         assert callable(module.run), name
         assert callable(module.add_arguments), name
         assert f"revzoo {name}" in (module.__doc__ or "")
@@ -100,7 +100,7 @@ def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="revzoo: There is no model 'revnet83'; did you mean"):
+    with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83'; did you mean"):
         main(["info", "revnet83"])
     with pytest.raises(SystemExit, match="--batch 0: expected"):
         main(["info", "revnet38", "--batch", "0"])

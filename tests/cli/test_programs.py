@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.command_line import check_command_line
-from revzoo.training.checkpoints import read_checkpoint
+from revzoo.cli.config.command_line import check_command_line
+from revzoo.training.checkpoint.files import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
@@ -60,12 +60,12 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
         str(wheel_site / "revzoo" / "__init__.py"),
         str(wheel_site / "revzoo" / "configs" / "__init__.py"),
     ]
-    module = ("-m", "revzoo.cli.train")
+    module = ("-m", "revzoo.cli.commands.train")
     done = start(*module, *SMALL, cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 0, done.stderr
     assert len(summaries(tmp_path)) == 1
     (checkpoint,) = tmp_path.glob("outputs/**/best.ckpt")
-    evaluate = ("-m", "revzoo.cli.evaluate", f"ckpt={checkpoint}", "trainer=cpu")
+    evaluate = ("-m", "revzoo.cli.commands.evaluate", f"ckpt={checkpoint}", "trainer=cpu")
     told = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert told.stdout.startswith("test/loss "), told.stderr
 
@@ -79,7 +79,7 @@ def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path
         ("sweep", "sweep"),
     ):
         assert f"revzoo-{name} = revzoo.cli.{module}:main" in entry.read_text()
-    script = "import sys; from revzoo.cli.train import main; sys.exit(main())"
+    script = "import sys; from revzoo.cli.commands.train import main; sys.exit(main())"
     done = start("-c", script, "optim.lrr=1", cwd=tmp_path, PYTHONPATH=str(wheel_site))
     assert done.returncode == 1
     assert done.stderr.startswith("revzoo: optim.lrr=1: there is no key 'optim.lrr'")

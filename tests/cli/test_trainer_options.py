@@ -10,13 +10,13 @@ import pytest
 import torch
 from small_task import TinyNet, loader
 
-from revzoo.cli import train as train_module
-from revzoo.cli.build import build_trainer
-from revzoo.cli.checks import check_config
-from revzoo.cli.resume import resume
-from revzoo.cli.train import train
+from revzoo.cli.commands import train as train_module
+from revzoo.cli.commands.resume import resume
+from revzoo.cli.commands.train import train
+from revzoo.cli.config.build import build_trainer
+from revzoo.cli.config.checks import check_config
 from revzoo.training import Classifier
-from revzoo.training.stop import GracefulStop
+from revzoo.training.callbacks.graceful_stop import GracefulStop
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = (

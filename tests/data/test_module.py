@@ -146,12 +146,12 @@ def test_setup_reads_once_and_only_what_the_stage_needs(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch_size": 0}, "batch_size is 0: expected a whole number >= 1"),
-        ({"batch_size": 2.5}, "batch_size is 2.5: expected a whole number"),
-        ({"eval_batch_size": -1}, "eval_batch_size is -1"),
-        ({"num_workers": -1}, "num_workers is -1: expected a whole number >= 0"),
-        ({"val_fraction": 0.0}, "val_fraction is 0.0: expected a share"),
-        ({"val_fraction": 1.0}, "val_fraction is 1.0: expected a share"),
+        ({"batch_size": 0}, "batch_size=0: expected a whole number >= 1"),
+        ({"batch_size": 2.5}, "batch_size=2.5: expected a whole number"),
+        ({"eval_batch_size": -1}, "eval_batch_size=-1"),
+        ({"num_workers": -1}, "num_workers=-1: expected a whole number >= 0"),
+        ({"val_fraction": 0.0}, "val_fraction=0.0: expected a number in"),
+        ({"val_fraction": 1.0}, "val_fraction=1.0: expected a number in"),
         ({"augment": {"chunks": 1}}, "unknown augment option chunks"),
     ],
 )

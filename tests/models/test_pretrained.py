@@ -13,7 +13,7 @@ from small_weights import OPTIONS, change, small, write_entry
 import revzoo
 from revzoo.models import create_model, from_pretrained, list_models
 from revzoo.models.pretrained import adapt_channels, load_weights
-from revzoo.models.saving import pack
+from revzoo.models.save import pack
 from revzoo.models.tensors import TensorFile
 from revzoo.weights.errors import (
     ArchitectureMismatchError,

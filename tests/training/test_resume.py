@@ -15,16 +15,16 @@ from small_task import TINY, trainer
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training import keep as keep_module
-from revzoo.training import stop as stop_module
-from revzoo.training.checkpoints import (
+from revzoo.training.callbacks import checkpoints as keep_module
+from revzoo.training.callbacks import graceful_stop as stop_module
+from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.checkpoint.files import (
     LAST,
     CheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
-from revzoo.training.run_state import RunState, random_states, set_random_states
-from revzoo.training.stop import GracefulStop, RunStopped
+from revzoo.training.checkpoint.state import RunState, random_states, set_random_states
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs

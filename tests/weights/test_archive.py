@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.serialization import set_crc32_options
 
-from revzoo.models.foreign import ConversionError, read_tensors
+from revzoo.interop.foreign import ConversionError, read_tensors
 from revzoo.models.tensors import read_checkpoint
 from revzoo.weights.archive import check_archive
 from revzoo.weights.errors import UnreadableWeightsError

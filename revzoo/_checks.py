@@ -1,0 +1,116 @@
+"""Checks of what users give: counts, numbers, choices, names of options.
+
+Every message has one form: ``name=got: expected ...``, with the nearest valid name where a word was
+misspelt. All floors share these checks, so a count is a count everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
+from difflib import get_close_matches
+from inspect import signature
+from math import inf
+from numbers import Integral, Real
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+def is_count(value: object, least: int = 1) -> bool:
+    """Whether ``value`` is a whole number, ``least`` or more; NumPy's integers are, True is not."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
+
+
+def check_count(name: str, value: object, *, least: int = 1) -> None:
+    """Raise a ValueError unless ``value`` is a whole number, ``least`` or more."""
+    if not is_count(value, least):
+        raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
+
+
+def check_counts(name: str, values: Any) -> tuple[int, ...]:
+    """``values`` as a tuple; a ValueError unless they are whole numbers >= 1, at least one."""
+    # Any iterable: configuration files give lists, or list types of their own.
+    numbers = tuple(values) if isinstance(values, Iterable) else ()
+    if not numbers or not all(map(is_count, numbers)):
+        raise ValueError(f"{name}={values!r}: expected whole numbers >= 1, one for each stage")
+    return numbers
+
+
+def check_number(
+    name: str,
+    value: object,
+    *,
+    low: float = 0.0,
+    high: float = inf,
+    open_low: bool = False,
+    open_high: bool = False,
+) -> None:
+    """Raise a ValueError unless ``value`` is a number between ``low`` and ``high``."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if (
+        not is_number
+        or not (low < value if open_low else low <= value)  # type: ignore[operator]
+        or not (value < high if open_high else value <= high)  # type: ignore[operator]
+    ):
+        interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
+        raise ValueError(f"{name}={value!r}: expected a number in {interval}")
+
+
+def check_probability(name: str, value: object) -> None:
+    """Raise a ValueError unless ``value`` is in [0, 1)."""
+    check_number(name, value, high=1, open_high=True)
+
+
+def check_choice(name: str, value: object, choices: Iterable[object]) -> None:
+    """Raise a ValueError unless ``value`` is one of the ``choices``."""
+    choices = tuple(choices)
+    if value not in choices:
+        listed = ", ".join(map(str, choices))
+        raise ValueError(f"{name}={value}: expected one of {listed}{did_you_mean(value, choices)}")
+
+
+def check_names(options: Iterable[object], names: Sequence[str], *, where: str) -> None:
+    """Raise a ValueError for an option that is not among ``names``."""
+    for key in options:
+        if key not in names:
+            hint = did_you_mean(key, names)
+            listed = "" if hint and len(names) > 12 else f" (there is {', '.join(names) or 'none'})"
+            raise ValueError(f"{where}.{key}: no such option{listed}{hint}")
+
+
+def nearest(
+    word: object, choices: Iterable[object], *, n: int = 1, cutoff: float = 0.5
+) -> list[str]:
+    """Up to ``n`` choices whose spelling is near to ``word``, whatever their case; nearest first.
+
+    Args:
+        word: what was given.
+        choices: the valid words.
+        n: the most to return.
+        cutoff: least similarity, 0 to 1, as :func:`difflib.get_close_matches` measures it.
+    """
+    lower = {str(choice).lower(): str(choice) for choice in choices}
+    return [lower[key] for key in get_close_matches(str(word).lower(), lower, n=n, cutoff=cutoff)]
+
+
+def did_you_mean(word: object, choices: Iterable[object], *, n: int = 1) -> str:
+    """``"; did you mean 'x'?"`` for the choices nearest to ``word``, or an empty string."""
+    matches = nearest(word, choices, n=n)
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+
+
+def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) -> T:
+    """``kind(**options)``, with lists frozen to tuples.
+
+    Raises:
+        ValueError: for a key that ``kind`` does not have, with the nearest one it has.
+    """
+    names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
+    check_names(options, names, where=where)
+    return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+
+
+def keyword_names(function: Callable[..., Any]) -> list[str]:
+    """The names of a function's keyword-only parameters."""
+    return [p.name for p in signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]

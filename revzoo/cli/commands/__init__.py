@@ -1,0 +1,1 @@
+"""The subcommands of the program, one per file."""

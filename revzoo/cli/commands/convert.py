@@ -1,0 +1,54 @@
+"""``revzoo convert``: published weights of other programs, as a folder that the zoo loads.
+
+    revzoo convert irevnet model_best.pth.tar my_irevnet
+
+writes what ``save_pretrained`` does; ``revzoo.from_pretrained("my_irevnet")`` is the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("source", help="the program that wrote the file: irevnet or memcnn")
+    parser.add_argument("path", type=Path, help="its checkpoint")
+    parser.add_argument("folder", type=Path, help="where weights, entry and card are written")
+    parser.add_argument("--name", help="the network, where its shapes do not tell")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        type=_override,
+        metavar="KEY=VALUE",
+        help="arguments of create_model, such as strides=1,1,2",
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Convert one file.
+
+    Raises:
+        OSError: the file cannot be read, or the folder not be written.
+        ValueError: it is no checkpoint of the program.
+    """
+    from revzoo.interop.published import load_published  # torch, which the help need not wait for
+
+    model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
+    recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"
+    entry = model.save_pretrained(args.folder, recipe=recipe)
+    sys.stdout.write(f"{args.folder}: {entry.architecture}, {entry.num_classes} classes\n")
+
+
+def _override(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=VALUE")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, value

@@ -1,0 +1,98 @@
+"""``revzoo export NAME --format onnx``: a network as a file that other programs run.
+
+    revzoo export revnet38.cifar10 --format onnx
+    revzoo export RUN/checkpoints/best.ckpt --format pt2 --output classifier.pt2 --batch 16
+    revzoo export irevnet163 --format pt2       # freshly initialised
+
+The file is read back and compared with the network on random images before it gets its name; it
+carries the classes and the normalisation where they are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from revzoo.cli.tables import add_table, table_of
+
+if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
+    from revzoo.interop.export import Export
+
+# what is as true of the file as of the weights; classes and normalisation the network knows
+_KEPT = ("name", "license", "recipe", "metrics", "measured_on")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "name",
+        help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), a folder of "
+        "save_pretrained, or a model, which is freshly initialised",
+    )
+    parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
+    parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
+    parser.add_argument("--output", type=Path, help="the file (default NAME.FORMAT); replaced")
+    parser.add_argument(
+        "--batch", type=_batch, help="images per call (default dynamic: any number)"
+    )
+    parser.add_argument("--image-size", type=int, help="side in pixels (default the weights')")
+    parser.add_argument("--opset", type=int, help="of ONNX (default the exporter's)")
+    parser.add_argument(
+        "--tolerance", type=float, help="largest difference, in parts of the largest logit (1e-4)"
+    )
+    add_table(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Export, and print the file and the difference.
+
+    Raises:
+        ValueError: there is no such model, or an option does not fit.
+        WeightsError: the weights cannot be used.
+    """
+    from revzoo.cli.run.errors import told_plainly
+    from revzoo.interop.export import TOLERANCE, export
+
+    stem = args.name.rstrip("/").rpartition("/")[2]
+    for suffix in (".ckpt", ".safetensors"):
+        stem = stem.removesuffix(suffix)
+    path = args.output or Path(f"{stem}.{args.format}")
+    tolerance = TOLERANCE if args.tolerance is None else args.tolerance
+    with told_plainly():
+        largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
+    size = path.stat().st_size / 2**20
+    sys.stdout.write(
+        f"{path}  {size:.1f} MiB, off by {largest:.1e} of the largest logit (limit {tolerance:g})\n"
+    )
+
+
+def _job(args: argparse.Namespace) -> Export:
+    from revzoo.interop.export import Export
+    from revzoo.models import ImageNetwork, create_model
+    from revzoo.models.registry import MODELS
+    from revzoo.training.checkpoint.restore import restore
+
+    given = {"batch": args.batch, "opset": args.opset}
+    if Path(args.name).suffix == ".ckpt":
+        restored = restore(args.name)
+        size = args.image_size or restored.image_size
+        network = restored.module.model
+        assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
+        return Export(network=network, image_size=size, facts=restored.facts, **given)
+    trained = args.pretrained or args.name not in MODELS
+    model = create_model(args.name, pretrained=trained, table=table_of(args))
+    if model.entry is None:
+        return Export(network=model, image_size=args.image_size, **given)
+    facts = {name: getattr(model.entry, name) for name in _KEPT}
+    size = args.image_size or model.entry.input_size[-1]
+    return Export(network=model, image_size=size, facts=facts, **given)
+
+
+def _batch(text: str) -> int | None:
+    if text == "dynamic":
+        return None
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text}: expected dynamic or a whole number >= 1")
+    return int(text)

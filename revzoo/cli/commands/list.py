@@ -1,0 +1,41 @@
+"""``revzoo list 'revnet*'``: names of models; with ``--pretrained``, of weights. Without torch."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import sys
+from importlib.resources import files
+
+from revzoo.cli.tables import add_table, table_of
+
+
+def model_names() -> list[str]:
+    """Every model has a configuration, and reading the names of files needs no torch."""
+    folder = files("revzoo.configs") / "model"
+    return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument(
+        "pattern", nargs="?", default="*", help="with *, ? or [...]; all by default"
+    )
+    parser.add_argument("--pretrained", action="store_true", help="names of weights instead")
+    add_table(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the names, one per line.
+
+    Raises:
+        ValueError: nothing matches.
+    """
+    if args.pretrained:
+        names = table_of(args).names(args.pattern)
+    else:
+        names = fnmatch.filter(model_names(), args.pattern)
+    if not names:
+        what = "weights match" if args.pretrained else "model matches"
+        raise ValueError(f"no {what} {args.pattern!r}; revzoo list gives all models")
+    sys.stdout.write("\n".join(names) + "\n")

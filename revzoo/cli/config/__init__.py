@@ -1,0 +1,1 @@
+"""The configuration: overrides, checks, building the parts of a run."""

@@ -1,0 +1,187 @@
+"""Builds the parts of a run from plain configuration sections.
+
+Classes are chosen from tables: a configuration holds names, and a name that is in no table is
+refused. Hydra's ``instantiate`` would import whatever path a configuration names, which is more
+than a configuration should be able to do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import Checkpoint, ProgressBar
+from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.profilers import (
+    AdvancedProfiler,
+    Profiler,
+    PyTorchProfiler,
+    SimpleProfiler,
+)
+
+from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
+from revzoo.models.registry import MODELS
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.checkpoint.files import PlainCheckpointIO
+from revzoo.training.csv_logger import MetricsCSV
+
+DATA: dict[str, type[ImageData]] = {
+    f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
+}
+PROFILERS: dict[str, type[Any]] = {
+    "simple": SimpleProfiler,
+    "advanced": AdvancedProfiler,
+    "pytorch": PyTorchProfiler,
+}
+LOGGERS = ("tensorboard", "csv")
+METRICS_FILE = "metrics.csv"
+# what the trainer is given by build_trainer, from other sections than its own
+MANAGED_BY_TRAIN = (
+    "self",
+    "callbacks",
+    "logger",
+    "plugins",
+    "precision",
+    "default_root_dir",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+)
+
+
+def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
+    """The arguments of ``create_model`` for data of so many classes and channels."""
+    fitted = {"num_classes": num_classes, "in_chans": in_chans}
+    return {**config["model"], "memory": memory_mode(config), **fitted}
+
+
+def memory_mode(config: Mapping[str, Any]) -> str | None:
+    """The memory mode of a run; None for the model's own.
+
+    Under autocast to a narrow type, reversible models run in ``exact`` instead of their own
+    ``invert``: their reconstruction would drift towards the limit at which the run ends.
+    """
+    mode: str | None = config["memory"]["mode"]
+    entry = MODELS.get(str(config["model"].get("name")).partition(".")[0])
+    reversible = entry is not None and entry.network.default_memory == "invert"
+    narrow = str(config["precision"].get("trainer")).endswith("-mixed")
+    return "exact" if mode is None and reversible and narrow else mode
+
+
+def build_data(data: Mapping[str, Any]) -> ImageData:
+    """The data module of a checked ``data`` section."""
+    options = {key: value for key, value in data.items() if key != "_target_"}
+    return DATA[data["_target_"]](**options)
+
+
+def data_name(config: Mapping[str, Any]) -> str:
+    """The name of the data module's class, under which a checkpoint keeps its state."""
+    return DATA[config["data"]["_target_"]].__name__
+
+
+def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
+    """The Lightning module for data that are set up, tried on one black image.
+
+    Raises:
+        ValueError: from the model, if images of this size do not pass through it.
+    """
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    channels_last = config["precision"]["channels_last"]
+    module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
+    with torch.no_grad():
+        module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
+    if config["precision"]["trainer"] == "64-true":
+        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
+    return module.train()
+
+
+def build_loggers(
+    logger: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
+) -> list[Logger]:
+    """The run's loggers: ``metrics.csv``, and event files beside it; an empty list for none.
+
+    Args:
+        logger: the checked section.
+        run_dir: the run's folder.
+        first_step: of a run that goes on; what was logged from there on is logged again.
+    """
+    kind = logger["kind"]
+    if kind is None:
+        return []
+    loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
+    if kind == "tensorboard":
+        loggers.append(
+            TensorBoardLogger(save_dir=run_dir, name="", version=kind, purge_step=first_step)
+        )
+    return loggers
+
+
+def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
+    """Lightning's profiler of that name, which writes into the run's folder."""
+    return None if name is None else PROFILERS[name](dirpath=run_dir, filename="profile")
+
+
+def build_trainer(
+    config: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    stop: GracefulStop | None = None,
+    first_step: int | None = None,
+) -> pl.Trainer:
+    """Lightning's Trainer with the callbacks, the loggers and the precision of the run.
+
+    Args:
+        config: the checked configuration.
+        run_dir: the run's folder.
+        stop: what ends the run at a signal, if anything does.
+        first_step: of a run that goes on.
+
+    Raises:
+        ValueError: from Lightning, for values that exclude each other.
+    """
+    loggers = build_loggers(config["logger"], run_dir=run_dir, first_step=first_step)
+    specs = dict(config["callbacks"])
+    if not sys.stdout.isatty():
+        specs["progress_bar"] = None  # redrawn lines make a log file unreadable
+    if not loggers:
+        specs["learning_rate"] = None  # it has nowhere to write to and would refuse to start
+    callbacks = build_callbacks(specs, run_dir=run_dir)
+    if stop is not None:
+        callbacks.append(stop)
+    options = dict(config["trainer"])
+    if specs.get("finetuning") is not None and in_parallel(options):
+        options["strategy"] = "ddp_find_unused_parameters_true"  # the frozen have no gradient
+    profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
+    return pl.Trainer(
+        **options,
+        profiler=profiler,
+        precision=config["precision"]["trainer"],
+        callbacks=callbacks,
+        plugins=[PlainCheckpointIO()],
+        logger=loggers,
+        default_root_dir=run_dir,
+        enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
+        enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
+        enable_model_summary=False,
+    )
+
+
+def in_parallel(trainer: Mapping[str, Any]) -> bool:
+    """Whether Lightning will wrap the module in torch's plain ``DistributedDataParallel``."""
+    devices = trainer.get("devices")
+    several = isinstance(devices, int) and devices > 1
+    return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
+
+
+def apply_precision(precision: Mapping[str, Any]) -> None:
+    """Switch TensorFloat-32 on or off for this process.
+
+    Torch leaves it on for convolutions by default, so that "float32" would not mean float32.
+    """
+    torch.set_float32_matmul_precision("high" if precision["tf32"] else "highest")
+    torch.backends.cudnn.allow_tf32 = bool(precision["tf32"])

@@ -1,0 +1,1 @@
+"""A run's folder, lock, errors and processes."""

@@ -1,0 +1,103 @@
+"""What the trials of a sweep have given: read from the folders of their runs, told as tables."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from revzoo._files import replacing
+from revzoo.cli.config.build import METRICS_FILE
+from revzoo.cli.run.folder import SUMMARY_FILE, write_yaml
+from revzoo.cli.sweep.plan import Plan
+
+
+def figure_of(run_dir: Path, metric: str) -> float:
+    """A final figure of a run.
+
+    Raises:
+        ValueError: if the run has no such figure, or it is not finite.
+    """
+    figures = json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"]
+    if metric not in figures:
+        raise ValueError(f"there is no figure {metric}; there is {', '.join(sorted(figures))}")
+    value = float(figures[metric])
+    if not math.isfinite(value):
+        raise ValueError(f"{metric} is {value}")
+    return value
+
+
+def last_line(log: Path, status: int) -> str:
+    """What a program has said last."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return f"status {status}: {lines[-1].strip()}" if lines else f"status {status}"
+
+
+class Curve:
+    """A figure of a run that is going on, as it appears in ``metrics.csv``.
+
+    Attributes:
+        pruned: whether the trial's pruner has ended it.
+    """
+
+    def __init__(self, run_dir: Path, metric: str, trial: Any) -> None:
+        self.path, self.metric, self.trial = run_dir / METRICS_FILE, metric, trial
+        self.told = len(trial.study.trials[trial.number].intermediate_values)
+        self.pruned = False
+
+    def values(self) -> list[float]:
+        """The figure's values so far; a row that is just being written is left out."""
+        if not self.path.exists():
+            return []
+        whole = self.path.read_text().rpartition("\n")[0].splitlines()
+        return [float(row[self.metric]) for row in csv.DictReader(whole) if row.get(self.metric)]
+
+    def report(self) -> None:
+        """Tell the study what is new."""
+        for value in self.values()[self.told :]:
+            self.trial.report(value, self.told)
+            self.told += 1
+
+    def is_hopeless(self) -> bool:
+        """Report what is new; whether the pruner would end the trial."""
+        self.report()
+        self.pruned = self.told > 0 and self.trial.should_prune()
+        return self.pruned
+
+
+def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
+    """Write ``trials.csv`` and, once a trial is complete, ``best.yaml``."""
+    keys = [parameter.key for parameter in plan.space]
+    rows = [["trial", "state", plan.metric, *keys, "seconds", "error"]]
+    for trial in trials:
+        seconds = f"{trial.duration.total_seconds():.1f}" if trial.duration else ""
+        values = [trial.params.get(key, "") for key in keys]
+        figure = trial.value if trial.state.name == "COMPLETE" else ""
+        error = trial.user_attrs.get("error", "")
+        rows.append([trial.number, trial.state.name.lower(), figure, *values, seconds, error])
+    with replacing(folder / "trials.csv") as temporary, temporary.open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    done = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    if done:
+        sign = 1 if plan.direction == "maximize" else -1
+        best = max(done, key=lambda trial: sign * trial.value)
+        write_yaml(_described(best, plan), folder / "best.yaml")
+
+
+def _described(best: Any, plan: Plan) -> dict[str, Any]:
+    return {
+        "trial": best.number,
+        "metric": plan.metric,
+        "value": best.value,
+        "parameters": dict(best.params),
+        "command": best_command(best, plan),
+    }
+
+
+def best_command(best: Any, plan: Plan) -> str:
+    """The command line that trains with a trial's parameters."""
+    return shlex.join(["revzoo-train", *plan.overrides(best.params)])

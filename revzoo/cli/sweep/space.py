@@ -1,0 +1,148 @@
+"""A search space from the command line, in Hydra's own grammar for sweeps.
+
+=====================================  =========================================================
+``optim=onecycle,muon``                one of these; the same as ``choice(onecycle, muon)``
+``optim.lr=interval(0.01, 1)``         a number from 0.01 to 1
+``optim.lr=tag(log,interval(0.01,1))`` the same, evenly by orders of magnitude
+``seed=int(interval(0, 9))``           a whole number, both ends included
+``trainer.max_epochs=range(5,30,5)``   5, 10, 15, 20 or 25; as in Python, the end is left out
+=====================================  =========================================================
+
+Everything else is an override of every trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import (
+    ChoiceSweep,
+    Glob,
+    IntervalSweep,
+    Override,
+    RangeSweep,
+    Sweep,
+)
+from hydra.errors import HydraException, OverrideParseException
+
+from revzoo.cli.commands.tune import SECTION
+from revzoo.cli.config.checks import check_config
+from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One dimension of a space: some texts, or numbers from ``low`` to ``high``, both included.
+
+    Attributes:
+        key: as on the command line, with ``+`` where it adds a key.
+        choices: the texts; empty for numbers.
+        low: the smallest number; whole if all are.
+        high: the largest number.
+        step: between two numbers; None for any number in between.
+        log: whether orders of magnitude are equally likely, not numbers.
+    """
+
+    key: str
+    choices: tuple[str, ...] = ()
+    low: float = 0
+    high: float = 0
+    step: float | None = None
+    log: bool = False
+
+    @property
+    def outermost(self) -> tuple[str | float, ...]:
+        """Every text, or the two ends."""
+        return self.choices or (self.low, self.high)
+
+
+def parse(overrides: Sequence[str]) -> list[Override]:
+    """Overrides as Hydra reads them.
+
+    Raises:
+        ConfigError: for one that it cannot read.
+    """
+    try:
+        return OverridesParser.create().parse_overrides(list(overrides))
+    except HydraException as error:
+        at = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
+        raise ConfigError(f"{at}{str(error).splitlines()[0]}") from None
+
+
+def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:
+    """The overrides of every trial, and the parameters to search.
+
+    Raises:
+        ConfigError: for an empty or impossible range.
+    """
+    fixed, space = [], []
+    for override in parse(overrides):
+        if override.is_sweep_override():
+            space.append(_parameter(override))
+        else:
+            fixed.append(str(override.input_line))
+    return fixed, space
+
+
+def _parameter(override: Override) -> Parameter:
+    key = str(override.input_line).partition("=")[0]
+    sweep = override.value()
+    if isinstance(sweep, Glob):
+        raise ConfigError(f"{override.input_line}: name the options, such as choice(a, b)")
+    assert isinstance(sweep, Sweep)
+    if sweep.tags - {"log"}:
+        raise ConfigError(f"{override.input_line}: the only tag is log, as in tag(log, ...)")
+    log = "log" in sweep.tags
+    if isinstance(sweep, ChoiceSweep):
+        if log:
+            raise ConfigError(f"{override.input_line}: tag(log, ...) goes with interval and range")
+        return Parameter(key, choices=tuple(override.sweep_string_iterator()))
+    if isinstance(sweep, IntervalSweep):
+        assert sweep.start is not None
+        assert sweep.end is not None
+        found = Parameter(key, low=sweep.start, high=sweep.end, log=log)
+    else:
+        found = _stepped(key, sweep, log=log)
+    if not found.low < found.high or (log and found.low <= 0):
+        least = "0 < " if log else ""
+        raise ConfigError(f"{override.input_line}: expected {least}first number < last number")
+    return found
+
+
+def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
+    if log:
+        raise ConfigError(f"{key}: a range has steps: use tag(log, int(interval(1, 64)))")
+    count = len(list(sweep.range()))
+    assert sweep.start is not None
+    last = sweep.start + sweep.step * max(0, count - 1)
+    low, high = sorted((sweep.start, last))
+    return Parameter(key, low=low, high=high, step=abs(sweep.step))
+
+
+def check_space(
+    fixed: Sequence[str], space: Sequence[Parameter], *, config_dir: Path | None
+) -> None:
+    """Refuse what no trial could run: each text and each end of a range is tried, one at a time.
+
+    Raises:
+        ValueError: naming the key or the value.
+    """
+    for trial in _tried(space):
+        config = to_plain(compose_checked([*fixed, *trial], config_dir=config_dir))
+        check_config(config)
+        if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
+            raise ConfigError(
+                "tuner.then=stop trains nothing, so that trials have no figure to compare: leave "
+                "the tuner out, or give tuner.then=use"
+            )
+
+
+def _tried(space: Sequence[Parameter]) -> Iterator[list[str]]:
+    first = [f"{p.key}={p.outermost[0]}" for p in space]
+    yield first
+    for index, parameter in enumerate(space):
+        for value in parameter.outermost[1:]:
+            yield [*first[:index], f"{parameter.key}={value}", *first[index + 1 :]]

@@ -1,0 +1,1 @@
+"""Files of other programs: published weights in, exports out."""

@@ -1,0 +1,83 @@
+"""State dicts of MemCNN's ResNets and RevNets (van de Leemput et al., JOSS 2019).
+
+layerN.i.revblock._fn.{Fm,Gm}.{bn,conv}K          a reversible unit; before 1.0 revblock.rev_block
+layerN.i.{basicblock,bottleneck}_sub.{bn,conv}K   any other; with downsample.{0,1}, a projection
+conv1, bn1, bn_final, fc                          stem and head
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from revzoo.interop.foreign import Weights
+from revzoo.layers.branch import BOTTLENECK_EXPANSION
+from revzoo.models.network import ImageNetwork
+from revzoo.models.registry import arguments_of
+from revzoo.models.resnet import RESNETS
+from revzoo.models.revnet import REVNETS
+from revzoo.models.variant import Variant
+
+_OURS = re.compile(r"stages\.(\d+)\.steps\.(\d+)\.(?:steps\.(\d)\.)?(branch|shortcut)\.(\w+)")
+_THEIRS = re.compile(r"layer(\d+)\.(\d+)\.(?:revblock\.\w+\.)?([A-Za-z_]+)\.conv(\d)\.weight")
+
+
+def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
+    """MemCNN's names and ours of each module that holds tensors."""
+    ends = {"conv1": "stem.steps.0.conv", "bn1": "stem.steps.0.norm", "bn_final": "norm"}
+    yield from (*ends.items(), ("fc", "fc"))
+    for path, _ in model.named_modules():
+        if (match := _OURS.fullmatch(path)) is None:
+            continue
+        stage, unit, side, kind, layer = match.groups()
+        start = f"layer{int(stage) + 1}.{unit}"
+        theirs = layer.replace("norm", "bn")
+        if kind == "shortcut":
+            yield f"{start}.downsample.{layer}", path
+        elif side is None:
+            for block in ("basicblock_sub", "bottleneck_sub"):
+                yield f"{start}.{block}.{theirs}", path
+        else:
+            for wrapper in ("_fn", "rev_block"):
+                yield f"{start}.revblock.{wrapper}.{'FG'[int(side)]}m.{theirs}", path
+
+
+def spec(weights: Weights) -> dict[str, Any]:
+    """The arguments of :func:`revzoo.create_model`.
+
+    Strides have no trace in the shapes: 1 for the first stage and 2 for the others, as in MemCNN's
+    CIFAR networks, and 1 wherever there is no projection. Normalisation is that of its CIFAR
+    configurations; ``convention="memcnn_fix"`` is for its ``batch_norm_fix=True``.
+
+    Raises:
+        KeyError: the stem, the classifier or a stage is missing.
+        ValueError: the shapes are those of no such network.
+    """
+    units: dict[int, int] = {}
+    widths: dict[int, int] = {}
+    found = [(match, key) for key in weights if (match := _THEIRS.fullmatch(key))]
+    last = max((int(match[4]) for match, _ in found), default=2)  # convolutions of a branch
+    expansion = BOTTLENECK_EXPANSION if last == 3 else 1
+    for match, key in found:
+        stage, unit = int(match[1]), int(match[2])
+        units[stage] = max(units.get(stage, 0), unit + 1)
+        if int(match[4]) == last:
+            streams = 2 if match[3] in ("Fm", "Gm") else 1
+            widths[stage] = streams * weights[key].shape[0] // expansion
+    stages = range(1, len(units) + 1)
+    stem = weights["conv1.weight"]
+    variant = Variant(
+        stem_width=stem.shape[0],
+        widths=tuple(widths[stage] for stage in stages),
+        units=tuple(units[stage] for stage in stages),
+        strides=tuple(
+            2 if stage > 1 and f"layer{stage}.0.downsample.0.weight" in weights else 1
+            for stage in stages
+        ),
+        branch="bottleneck" if expansion > 1 else "basic",
+        downsampling_stem=stem.shape[2] == 7,
+        convention="memcnn",
+    )
+    table = REVNETS if any(".revblock." in key for key in weights) else RESNETS
+    names = [name for name in table if name.endswith("_memcnn")]
+    classes = weights["fc.weight"].shape[0]
+    return arguments_of(variant, names, num_classes=classes, in_chans=stem.shape[1])

@@ -1,0 +1,113 @@
+"""Published weights of other programs, as models of the zoo.
+
+=============  ===================================================================================
+``irevnet``    the PyTorch release of i-RevNet (arXiv 1802.07088): ``stack.i.bottleneck_block.j``
+``memcnn``     MemCNN (JOSS 2019): ``layerN.i.revblock._fn.Fm``, once ``revblock.rev_block``
+=============  ===================================================================================
+
+The architecture is read off the shapes of the tensors (:mod:`revzoo.interop.irevnet`,
+:mod:`revzoo.interop.memcnn`). What shapes do not tell (strides of MemCNN's
+stages, an i-RevNet's squeeze before zero padding, dropout) is that of the published networks, or
+given by keyword. Files are read by :mod:`revzoo.interop.foreign`, which executes nothing in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from revzoo._checks import check_choice
+from revzoo.interop import irevnet, memcnn
+from revzoo.interop.foreign import ConversionError, Weights, read_tensors
+from revzoo.models.network import ImageNetwork
+from revzoo.models.registry import create_model
+
+
+class Source(NamedTuple):
+    """How the checkpoints of one program are understood."""
+
+    spec: Callable[[Weights], dict[str, Any]]
+    """The arguments of :func:`revzoo.create_model` for a state dict."""
+
+    keys: Callable[[ImageNetwork], Iterator[tuple[str, str]]]
+    """The program's name and ours of each module that holds tensors."""
+
+
+SOURCES: Mapping[str, Source] = {
+    "irevnet": Source(irevnet.spec, irevnet.keys),
+    "memcnn": Source(memcnn.spec, memcnn.keys),
+}
+
+
+def load_published(
+    path: str | Path, source: str, *, name: str | None = None, **overrides: Any
+) -> ImageNetwork:
+    """The model in a checkpoint of another program, in evaluation mode, on the CPU.
+
+    Args:
+        path: the file, as its program wrote it.
+        source: ``"irevnet"`` or ``"memcnn"``.
+        name: the network (see :func:`revzoo.list_models`); None to read it off the tensors.
+        overrides: arguments of :func:`revzoo.create_model` that replace what was read off, such as
+            ``memory="exact"``, ``strides=(1, 1, 2)`` or ``convention="memcnn_fix"``.
+
+    Raises:
+        OSError: the file cannot be read.
+        ConversionError: it is no checkpoint of ``source``, or not of the network asked for.
+        ValueError: unknown ``source``, ``name`` or override.
+
+    Example::
+
+        model = revzoo.load_published("model_best.pth.tar", "irevnet")
+        x = model.inverse(model.encode(images))
+    """
+    check_choice("source", source, SOURCES)
+    weights = read_tensors(path)
+    try:
+        spec = SOURCES[source].spec(weights)
+    except (KeyError, IndexError, ValueError) as error:
+        raise ConversionError(
+            f"{path} is no checkpoint of {source!r}: its tensors are {_some(weights)}"
+        ) from error
+    if name is not None:
+        spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
+    spec |= overrides
+    model = create_model(**spec).eval()
+    _fill(model, weights, dict(SOURCES[source].keys(model)), path)
+    return model
+
+
+def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: str | Path) -> None:
+    """Copy the weights, each under the key that ``keys`` gives for its own."""
+    renamed = {_rename(key, keys): value for key, value in weights.items()}
+    expected = model.state_dict()
+    for key, value in expected.items():  # torch before 0.4.1 did not count batches
+        if key.endswith("num_batches_tracked") and key not in renamed:
+            renamed[key] = torch.zeros_like(value)
+    missing, unknown = expected.keys() - renamed.keys(), renamed.keys() - expected.keys()
+    misfits = [
+        f"{key} {tuple(renamed[key].shape)} for {tuple(value.shape)}"
+        for key, value in expected.items()
+        if key in renamed and renamed[key].shape != value.shape
+    ]
+    if missing or unknown or misfits:
+        raise ConversionError(
+            f"{path} does not fit {type(model).__name__}: missing {_some(missing)}; not expected "
+            f"{_some(unknown)}; of another shape {_some(misfits)}. Name the network it holds "
+            "(name=...), or give what differs by keyword"
+        )
+    model.load_state_dict(renamed)
+
+
+def _rename(key: str, keys: Mapping[str, str]) -> str:
+    module, _, leaf = key.rpartition(".")
+    return f"{keys[module]}.{leaf}" if module in keys else f"{key} (as in the file)"
+
+
+def _some(names: Iterable[str], most: int = 3) -> str:
+    listed = sorted(names)
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return (", ".join(listed[:most]) or "none") + more

@@ -1,0 +1,84 @@
+"""How fast the running statistics of BatchNorm follow, early in a training.
+
+After t batches the statistics that a network began with still weigh ``(1 - momentum) ** t``: with
+the paper's momentum of 0.01 that is 45 % after 80, so that a network which is trained, or
+fine-tuned, for so short a time is evaluated with statistics that are not its own. A warm-up gives
+batch t at least the weight ``9 / (10 + t)``, as the warm-up of averaged weights does
+(:mod:`revzoo.training.callbacks.ema`); after 890 batches the paper's momentum is left as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from revzoo._checks import check_number
+from revzoo.training.callbacks.base import UndoneAfterFit
+
+log = logging.getLogger(__name__)
+
+
+class BatchNormMomentum(UndoneAfterFit):
+    """Sets the momentum, in torch's sense, of all BatchNorms for the time of a training.
+
+    A BatchNorm without one (None: it averages over all batches) is left alone. Inside of what
+    :class:`~revzoo.training.CompiledBranches` compiles there is no warm-up: each value of the
+    momentum would be compiled anew.
+
+    Args:
+        momentum: the weight of a batch's statistics; None for that which each BatchNorm has.
+        warmup: begin with a larger one, see above.
+
+    Raises:
+        ValueError: no number above 0, and at most 1.
+    """
+
+    def __init__(self, *, momentum: float | None = None, warmup: bool = True) -> None:
+        if momentum is not None:
+            check_number("momentum", momentum, high=1, open_low=True)
+        self.momentum = momentum
+        self.warmup = warmup
+        self._own: dict[str, float] = {}  # what is put back
+        self._warmed: dict[_BatchNorm, float] = {}  # what a warm-up leads to
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Not at setup, after which Lightning may put SyncBatchNorms in place of the others."""
+        compiled = _inside_compiled(pl_module)
+        self._own, self._warmed = {}, {}
+        for name, norm in pl_module.named_modules():
+            if isinstance(norm, _BatchNorm) and norm.momentum is not None:
+                self._own[name] = norm.momentum
+                norm.momentum = norm.momentum if self.momentum is None else self.momentum
+                if self.warmup and norm not in compiled:
+                    self._warmed[norm] = norm.momentum
+        if self.warmup and len(self._warmed) < len(self._own):
+            log.warning(
+                "BatchNorms of compiled branches are not warmed up: in a run of a few hundred "
+                "steps give callbacks.batch_norm.momentum=0.1"
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        least = 9 / (10 + trainer.fit_loop.total_batch_idx)
+        for norm, momentum in self._warmed.items():
+            norm.momentum = max(momentum, least)
+        if least <= min(self._warmed.values(), default=1):
+            self._warmed = {}  # each has what it is to have
+
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        for name, momentum in self._own.items():
+            norm = pl_module.get_submodule(name)
+            assert isinstance(norm, _BatchNorm), "as in on_fit_start"
+            norm.momentum = momentum
+        self._own, self._warmed = {}, {}
+
+
+def _inside_compiled(module: nn.Module) -> set[nn.Module]:
+    """All modules in those that were compiled in place."""
+    compiled = [m for m in module.modules() if m._compiled_call_impl is not None]
+    return {part for whole in compiled for part in whole.modules()}

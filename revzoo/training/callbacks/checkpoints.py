@@ -1,0 +1,121 @@
+"""Which states of a run are kept: the last one, to go on from, and the best one, to use.
+
+Why not Lightning's ``ModelCheckpoint`` for the last one: it has no notion of where in an epoch a
+run can be resumed exactly, nor of being asked to stop.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
+from torch import Tensor
+
+from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
+from revzoo.training.checkpoint.files import LAST
+from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
+
+TIE_BREAKER = "val/loss"
+BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
+
+
+class LastCheckpoint(Checkpoint):
+    """Keeps ``last.ckpt``: at the end of every epoch, when the run is stopped, and in between.
+
+    Optimiser steps of so many batches that a stop would not wait for them are saved one by one.
+
+    Args:
+        folder: the folder of the checkpoints.
+        minutes: the longest time of training that a kill may cost, in epochs longer than that.
+
+    Attributes:
+        saved_step: the optimiser steps done when the state was last saved.
+    """
+
+    def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
+        if not minutes > 0:
+            raise ValueError(f"callbacks.last_checkpoint.minutes={minutes}: expected minutes > 0")
+        self.path = folder / LAST
+        self.minutes = minutes
+        self.saved_step = 0
+        self._saved_at = self._step_began = time.monotonic()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.saved_step = trainer.global_step
+        self._saved_at = time.monotonic()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if batch_idx % trainer.accumulate_grad_batches == 0:
+            self._step_began = time.monotonic()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
+    ) -> None:
+        if can_resume_here(trainer) and (stop_requested(trainer) or self._is_due(trainer)):
+            self._save(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._save(trainer)
+
+    def _is_due(self, trainer: pl.Trainer) -> bool:
+        last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
+        if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
+            return False  # the processes agree now and then: each time costs a synchronisation
+        now = time.monotonic()
+        age = now - self._saved_at
+        due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
+        due = due or (gathers and now - self._step_began > PATIENCE)
+        return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
+
+    def _save(self, trainer: pl.Trainer) -> None:
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return
+        self.saved_step = trainer.global_step
+        trainer.save_checkpoint(self.path, weights_only=False)
+        self._saved_at = time.monotonic()
+
+
+class BestCheckpoint(ModelCheckpoint):
+    """``best.ckpt``: of equally good validations, as small sets have many, that of the least loss.
+
+    Paths in its state are relative: a run's folder may be moved.
+    """
+
+    _least_loss: float | None = None  # of the best validation
+
+    def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
+        better = super().check_monitor_top_k(trainer, current)
+        equal = current is not None and current == self.best_model_score
+        loss = trainer.callback_metrics.get(TIE_BREAKER)
+        if equal and loss is not None and self._least_loss is not None:
+            better = better or bool(loss < self._least_loss)
+        if better:
+            self._least_loss = None if loss is None else float(loss)
+        return better
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._with_paths(super().state_dict(), self._relative)
+        return {**state, "least_loss": self._least_loss}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(self._with_paths(state_dict, self._absolute))
+        self._least_loss = state_dict.get("least_loss")
+
+    def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
+        paths = ("best_model_path", "kth_best_model_path", "last_model_path")
+        models = {change(path): score for path, score in state["best_k_models"].items()}
+        changed = {name: change(state[name]) for name in paths}
+        return {**state, **changed, "best_k_models": models, "dirpath": change(state["dirpath"])}
+
+    def _relative(self, path: str) -> str:
+        return path and os.path.relpath(path, self.dirpath)
+
+    def _absolute(self, path: str) -> str:
+        assert self.dirpath is not None
+        return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118

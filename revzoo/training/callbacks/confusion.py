@@ -1,0 +1,64 @@
+"""The confusion matrix of each validation, as a picture and as a table in the run's folder.
+
+torchmetrics counts, in all processes together; images that are repeated there count once.
+"""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from torch import Tensor
+from torchmetrics.classification import MulticlassConfusionMatrix
+
+from revzoo._files import replacing
+from revzoo.training.callbacks.drawing import matrix
+from revzoo.training.callbacks.pictures import Shown, add_image, class_names
+from revzoo.training.metrics import true_classes
+from revzoo.training.repeats import count_own
+
+
+class ConfusionMatrix(Shown):
+    """How often each class was taken for each: tag ``confusion``, and a CSV file.
+
+    The file has a row per true class and a column per predicted one, of the last showing.
+
+    Args:
+        path: the file.
+        every_n_epochs: epochs between two showings.
+    """
+
+    def __init__(self, path: str | Path, *, every_n_epochs: int = 5) -> None:
+        super().__init__(every_n_epochs=every_n_epochs)
+        self.path = Path(path)
+        self._metric: MulticlassConfusionMatrix | None = None
+        self._counts: Tensor | None = None
+
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
+        if i == 0:
+            metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
+            self._metric = metric.to(logits.device)
+        assert self._metric is not None
+        own = count_own(trainer.val_dataloaders, i, len(logits))
+        if own:
+            self._metric.update(logits[:own], true_classes(batch[1])[:own])
+
+    def gathered(self, trainer: pl.Trainer, module: Any) -> None:
+        if self._metric is not None:
+            self._counts = self._metric.compute().cpu()
+
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        if self._counts is None:
+            return
+        names = class_names(trainer, len(self._counts))
+        self._write(names, self._counts.tolist())
+        add_image(trainer, "confusion", matrix(self._counts, names), step)
+
+    def _write(self, names: list[str], rows: list[list[int]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["true / predicted", *names])
+            writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))

@@ -1,0 +1,256 @@
+"""Pictures of a run for TensorBoard: sample predictions, and reconstructions of i-RevNets.
+
+They look at what validation computes anyway: the batches, and the logits that ``validation_step``
+returns, with the weights that are validated (a moving average, where there is one). Samples are the
+same in every validation, spread evenly over the split. Nothing is drawn at random, so that a run is
+bit for bit the same with and without; sanity checks and ``fast_dev_run`` show nothing.
+
+Which validation is the last is known after it, as a run may be ended early, by time or by a signal.
+So every validation keeps the few images and logits, which costs next to nothing, and what does cost
+is computed for those that are shown.
+
+Known limits: under data parallelism the samples are of the first process's part of the split; of
+several validation loaders the first is shown, and only one whose length is known.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.loggers import TensorBoardLogger
+from pytorch_lightning.trainer.states import TrainerFn
+from torch import Tensor
+
+from revzoo._checks import check_count
+from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
+from revzoo.data import ImageData
+from revzoo.models.network import ImageNetwork
+from revzoo.training.callbacks.drawing import Words, captioned
+from revzoo.training.callbacks.graceful_stop import RunStopped
+from revzoo.training.metrics import true_classes
+
+COLUMNS = 8  # images in a row
+COLOURS = ("red", "green")  # of a wrong prediction, of a right one
+
+
+class Shown(pl.Callback, ABC):
+    """Gathers in each validation of a training; shows every few epochs, and at the end.
+
+    The end is also that by a signal, but not by an error.
+
+    Args:
+        every_n_epochs: epochs between two showings.
+
+    Raises:
+        ValueError: ``every_n_epochs`` is no positive whole number.
+    """
+
+    def __init__(self, *, every_n_epochs: int) -> None:
+        check_count("every_n_epochs", every_n_epochs)
+        self.every_n_epochs = every_n_epochs
+        self._step: int | None = None  # of what has been gathered and not yet shown
+
+    @abstractmethod
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
+        """Keep what is needed of a batch ``(images, labels)``, the ``i``-th, and its logits."""
+
+    def gathered(self, trainer: pl.Trainer, module: Any) -> None:
+        """Close a validation, in all processes."""
+
+    @abstractmethod
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        """Show what the last validation gave, in process 0 alone.
+
+        ``step`` is the last optimiser step before it, counted from 0 as for the figures that
+        Lightning logs: what a run has shown before it is saved is kept when it goes on.
+        """
+
+    def due(self, trainer: pl.Trainer) -> bool:
+        """Whether validations of this epoch are shown."""
+        return (trainer.current_epoch + 1) % self.every_n_epochs == 0
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        if not _watched(trainer) or dataloader_idx:
+            return
+        if not isinstance(outputs, Tensor):
+            raise ValueError(
+                f"{type(self).__name__} got {type(outputs).__name__} from validation_step of "
+                f"{type(pl_module).__name__}: expected the logits (B, classes); return them, or "
+                "leave the callback out"
+            )
+        if batch_idx == 0:
+            self._step = None
+        self.gather(trainer, pl_module, outputs.detach(), batch, batch_idx)
+
+    def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not _watched(trainer):
+            return
+        self.gathered(trainer, pl_module)
+        self._step = trainer.global_step - 1
+        if self.due(trainer):
+            self._show(trainer, pl_module)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._show(trainer, pl_module)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        if isinstance(exception, RunStopped):
+            self._show(trainer, pl_module)
+
+    def _show(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        if self._step is not None and trainer.is_global_zero:
+            self.show(trainer, module, self._step)
+        self._step = None
+
+
+class Samples(Shown):
+    """Images of the validation split with true class, predicted class and its probability.
+
+    Args:
+        count: images.
+        every_n_epochs: epochs between two pictures, tag ``samples``.
+    """
+
+    def __init__(self, *, count: int = 16, every_n_epochs: int = 5) -> None:
+        super().__init__(every_n_epochs=every_n_epochs)
+        check_count("count", count)
+        self.count = count
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
+        if i == 0:
+            self._seen = []
+        chosen = places(trainer, self.count, len(logits), i)
+        if trainer.is_global_zero and chosen:
+            images, labels = batch
+            self._seen.append((images[chosen], true_classes(labels)[chosen], logits[chosen]))
+
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        if not self._seen:
+            return
+        kept, labels, logits = (torch.cat(tensors) for tensors in zip(*self._seen, strict=True))
+        images, shares = pixels_of(trainer, kept).cpu(), logits.softmax(1).cpu()
+        names = class_names(trainer, shares.shape[1])
+        words = []
+        for label, found in zip(labels.tolist(), shares, strict=True):
+            guess = int(found.argmax())
+            told = f"said {names[guess]}: {float(found[guess]):.2f}"
+            words.append((Words(f"true {names[label]}"), Words(told, COLOURS[guess == label])))
+        add_image(trainer, "samples", captioned(images, words, columns=COLUMNS), step)
+
+
+class Reconstructions(Shown):
+    """What an i-RevNet gives back of images, the difference, and how large it is.
+
+    Each image stands above the inverse of its encoding and their absolute difference, which is
+    brightened until its largest value is white. The figure, also logged as scalar
+    ``reconstruction/error``, is the largest difference relative to the largest value of the images;
+    these are rounded to multiples of 2**-14 first, which mode ``exact`` gives back bit for bit. Of
+    networks that lose information nothing is shown, nor computed.
+
+    Where the end comes between two showings, it is that of the network as it then is: after a
+    signal a few steps further, and not averaged; otherwise averaged, if ``AveragedWeights`` comes
+    first among the callbacks.
+
+    Args:
+        count: images.
+        every_n_epochs: epochs between two pictures, tag ``reconstructions``.
+    """
+
+    def __init__(self, *, count: int = 8, every_n_epochs: int = 5) -> None:
+        super().__init__(every_n_epochs=every_n_epochs)
+        check_count("count", count)
+        self.count = count
+        self._seen: list[tuple[Tensor, Tensor | None]] = []
+
+    def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
+        if i == 0:
+            self._seen = []
+        network, chosen = module.model, places(trainer, self.count, len(logits), i)
+        invertible = isinstance(network, ImageNetwork) and network.invertible
+        if trainer.is_global_zero and chosen and invertible:
+            images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
+            # now: an average is in the network's place only as long as it is validated
+            back = given_back(trainer, network, images) if self.due(trainer) else None
+            self._seen.append((images, back))
+
+    def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
+        if not self._seen:
+            return
+        images = torch.cat([images for images, _ in self._seen])
+        found = [back for _, back in self._seen if back is not None]
+        if found:
+            back = torch.cat(found)
+        else:
+            back, step = given_back(trainer, module.model, images), trainer.global_step - 1
+        difference = (back - images).abs()
+        error = float(difference.max() / images.abs().max())
+        own = difference.flatten(1).amax(1) / images.abs().max()
+        brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
+        rows = (pixels_of(trainer, images), pixels_of(trainer, back), brightened.float())
+        words = [[Words(told)] for told in [*["image"] * len(images), *["inverse"] * len(images)]]
+        words += [[Words(f"error {value:.1g}")] for value in own.tolist()]
+        picture = captioned(torch.cat(rows), words, columns=len(images))
+        add_image(trainer, "reconstructions", picture, step)
+        for logger in trainer.loggers:
+            logger.log_metrics({"reconstruction/error": error}, step=step)
+
+
+def given_back(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
+    """The inverse of the encoding of images, in evaluation mode and in the run's precision."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        with torch.no_grad(), trainer.precision_plugin.val_step_context():
+            return network.inverse(network.encode(images)).to(images.dtype)
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _watched(trainer: pl.Trainer) -> bool:
+    """Whether this is a validation in the course of a training that leaves results."""
+    fitting = trainer.state.fn == TrainerFn.FITTING
+    return fitting and not trainer.sanity_checking and not trainer.fast_dev_run  # type: ignore[attr-defined]
+
+
+def places(trainer: pl.Trainer, count: int, images: int, batch: int) -> list[int]:
+    """Which of a batch's images are shown, so that ``count`` are spread over all batches."""
+    batches = trainer.num_val_batches[0]
+    share = min(images, int(count * (batch + 1) // batches - count * batch // batches))
+    return [images * j // share for j in range(share)]
+
+
+def pixels_of(trainer: pl.Trainer, images: Tensor) -> Tensor:
+    """Normalised images in [0, 1]: as they were, or stretched where the data module is unknown."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    if isinstance(data, ImageData):
+        return data.shown(images)
+    low, high = images.amin(), images.amax()
+    return (images.float() - low) / (high - low).clamp_min(1e-12)
+
+
+def class_names(trainer: pl.Trainer, count: int) -> list[str]:
+    """The data's class names, or numbers."""
+    data = trainer.datamodule  # type: ignore[attr-defined]
+    return data.classes if isinstance(data, ImageData) else [str(i) for i in range(count)]
+
+
+def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None:
+    """Hand a picture (3, H, W) to TensorBoard, where the run writes for it."""
+    for logger in trainer.loggers:
+        if isinstance(logger, TensorBoardLogger):
+            logger.experiment.add_image(tag, picture, step)

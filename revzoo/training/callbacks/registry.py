@@ -1,0 +1,185 @@
+"""The callbacks a run may ask for, by name: a table instead of import paths in configurations.
+
+Each entry takes the run's folder and the options of its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import LearningRateMonitor, TQDMProgressBar
+
+from revzoo._checks import check_count, check_names, check_number, keyword_names
+from revzoo.training.callbacks.batch_norm import BatchNormMomentum
+from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from revzoo.training.callbacks.compile import CompiledBranches
+from revzoo.training.callbacks.confusion import ConfusionMatrix
+from revzoo.training.callbacks.drift import DriftLogger
+from revzoo.training.callbacks.early_stopping import EarlyStopping
+from revzoo.training.callbacks.ema import AveragedWeights
+from revzoo.training.callbacks.epoch_log import EpochLog
+from revzoo.training.callbacks.finetune import Finetuning, Unfreeze
+from revzoo.training.callbacks.footprint import Footprint
+from revzoo.training.callbacks.pictures import Reconstructions, Samples
+from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
+
+CONFUSION_FILE = "confusion.csv"
+
+
+def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
+    """``checkpoints/best.ckpt``: the weights of the validation with the best ``monitor``."""
+    return BestCheckpoint(
+        dirpath=run_dir / CHECKPOINTS,
+        filename=BEST.removesuffix(".ckpt"),
+        monitor=monitor,
+        mode=mode,
+        auto_insert_metric_name=False,
+        enable_version_counter=False,  # a run has a folder of its own
+    )
+
+
+def last_checkpoint(run_dir: Path, *, minutes: float = 10.0) -> pl.Callback:
+    """``checkpoints/last.ckpt``: the state to go on from; a kill costs ``minutes`` at most."""
+    return LastCheckpoint(run_dir / CHECKPOINTS, minutes=minutes)
+
+
+def learning_rate(run_dir: Path) -> pl.Callback:
+    """The learning rate of every logged step."""
+    return LearningRateMonitor(logging_interval="step")
+
+
+def progress_bar(run_dir: Path, *, refresh_rate: int = 10) -> pl.Callback:
+    """A bar of tqdm: left to itself, Lightning changes its bar when rich happens to be there."""
+    return TQDMProgressBar(refresh_rate=refresh_rate)
+
+
+def footprint(run_dir: Path) -> pl.Callback:
+    """Peak memory and throughput."""
+    return Footprint()
+
+
+def epoch_log(run_dir: Path) -> pl.Callback:
+    """One log line per epoch."""
+    return EpochLog()
+
+
+def drift(run_dir: Path, *, every_n_steps: int = 100) -> pl.Callback:
+    """Relative error of reconstructed activations, per step of the model."""
+    return DriftLogger(every_n_steps=every_n_steps)
+
+
+def samples(run_dir: Path, *, count: int = 16, every_n_epochs: int = 5) -> pl.Callback:
+    """Validation images with true and predicted class, in TensorBoard."""
+    return Samples(count=count, every_n_epochs=every_n_epochs)
+
+
+def reconstructions(run_dir: Path, *, count: int = 8, every_n_epochs: int = 5) -> pl.Callback:
+    """What an i-RevNet gives back of validation images, in TensorBoard."""
+    return Reconstructions(count=count, every_n_epochs=every_n_epochs)
+
+
+def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
+    """The confusion matrix of the validation, in TensorBoard and as ``confusion.csv``."""
+    return ConfusionMatrix(run_dir / CONFUSION_FILE, every_n_epochs=every_n_epochs)
+
+
+def early_stopping(
+    run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
+) -> pl.Callback:
+    """Stop after ``patience`` validations without a better ``monitor``."""
+    check_count("callbacks.early_stopping.patience", patience)
+    return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
+
+
+def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callback:
+    """Validate, test and save an exponential moving average of the weights.
+
+    ``last.ckpt`` keeps both, to go on from.
+    """
+    check_number("callbacks.ema.decay", decay, high=1, open_high=True)
+    return AveragedWeights(decay=decay, warmup=warmup)
+
+
+def batch_norm(run_dir: Path, *, momentum: float | None = None, warmup: bool = True) -> pl.Callback:
+    """How fast running statistics follow; None for each BatchNorm's own momentum."""
+    if momentum is not None:
+        check_number("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
+    return BatchNormMomentum(momentum=momentum, warmup=warmup)
+
+
+def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
+    """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
+    return Finetuning(unfreeze=unfreeze)
+
+
+def compiled_branches(run_dir: Path, *, backend: str = "inductor") -> pl.Callback:
+    """Compile the residual functions for the time of training."""
+    return CompiledBranches(backend=backend)
+
+
+CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
+    builder.__name__: builder
+    for builder in (
+        best_checkpoint,
+        last_checkpoint,
+        learning_rate,
+        progress_bar,
+        footprint,
+        epoch_log,
+        drift,
+        ema,
+        samples,
+        reconstructions,
+        confusion,
+        early_stopping,
+        batch_norm,
+        finetuning,
+        compiled_branches,
+    )
+}
+
+
+def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
+    """Refuse a callback or an option that does not exist.
+
+    Raises:
+        ValueError: naming the nearest one that does.
+    """
+    check_names(specs, list(CALLBACKS), where="callbacks")
+    for name, options in specs.items():
+        if not isinstance(options, Mapping | None):
+            raise ValueError(
+                f"callbacks.{name}={options!r}: expected its options, {{}} for none of them, "
+                "or null for no such callback"
+            )
+        check_names(options or {}, keyword_names(CALLBACKS[name]), where=f"callbacks.{name}")
+
+
+def build_callbacks(
+    specs: Mapping[str, Mapping[str, Any] | None], *, run_dir: Path
+) -> list[pl.Callback]:
+    """The callbacks that ``specs`` names with their options; None switches one off.
+
+    Raises:
+        ValueError: for a name or option that does not exist, naming the nearest.
+    """
+    check_callbacks(specs)
+    # in the table's order: epoch_log tells what footprint has logged before it, and
+    # reconstructions look at the average that ema leaves at the end
+    given = {name: specs[name] for name in CALLBACKS if name in specs}
+    return [
+        CALLBACKS[name](run_dir, **options)
+        for name, options in given.items()
+        if options is not None
+    ]
+
+
+def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
+    """The best checkpoint of a trainer's run; None if none was kept."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, BestCheckpoint) and callback.best_model_path:
+            return Path(callback.best_model_path)
+    return None

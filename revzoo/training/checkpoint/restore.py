@@ -1,0 +1,118 @@
+"""A trained model back from a checkpoint or from weights, with its classes and normalisation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from revzoo.data.errors import DataError
+from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.models import ImageNetwork, create_model
+from revzoo.models.pretrained import SUFFIX
+from revzoo.models.registry import MODELS
+from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
+from revzoo.training.classifier import Classifier
+from revzoo.weights.entry import HUB
+from revzoo.weights.errors import EntryError
+from revzoo.weights.table import WeightsTable
+
+UNIT = 1  # largest value of a pixel in the numbers of an entry
+
+
+@dataclass(frozen=True)
+class Restored:
+    """A trained classifier and what its data were.
+
+    Attributes:
+        module: in evaluation mode, on the CPU.
+        classes: names, by label.
+        data_state: of the data module.
+        image_size: side in pixels; None in checkpoints that do not say.
+        in_chans: channels of the images.
+    """
+
+    module: Classifier
+    classes: list[str]
+    data_state: dict[str, Any]
+    image_size: int | None
+    in_chans: int
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What an entry of these weights would say of their data: of pixels in [0, 1]."""
+        kept = normalisation_for(self.data_state, UNIT)
+        facts = {name: tuple(values) for name, values in kept.items()}
+        return {**facts, "classes": tuple(self.classes), "crop_pct": crop_of(self.data_state)}
+
+
+def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
+    """A trained classifier, ready for evaluation, by what holds it.
+
+    Args:
+        source: a checkpoint that a run has written (``.ckpt``); a safetensors file, or a folder of
+            ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
+        table: where names of weights are looked up; None for the package's own.
+
+    Raises:
+        CheckpointError: the file is damaged, is not such a checkpoint, or has NaN or Inf.
+        WeightsError: there are no such weights, they are not valid, have NaN or Inf, or do not say
+            which classes and which normalisation they are for.
+    """
+    text, path = str(source), Path(source)
+    if (path / CHECKPOINTS).is_dir():
+        raise CheckpointError(
+            f"{path} is the folder of a run: give one of its checkpoints, such as "
+            f"{path / CHECKPOINTS / BEST}"
+        )
+    is_name = text.partition(".")[0] in MODELS or text.startswith(HUB)
+    if (path.suffix == SUFFIX and path.is_file()) or path.is_dir():
+        return _from_weights(source, table)
+    if is_name and not path.is_file():
+        return _from_weights(source, table)
+    return _from_checkpoint(path)
+
+
+def _from_checkpoint(path: Path) -> Restored:
+    state = read_checkpoint(path)
+    module = Classifier.from_state(state, str(path))
+    data = _data_state(state, path)
+    module.lay_out(channels_last=False)  # whatever that of the training was
+    network = module.model
+    assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
+    try:
+        check_state(data, num_classes=network.num_classes, in_chans=network.in_chans)
+    except DataError as error:
+        raise CheckpointError(f"{path} cannot be used: {error}") from None
+    return Restored(module.eval(), data["classes"], data, data.get("image_size"), network.in_chans)
+
+
+def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
+    model = create_model(source, pretrained=True, table=table)
+    entry = model.entry
+    assert entry is not None, "pretrained weights have one"
+    lacking = [name for name in ("classes", "mean", "std") if not getattr(entry, name)]
+    if entry.classes is None or entry.mean is None or entry.std is None:
+        raise EntryError(
+            f"the weights {source} do not say their {', '.join(lacking)}: add that to their entry "
+            "(NAME.json), or use the checkpoint they were made from"
+        )
+    normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
+    classes = list(entry.classes)
+    data = {"classes": classes, "pixel_max": UNIT, "normalisation": normalisation}
+    data |= {"image_size": entry.input_size[-1], "crop_pct": entry.crop_pct}
+    module = Classifier(model).eval()
+    return Restored(module, classes, data, entry.input_size[-1], entry.in_chans)
+
+
+def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
+    """What the data module has saved; Lightning files it under the name of its class."""
+    needed = {"classes", "normalisation"}
+    found = [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+    if len(found) != 1:
+        raise CheckpointError(
+            f"{path} does not say which classes and which normalisation it was trained with: "
+            "use a checkpoint of a run of revzoo-train"
+        )
+    return found[0]

@@ -1,0 +1,167 @@
+"""What else a run needs to go on exactly: random states, half-made averages, the last figures.
+
+Lightning restores weights, optimiser, schedule, callbacks and its counters; not the states of the
+random generators, nor the metrics of an epoch in progress. A run goes on exactly if it is as long
+as it was, and computed by as many processes; another one is refused.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.trainer.states import TrainerFn
+from torchmetrics import Metric
+
+from revzoo.training.checkpoint.files import CheckpointError
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {**random_states_of_cpu(), "cuda": cuda}
+
+
+def random_states_of_cpu() -> dict[str, Any]:
+    """Those of :func:`random_states` that every machine has."""
+    numpy: Any = np.random.get_state()
+    name, keys, position, has_gauss, cached = numpy
+    assert name == "MT19937", "NumPy's global generator is of this kind always"
+    version, internal, gauss = random.getstate()
+    return {
+        "torch": torch.get_rng_state(),
+        "numpy": [keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "python": [version, list(internal), gauss],
+    }
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Put :func:`random_states` back; those of devices that are not there are left out."""
+    torch.set_rng_state(states["torch"].cpu())
+    for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+    keys, position, has_gauss, cached = states["numpy"]
+    np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
+    version, internal, gauss = states["python"]
+    random.setstate((version, tuple(internal), gauss))
+
+
+class RunState(pl.Callback):
+    """Saves and restores random states (of each process), training metrics and figures.
+
+    Attributes:
+        figures: the figures that the run had when it was saved; empty in a run from the start.
+    """
+
+    def __init__(self) -> None:
+        self.figures: dict[str, float] = {}
+        self._trainer: pl.Trainer | None = None
+        self._module: pl.LightningModule | None = None
+        self._loaded: dict[str, Any] | None = None
+        self._planned_steps: float | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._trainer, self._module = trainer, pl_module
+        # where max_steps is given, Lightning 2.6 would go on from the end of an epoch by ending it
+        # again: its number is counted twice, and all later epochs draw other images
+        assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
+        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+
+    def state_dict(self) -> dict[str, Any]:
+        assert self._trainer is not None, "setup() comes first"
+        figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
+        return {
+            "random": _of_all_processes(random_states()),
+            "metrics": {name: _state(metric) for name, metric in self._half_made().items()},
+            "figures": {**self.figures, **figures},
+            "planned_steps": self._planned_steps,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take a saved state; what is put back is put back when the training starts.
+
+        Raises:
+            CheckpointError: if it is of a run by another number of processes, or of another number
+                of steps where the learning rates depend on it.
+        """
+        assert self._trainer is not None, "setup() comes first"
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            self._check_same_length(state_dict)
+        self._loaded = state_dict
+        self.figures = dict(state_dict["figures"])
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._planned_steps = self._plan()
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore late: what sets the run up may draw, too."""
+        if self._loaded is None:
+            return
+        state, self._loaded = self._loaded, None
+        if trainer.is_global_zero:  # the saved states are the sums over all processes
+            for name, metric in self._metrics().items():
+                _set_state(metric, state["metrics"].get(name, {}))
+        set_random_states(state["random"][trainer.global_rank])
+
+    def _check_same_length(self, saved: Mapping[str, Any]) -> None:
+        assert self._trainer is not None, "setup() comes first"
+        path, before, now = self._trainer.ckpt_path, len(saved["random"]), _process_count()
+        if before != now:
+            raise CheckpointError(
+                f"{path} is of a run with devices * num_nodes = {before}, this run has {now}: give "
+                "as many, as each process goes on with its own images and random numbers"
+            )
+        planned, steps = saved.get("planned_steps"), self._plan()
+        if planned is not None and steps is not None and planned != steps:
+            raise CheckpointError(
+                f"{path} is of a run of {planned} optimiser steps, this run has {steps}, and the "
+                "learning rates are laid out over all of them: give as many epochs, steps, images, "
+                "and images in a batch, or begin a new run"
+            )
+
+    def _plan(self) -> float | None:
+        """How many optimiser steps the run has, if that matters to the module."""
+        assert self._module is not None, "setup() comes first"
+        steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
+        return steps
+
+    def _half_made(self) -> dict[str, Metric]:
+        """The training metrics, unless the epoch has ended: the next one begins with none."""
+        assert self._trainer is not None, "setup() comes first"
+        epochs: Any = self._trainer.fit_loop.epoch_progress.current
+        return self._metrics() if epochs.processed == epochs.completed else {}
+
+    def _metrics(self) -> dict[str, Metric]:
+        """The metrics of the training steps, by their path in the module."""
+        assert self._module is not None, "setup() comes first"
+        found: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
+        return found
+
+
+def _process_count() -> int:
+    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_world_size() if initialized else 1
+
+
+def _of_all_processes(state: dict[str, Any]) -> list[dict[str, Any]]:
+    states: list[Any] = [state] * _process_count()
+    if len(states) > 1:
+        torch.distributed.all_gather_object(states, state)
+    return states
+
+
+def _state(metric: Metric) -> dict[str, Any]:
+    with metric.sync_context():
+        state: dict[str, Any] = metric.metric_state
+        values = {name: value.detach().clone().cpu() for name, value in state.items()}
+    return {"updates": metric.update_count, "values": values}
+
+
+def _set_state(metric: Metric, state: Mapping[str, Any]) -> None:
+    for name, value in state.get("values", {}).items():
+        setattr(metric, name, value.to(metric.device))
+    metric._update_count = state.get("updates", 0)

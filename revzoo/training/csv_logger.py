@@ -1,0 +1,88 @@
+"""A run's figures as ``metrics.csv``: a row for each time something was logged.
+
+Why not Lightning's ``CSVLogger``: it deletes the figures of the run that it is to continue.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import Logger
+from pytorch_lightning.utilities import rank_zero_only
+
+from revzoo._files import replacing
+
+
+class MetricsCSV(Logger):
+    """Writes ``path``; columns are ``step`` and the names of the figures, in order of appearance.
+
+    Args:
+        path: the file.
+        first_step: for a run that goes on: rows of this step and later ones, which will be logged
+            again, are removed. None for a run from the start, whose file begins empty.
+    """
+
+    def __init__(self, path: Path, *, first_step: int | None = None) -> None:
+        super().__init__()
+        self.path = path
+        self._first_step = first_step
+        self._columns: list[str] | None = None  # None before the file has been looked at
+        self._rows: list[dict[str, Any]] = []
+
+    @property
+    def name(self) -> str:
+        return "csv"
+
+    @property
+    def version(self) -> str:
+        return ""
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: they are in ``config.yaml``."""
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._rows.append({"step": step, **{k: float(v) for k, v in metrics.items()}})
+
+    @rank_zero_only
+    def save(self) -> None:
+        if not self._rows:
+            return
+        if self._columns is None:
+            self._begin()
+        assert self._columns is not None
+        new = [name for row in self._rows for name in row if name not in self._columns]
+        if new:
+            self._write([*self._columns, *dict.fromkeys(new)], self._read())
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, self._columns).writerows(self._rows)
+        self._rows = []
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    def _begin(self) -> None:
+        kept = []
+        if self._first_step is not None and self.path.exists():
+            kept = [row for row in self._read() if int(row["step"]) < self._first_step]
+        columns = ["step", *dict.fromkeys(name for row in kept for name in row if name != "step")]
+        self._write(columns, kept)
+
+    def _read(self) -> list[dict[str, str]]:
+        with self.path.open(newline="") as file:
+            rows = list(csv.DictReader(file))
+        # a kill may have cut the last row short
+        return [row for row in rows if None not in row.values() and row["step"].isdigit()]
+
+    def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+            writer = csv.DictWriter(file, columns)
+            writer.writeheader()
+            writer.writerows(rows)
+        self._columns = columns

@@ -1,0 +1,180 @@
+"""Optimisers: SGD as RevNet and its peers are trained with it, and Muon for short runs.
+
+Weight decay acts on the weights of convolutions and linear layers only:
+norms and biases are scale and offset, and decaying them changes the function instead of
+regularising it. Torch decays every parameter of a group, so the parameters are divided into two
+groups here, by the type of the module that owns them, not by their name or shape. Recipes that
+decay everything say so (``decay_all``).
+
+For fine-tuning, rates may fall from the classifier to the stem, by a factor ``layer_decay`` for
+each part of the network (layer-wise decay: Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
+
+Defaults: momentum 0.9 and weight decay 2e-4 of Gomez et al. 2017 (arXiv 1707.04585).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from revzoo._checks import build_dataclass, check_number, did_you_mean
+from revzoo.models.parts import parts
+from revzoo.training.optim.muon import Muon
+from revzoo.training.optim.schedules import make_schedule
+
+Group = dict[str, Any]
+DECAYED = (_ConvNd, nn.Linear)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimSpec:
+    """How a model is optimised: the rate, the decay, the loss's smoothing and the schedule.
+
+    Attributes:
+        name: ``sgd`` or ``muon`` (see :mod:`revzoo.training.optim.muon`).
+        lr: the peak learning rate; with Muon, of the weights that it makes orthogonal.
+        sgd_lr: with Muon, the peak rate of all other parameters.
+        momentum: in [0, 1).
+        nesterov: look ahead; needs momentum above 0. Muon always does.
+        weight_decay: of convolution and linear weights; with Muon decoupled (``lr * weight_decay``
+            a step) and of the weights that it makes orthogonal alone.
+        decay_all: also of norms and biases, as ``SGD(model.parameters())`` does; not with Muon.
+        label_smoothing: in [0, 1), of the training loss.
+        layer_decay: in (0, 1]; rates of the last stage are multiplied by it once, those of the
+            stage before it twice, and so on to the stem.
+        schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
+    """
+
+    name: str = "sgd"
+    lr: float = 0.1
+    sgd_lr: float | None = None
+    momentum: float = 0.9
+    nesterov: bool = True
+    weight_decay: float = 2e-4
+    decay_all: bool = False
+    label_smoothing: float = 0.0
+    layer_decay: float = 1.0
+    schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
+
+    def __post_init__(self) -> None:
+        if self.name not in BUILDERS:
+            raise ValueError(
+                f"optim.name={self.name!r}: expected one of {', '.join(BUILDERS)}"
+                + did_you_mean(str(self.name), BUILDERS)
+            )
+        if (self.sgd_lr is not None) != (self.name == "muon"):
+            raise ValueError(
+                f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
+                "muon, for the parameters that are no hidden weights, and null with sgd"
+            )
+        if not isinstance(self.decay_all, bool) or (self.decay_all and self.name == "muon"):
+            raise ValueError(
+                f"optim.decay_all={self.decay_all!r} with optim.name={self.name}: expected true or "
+                "false with sgd, and false with muon, which decays what it makes orthogonal"
+            )
+        if self.sgd_lr is not None:
+            check_number("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
+        check_number("optim.lr", self.lr, open_low=True, open_high=True)
+        check_number("optim.momentum", self.momentum, high=1, open_high=True)
+        check_number("optim.weight_decay", self.weight_decay, open_high=True)
+        check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
+        check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
+        if self.nesterov and not self.momentum:
+            raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
+        make_schedule(self.schedule)
+
+    @classmethod
+    def of(cls, spec: OptimSpec | Mapping[str, Any] | None) -> OptimSpec:
+        """The spec itself, or one built from a plain mapping (None: the defaults).
+
+        Raises:
+            ValueError: for an unknown key or a value out of range.
+        """
+        if isinstance(spec, OptimSpec):
+            return spec
+        return build_dataclass(cls, spec or {}, where="optim")
+
+    def plain(self) -> dict[str, Any]:
+        """As plain containers, which a checkpoint can hold and ``weights_only`` can load."""
+        return {**asdict(self), "schedule": dict(self.schedule)}
+
+
+def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """The trainable parameters: weights of convolutions and linear layers, and the others.
+
+    A parameter shared by several modules is a weight if one of them is a convolution or linear.
+    """
+    decayed = {
+        id(module.weight)
+        for module in model.modules()
+        if isinstance(module, DECAYED) and module.weight.requires_grad
+    }
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    weights = [p for p in trainable if id(p) in decayed]
+    return weights, [p for p in trainable if id(p) not in decayed]
+
+
+def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
+    """The optimiser that ``spec.name`` names, over the trainable parameters.
+
+    Raises:
+        ValueError: no parameter of the model is trainable, or ``spec.layer_decay`` is below 1 and
+            the model is none of the zoo.
+    """
+    divide, optimizer = BUILDERS[spec.name]
+    groups = divide(*divided(model), spec)
+    if spec.layer_decay < 1:
+        groups = by_depth(model, groups, spec.layer_decay)
+    groups = [group for group in groups if group["params"]]
+    if not groups:
+        raise ValueError("no parameter of the model requires a gradient: nothing to train")
+    return optimizer(groups)
+
+
+def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
+    """Each of ``groups`` divided by the model's parts, rates times ``decay ** depth``.
+
+    The depth of the classifier is 0, that of the last stage 1.
+    """
+    found = []
+    for depth, part in enumerate(reversed(parts(model))):
+        own = {id(p) for p in part.parameters()}
+        for i, group in enumerate(groups, start=1):
+            params = [p for p in group["params"] if id(p) in own]
+            rate = group["lr"] * decay**depth
+            found.append({**group, "params": params, "lr": rate, "name": f"{part.name}/pg{i}"})
+    return found
+
+
+def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
+    shared = {"lr": spec.lr, "momentum": spec.momentum, "nesterov": spec.nesterov}
+    return [
+        {"params": weights, "weight_decay": spec.weight_decay, **shared},
+        {"params": others, "weight_decay": spec.weight_decay * spec.decay_all, **shared},
+    ]
+
+
+def _muon(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
+    hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
+    orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
+    return [
+        {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
+        {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
+    ]
+
+
+BUILDERS: dict[str, tuple[Callable[..., list[Group]], Callable[[list[Group]], Optimizer]]] = {
+    "sgd": (_sgd, SGD),
+    "muon": (_muon, Muon),
+}
+
+
+def build_schedule(optimizer: Optimizer, spec: OptimSpec, *, total_steps: int) -> LRScheduler:
+    """The spec's schedule for a run of ``total_steps`` optimiser steps."""
+    return make_schedule(spec.schedule).build(optimizer, total_steps)

@@ -1,0 +1,157 @@
+"""Learning-rate schedules as small value objects that build torch's own schedulers.
+
+Torch counts in steps, a recipe in parts of a run: each object here holds fractions of the run and
+builds the torch scheduler once the number of optimiser steps is known. All of them are stepped
+after every optimiser step, not every epoch, so that a recipe means the same at any data set size.
+
+* ``step``: divide at fixed parts of the run. RevNet (Gomez et al. 2017, arXiv 1707.04585) divides
+  by 10 at 40k and 60k of 80k steps, that is at 1/2 and 3/4.
+* ``onecycle``: rise, then anneal (Smith and Topin 2017, arXiv 1708.07120).
+* ``cosine``: linear warm-up, then half a cosine (Loshchilov and Hutter 2017, arXiv 1608.03983).
+* ``constant``: for debugging.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import (
+    ConstantLR,
+    LambdaLR,
+    LRScheduler,
+    MultiStepLR,
+    OneCycleLR,
+)
+
+from revzoo._checks import build_dataclass, check_number, did_you_mean
+
+
+class Schedule(Protocol):
+    """What a recipe says about the learning rate, independent of the length of the run."""
+
+    name: ClassVar[str]
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        """Torch's scheduler for a run of ``total_steps`` optimiser steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepSchedule:
+    """Multiply the rate by ``gamma`` at each of ``milestones`` (fractions of the run)."""
+
+    milestones: Sequence[float] = (0.5, 0.75)
+    gamma: float = 0.1
+    name: ClassVar[str] = "step"
+
+    def __post_init__(self) -> None:
+        for milestone in self.milestones:
+            check_number("schedule.milestones", milestone, low=0, high=1, open_low=True)
+        if list(self.milestones) != sorted(set(self.milestones)):
+            raise ValueError(
+                f"schedule.milestones={list(self.milestones)}: expected fractions of the run in "
+                "rising order, such as [0.5, 0.75]"
+            )
+        check_number("schedule.gamma", self.gamma, low=0, high=1, open_low=True)
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        steps = [max(1, round(milestone * total_steps)) for milestone in self.milestones]
+        return MultiStepLR(optimizer, milestones=steps, gamma=self.gamma)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneCycleSchedule:
+    """Rise from ``lr * start`` to ``lr`` over the part ``warmup`` of the run, then anneal."""
+
+    warmup: float = 0.25
+    start: float = 0.04
+    end: float = 1e-5
+    anneal: str = "cos"
+    name: ClassVar[str] = "onecycle"
+
+    def __post_init__(self) -> None:
+        check_number("schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True)
+        check_number("schedule.start", self.start, low=0, high=1, open_low=True)
+        check_number("schedule.end", self.end, low=0, high=1, open_low=True)
+        if self.anneal not in ("cos", "linear"):
+            raise ValueError(
+                f"schedule.anneal={self.anneal!r}: expected cos or linear"
+                + did_you_mean(str(self.anneal), ("cos", "linear"))
+            )
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # torch divides by warmup * total_steps - 1: a rise of a single step is left out
+        rises = self.warmup * total_steps > 1
+        return OneCycleLR(
+            optimizer,
+            max_lr=[group["lr"] for group in optimizer.param_groups],
+            total_steps=total_steps,
+            pct_start=self.warmup if rises else 0.0,
+            div_factor=1 / self.start,
+            final_div_factor=self.start / self.end,
+            anneal_strategy=self.anneal,  # type: ignore[arg-type]  # checked in __post_init__
+            cycle_momentum=False,  # the recipe's momentum is meant as written
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CosineSchedule:
+    """Linear rise over the part ``warmup`` of the run, then half a cosine down to ``lr * end``."""
+
+    warmup: float = 0.05
+    end: float = 0.0
+    name: ClassVar[str] = "cosine"
+
+    def __post_init__(self) -> None:
+        check_number("schedule.warmup", self.warmup, low=0, high=1, open_high=True)
+        check_number("schedule.end", self.end, low=0, high=1)
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        rise = round(self.warmup * total_steps)
+        fall = max(1, total_steps - rise)
+
+        def factor(step: int) -> float:
+            if step < rise:
+                return (step + 1) / (rise + 1)
+            cosine = math.cos(math.pi * min(1.0, (step - rise) / fall))
+            return self.end + (1 - self.end) * (1 + cosine) / 2
+
+        # not CosineAnnealingLR, whose floor is one rate for all groups
+        return LambdaLR(optimizer, factor)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConstantSchedule:
+    """Leave the learning rate as it is."""
+
+    name: ClassVar[str] = "constant"
+
+    def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        return ConstantLR(optimizer, factor=1.0, total_iters=0)
+
+
+SCHEDULES: dict[str, type[Any]] = {
+    kind.name: kind for kind in (StepSchedule, OneCycleSchedule, CosineSchedule, ConstantSchedule)
+}
+
+
+def make_schedule(spec: Mapping[str, Any]) -> Schedule:
+    """The schedule that ``{"name": ..., **options}`` describes.
+
+    Raises:
+        ValueError: for an unknown name or option, naming the nearest valid one.
+    """
+    if not isinstance(spec, Mapping):
+        raise ValueError(f'schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}')
+    options = dict(spec)
+    name = options.pop("name", None)
+    if name not in SCHEDULES:
+        raise ValueError(
+            f"schedule.name={name!r}: expected one of {', '.join(sorted(SCHEDULES))}"
+            + did_you_mean(str(name), SCHEDULES)
+        )
+    schedule: Schedule = build_dataclass(SCHEDULES[name], options, where="schedule")
+    return schedule

@@ -1,0 +1,288 @@
+"""The largest batch that fits into memory, by Lightning's ``BatchSizeFinder`` on a copy.
+
+Lightning tries larger and larger batches until memory runs out. On a GPU that is an error, which
+says where to stop. On the CPU nothing is raised: the system would start to swap, or end the process
+or another one. So there the search has an end before it begins:
+
+1. A first trial, of two images, loads what is loaded on first use. The activations of one image
+   are counted in each memory mode (:func:`bytes_per_image`); with gradients, momentum and the
+   optimiser's own copies that gives the largest batch for the memory that is free, or allowed.
+2. Lightning's finder goes from an eighth of that batch up to it, no further, and trains each size
+   on its way for real. Before each, the growth of the process in the last one is extrapolated,
+   and after each it is measured; beyond the limit the error of torch's allocator is raised, which
+   Lightning knows.
+3. The size found is trained for two steps once more, as the finder returns its upper end untried,
+   and is lowered until the process stays within the limit.
+
+Between two trials the process gives back what glibc's heap only keeps: 64 images of revnet38 in
+``invert`` started 72 MB up after smaller ones, and 6 MB up so. What the heap loses to gaps within
+a trial counts, as the run that follows loses it too: the same 64 images took 169 MB, of which 38
+are activations (58 MB where ``MALLOC_MMAP_THRESHOLD_=65536`` leaves no gaps, at twice the time
+of a step; 32x32 pixels, glibc 2.36).
+
+Known limits: what other processes take in the meantime is not foreseen; gaps of the heap differ
+from one trial to the next, which makes small limits (some 100 MiB) err to the safe side.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from pytorch_lightning.tuner.tuning import Tuner
+
+from revzoo.data import ImageData
+from revzoo.training.callbacks.footprint import peak_bytes
+from revzoo.training.classifier import Classifier
+from revzoo.training.tuning.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
+from revzoo.training.tuning.out_of_memory import MODES, bytes_per_image, is_out_of_memory, memory_of
+from revzoo.training.tuning.trial import Trial, data_copy, random_states_kept, trial_trainer
+
+log = logging.getLogger(__name__)
+
+SHARE = 0.8  # of the free memory; the rest is for kernels' workspaces and the allocator's gaps
+STEPS = 2  # a trial's: gradients and momentum exist in the second
+SMALLEST = 2
+FIRST = 8  # the search begins at this part of the largest batch that may fit
+SUCCESSES = 6  # at most, on the CPU: a search to the last image is not worth its time
+FIXED_COPIES = 3  # of the parameters: gradients, momentum, what the optimiser makes for a step
+FILE = "batch_size_finder.json"
+
+
+@dataclass(frozen=True)
+class BatchSize:
+    """What the search has found.
+
+    Attributes:
+        batch_size: images per step.
+        limited_by: ``memory``, ``max_size`` or ``training images``.
+        room: bytes that a step could take; None on a GPU without ``max_bytes``.
+        taken: bytes by which the process grew in the trials (on a GPU: the peak of its tensors);
+            None where the system does not say, or it did not grow.
+        per_image: bytes of activations of each image in each memory mode, counted in float32.
+        largest: images that fit into ``room`` in each memory mode, by that count.
+    """
+
+    batch_size: int
+    limited_by: str
+    room: int | None
+    taken: int | None
+    per_image: dict[str, float] = field(default_factory=dict)
+    largest: dict[str, int] = field(default_factory=dict)
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``batch_size_finder.json``."""
+        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        return [folder / FILE]
+
+
+class NoRoomError(ValueError):
+    """There is no memory for even a small batch, or no telling how much there is."""
+
+
+def find_batch_size(
+    module: Classifier,
+    data: ImageData,
+    *,
+    max_bytes: float | None = None,
+    max_size: int = 8192,
+    trainer: Mapping[str, Any] | None = None,
+) -> BatchSize:
+    """Search for the largest batch of training; nothing that is given is changed.
+
+    Args:
+        module: a copy is trained.
+        data: set up.
+        max_bytes: memory that the process (on a GPU: its tensors) may take in all; None for four
+            fifths of what is free on the CPU, and all of a GPU.
+        max_size: images.
+        trainer: options of the run's trainer, such as its precision.
+
+    Raises:
+        NoRoomError: not even two images fit, or the system does not say what is free.
+    """
+    options = {"accelerator": "auto", **(trainer or {})}
+    search = _Search(module, data, options, max_bytes=max_bytes)
+    with random_states_kept():  # models are built to be counted
+        per_image = counted(module, data, options) if search.device.type == "cpu" else {}
+    largest = {name: search.images_in_room(each) for name, each in per_image.items()}
+    bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
+    bounds["training images"] = data.train_count
+    limited_by = min(bounds, key=lambda name: bounds[name])
+    if bounds[limited_by] < SMALLEST:
+        raise NoRoomError(
+            f"a batch of {SMALLEST} images does not fit ({limited_by}: {bounds[limited_by]}); "
+            f"free memory, raise tuner.max_bytes ({max_bytes}) or choose a smaller model"
+        )
+    size = search.run(bounds[limited_by])
+    by = limited_by if size == bounds[limited_by] else "memory"
+    return BatchSize(size, by, search.room, search.taken(), per_image, largest)
+
+
+def room_on(device: torch.device, max_bytes: float | None) -> int | None:
+    """Bytes that a step may take beyond what is taken now; None for what the device can give."""
+    if device.type != "cpu":
+        return None if max_bytes is None else int(max_bytes)
+    resident, free = resident_bytes(), free_bytes(device)
+    if max_bytes is not None and resident is not None:
+        return max(0, int(max_bytes) - resident)
+    if free is None or resident is None:
+        raise NoRoomError(
+            "this system does not say how much memory is free, and does not raise an error when "
+            "there is none: on the CPU, batch sizes are searched on Linux alone"
+        )
+    return int(SHARE * free)
+
+
+def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> dict[str, float]:
+    """Bytes of activations of each image, in each memory mode that the model has.
+
+    Counted in float32, which is the most that autocast to a narrower type takes.
+    """
+    wide = 2 if options.get("precision") == "64-true" else 1
+    found = {}
+    for mode in MODES:
+        spec = {**dict(module.hparams["model"]), "memory": mode}
+        each = bytes_per_image(spec, data.image_size)
+        if each is not None:
+            found[mode] = wide * each
+    return found
+
+
+class _Search:
+    """Trials of growing batches on one device, within ``room`` bytes.
+
+    Raises:
+        NoRoomError: not even two images can be trained.
+    """
+
+    def __init__(
+        self,
+        module: Classifier,
+        data: ImageData,
+        options: Mapping[str, Any],
+        *,
+        max_bytes: float | None,
+    ) -> None:
+        self.module, self.data, self.options = module, data, options
+        self.room: int | None = None
+        with trial_trainer(options, max_steps=STEPS) as runner:
+            self.device = runner.strategy.root_device
+        self._before, self._tried, self._measures = 0, 0, False
+        if not self._trains(SMALLEST):
+            raise NoRoomError("not even a batch of two images fits into memory: free some")
+        give_back()
+        self.room = room_on(self.device, max_bytes)
+        self._before, self._tried = resident_bytes() or 0, 0
+        self._fixed = FIXED_COPIES * sum(p.nbytes for p in module.parameters())
+
+    def images_in_room(self, per_image: float) -> int:
+        """How many images fit, by the count of one."""
+        assert self.room is not None
+        return int(max(0, self.room - self._fixed) // per_image)
+
+    def run(self, largest: int) -> int:
+        """The largest batch up to ``largest`` that could be trained."""
+        size = max(SMALLEST, largest // FIRST)
+        with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
+            data = self._data(size)
+            found = Tuner(runner).scale_batch_size(
+                _Guarded(self.module, self),
+                datamodule=data,
+                mode="binsearch",
+                steps_per_trial=STEPS,
+                init_val=size,
+                max_trials=SUCCESSES if self.device.type == "cpu" else 25,
+                margin=0.0,
+                max_val=largest,
+            )
+        assert found is not None, "no fast_dev_run"
+        while found > SMALLEST and not self._trains(found):
+            found = max(SMALLEST, int(0.9 * found))
+        return found
+
+    def taken(self) -> int | None:
+        """Bytes by which the process has grown at its peak; see :class:`BatchSize`."""
+        peak = peak_bytes(self.device)
+        if peak is None or self.device.type == "cuda":
+            return peak
+        return max(0, peak - self._before) if self._measures else None
+
+    def begin(self, batch_size: int) -> None:
+        """Before a batch is trained: extrapolate what the last one took.
+
+        Raises:
+            RuntimeError: as of torch's allocator, if that is beyond the room.
+        """
+        if self._tried and batch_size > self._tried:
+            # never too low: activations grow as the batch does, the rest not at all
+            self._refuse(batch_size, (self.taken() or 0) * batch_size / self._tried)
+        give_back()
+        self._tried, self._measures = batch_size, reset_peak()
+
+    def end(self) -> None:
+        """After it was trained: look at what it took.
+
+        Raises:
+            RuntimeError: as above.
+        """
+        self._refuse(self._tried, self.taken() or 0)
+
+    def _refuse(self, batch_size: int, needed: float) -> None:
+        if self.device.type == "cpu" and self.room is not None and needed > self.room:
+            raise RuntimeError(
+                f"DefaultCPUAllocator: can't allocate memory: {batch_size} images take about "
+                f"{needed:.0f} bytes of {self.room}"
+            )
+
+    def _trains(self, size: int) -> bool:
+        """Whether a batch can be trained within the room; tried with a copy of its own."""
+        with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
+            try:
+                runner.fit(_Guarded(self.module, self), datamodule=self._data(size))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return False
+        return True
+
+    def _data(self, size: int) -> ImageData:
+        data = data_copy(self.data)
+        data.batch_size = size
+        return data
+
+    @contextmanager
+    def _limited(self) -> Iterator[None]:
+        """On a GPU, let torch's allocator refuse what is beyond the room."""
+        if self.device.type != "cuda" or self.room is None:
+            yield
+            return
+        whole = torch.cuda.get_device_properties(self.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, self.room / whole), self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+
+class _Guarded(Trial):
+    """A trial that asks the search before and after each batch size."""
+
+    def __init__(self, original: Classifier, search: _Search) -> None:
+        super().__init__(original)
+        self._search = search
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        self._search.begin(data.batch_size)
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self._search.end()

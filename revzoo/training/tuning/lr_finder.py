@@ -1,0 +1,195 @@
+"""The learning-rate range test: train some steps while the rate rises; where does the loss fall?
+
+Leslie Smith 2017, arXiv 1506.01186, section 3.3. The sweep is that of Lightning's ``Tuner``, on a
+copy of the module (see :mod:`revzoo.training.tuning.trial`). What is added to it:
+
+1. Lightning gives every group of parameters the same rate. Here each has the one that it would
+   have with ``optim.lr`` at the sweep's rate: with ``layer_decay`` its own share of it, with Muon
+   ``sgd_lr`` where that applies.
+2. The sweep also ends where a loss is not finite, or where activations cannot be recomputed any
+   more (``DriftError``, ``RangeError``): the run has diverged.
+3. Lightning's running mean of the losses starts at half of the first one, as its correction counts
+   one step too many; here it starts at the first one.
+4. The rate suggested is that at which the loss falls fastest by the *logarithm* of the rate, as the
+   sweep is exponential. By the rate itself, Lightning's choice, the smallest rates win by noise:
+   1e-4 on the digits, where this gives 0.10 (and the recipe has 0.2 as its peak).
+"""
+
+from __future__ import annotations
+
+import csv
+import logging
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.tuner.tuning import Tuner
+from torch import Tensor
+from torch.optim import Optimizer
+
+from revzoo._checks import check_number
+from revzoo.core.guard import DriftError, RangeError
+from revzoo.training.classifier import Classifier
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
+from revzoo.training.tuning.trial import Trial, data_copy, trial_trainer
+
+log = logging.getLogger(__name__)
+
+BETA = 0.98  # of Lightning's running mean
+SKIPPED = 10  # steps at the start that say little, as in Lightning's suggestion
+LEAST_STEPS = SKIPPED + 5
+CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
+
+
+@dataclass(frozen=True)
+class LRCurve:
+    """What a sweep has found.
+
+    Attributes:
+        rates: of each step, rising.
+        losses: the running mean of the training loss at each of them.
+    """
+
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def suggestion(self) -> float | None:
+        """The rate at which the loss falls fastest; None where it does not fall."""
+        rates, losses = self.rates[SKIPPED:-1], self.losses[SKIPPED:-1]
+        if len(rates) < 2:
+            return None
+        slopes = torch.gradient(
+            torch.tensor(losses, dtype=torch.float64),
+            spacing=(torch.tensor(rates, dtype=torch.float64).log(),),
+        )[0]
+        steepest = int(slopes.argmin())
+        return rates[steepest] if slopes[steepest] < 0 else None
+
+    def write(self, folder: Path) -> list[Path]:
+        """Write ``lr_finder.csv`` and, where matplotlib is installed, ``lr_finder.png``."""
+        table = folder / CURVE_FILE
+        with table.open("w", newline="") as file:
+            csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            return [table]
+        axes = (figure := Figure(figsize=(6, 4), layout="constrained")).subplots()
+        axes.semilogx(self.rates, self.losses)
+        if self.suggestion is not None:
+            axes.axvline(self.suggestion, linestyle=":", label=f"suggested: {self.suggestion:.2g}")
+            axes.legend()
+        axes.set(xlabel="learning rate", ylabel="training loss, running mean")
+        figure.savefig(folder / PICTURE_FILE)
+        return [table, folder / PICTURE_FILE]
+
+
+def find_lr(
+    module: Classifier,
+    data: pl.LightningDataModule,
+    *,
+    min_lr: float = 1e-5,
+    max_lr: float = 10.0,
+    steps: int = 100,
+    trainer: Mapping[str, Any] | None = None,
+) -> LRCurve:
+    """Sweep ``optim.lr`` from ``min_lr`` to ``max_lr``; nothing that is given is changed.
+
+    Args:
+        module: with its recipe; a copy is trained.
+        data: set up.
+        min_lr: rate of the first step.
+        max_lr: rate of the last step; the sweep may end before.
+        steps: optimiser steps, at least 15.
+        trainer: options of the run's trainer, such as its precision.
+
+    Raises:
+        ValueError: an argument is out of range, or no parameter that is trained follows the rate.
+    """
+    check_sweep(min_lr=min_lr, max_lr=max_lr, steps=steps)
+    _check_moves(module, min_lr, max_lr)
+    sweep = _Sweep(module)
+    with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
+        found = Tuner(runner).lr_find(
+            sweep,
+            datamodule=data_copy(data),
+            min_lr=min_lr,
+            max_lr=max_lr,
+            num_training=steps,
+            update_attr=False,
+        )
+    assert found is not None, "no fast_dev_run"
+    return _curve(found.results["lr"], found.results["loss"])
+
+
+def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> None:
+    """Refuse a sweep that cannot be made.
+
+    Raises:
+        ValueError: with what is expected.
+    """
+    check_number("min_lr", min_lr, open_low=True, open_high=True)
+    check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
+    if not isinstance(steps, int) or steps < LEAST_STEPS:
+        raise ValueError(f"steps={steps!r}: expected a whole number >= {LEAST_STEPS}")
+
+
+def _check_moves(module: Classifier, *rates: float) -> None:
+    """Refuse a module whose parameters have the same rates, whatever ``optim.lr`` is."""
+    spec = module.optim
+    if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
+        raise ValueError(
+            f"optim.lr is the rate of no parameter that is trained: with optim.name={spec.name} "
+            f"and what is frozen, all have optim.sgd_lr={spec.sgd_lr}. Choose that by hand, search "
+            "with SGD (optim=onecycle), or train more from the start on "
+            "(callbacks.finetuning.unfreeze=[0])"
+        )
+
+
+def _curve(rates: list[float], means: list[float]) -> LRCurve:
+    """The sweep as far as losses are finite, the running means put right (3)."""
+    losses = [mean * (1 - BETA ** (n + 1)) / (1 - BETA**n) for n, mean in enumerate(means, start=1)]
+    finite = [math.isfinite(loss) for loss in losses]
+    count = finite.index(False) if False in finite else len(losses)
+    return LRCurve(tuple(rates[:count]), tuple(losses[:count]))
+
+
+class _Sweep(Trial):
+    """A classifier whose groups of parameters follow the sweep, each in its own way."""
+
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        # Lightning's bar would be drawn into log files
+        self.trainer.callbacks[0].progress_bar_refresh_rate = 0  # type: ignore[attr-defined]
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass, or the end of the sweep if there is none."""
+        reason = None
+        if not torch.isfinite(loss.detach()):
+            reason = "the loss is not finite"
+        else:
+            try:
+                super().backward(loss, *args, **kwargs)
+            except (DriftError, RangeError) as error:
+                reason = type(error).__name__
+        if reason is not None:
+            self.zero_grad(set_to_none=True)
+            self.trainer.should_stop = True
+            log.info("the sweep ends at step %d: %s", self.trainer.global_step, reason)
+
+    def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
+        lr = optimizer.param_groups[0]["lr"]  # Lightning's schedule gives all of them the same
+        for group, rate in zip(
+            optimizer.param_groups, rates_at(self, replace(self.optim, lr=lr)), strict=True
+        ):
+            group["lr"] = rate
+
+
+def rates_at(module: Classifier, spec: OptimSpec) -> list[float]:
+    """The rate that ``spec`` gives to each group of the module's parameters."""
+    return [float(group["lr"]) for group in build_optimizer(module.model, spec).param_groups]

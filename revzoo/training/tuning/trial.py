@@ -1,0 +1,105 @@
+"""Trials: short trainings of copies, which leave the run that asks for them as it was.
+
+Lightning's tuner saves the state of the trainer it is given and puts most of it back; here it is
+given a trainer, a module and a data module that are thrown away.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytorch_lightning as pl
+
+from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.checkpoint.files import PlainCheckpointIO
+from revzoo.training.checkpoint.state import random_states, set_random_states
+from revzoo.training.classifier import Classifier
+from revzoo.training.optim.optimizers import build_optimizer
+
+Data = TypeVar("Data", bound=pl.LightningDataModule)
+
+# what a trial takes over from a run's trainer: it changes a step, or where it is computed
+KEPT = (
+    "accelerator",
+    "precision",
+    "accumulate_grad_batches",
+    "gradient_clip_val",
+    "gradient_clip_algorithm",
+)
+
+
+class Trial(Classifier):
+    """A copy of a classifier, without the callbacks and the schedule of a run."""
+
+    def __init__(self, original: Classifier) -> None:
+        channels_last = bool(original.hparams["channels_last"])
+        network = copy.deepcopy(original.model)
+        super().__init__(network, optim=original.optim, channels_last=channels_last)
+
+    def configure_callbacks(self) -> list[pl.Callback]:
+        return []
+
+    def on_train_start(self) -> None:
+        """Lightning's finders set callbacks aside, so a signal is waited with and answered here."""
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_train_start(self.trainer, self)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_validation_batch_end(self.trainer, self)  # nothing to save: ends at once
+
+    def on_train_end(self) -> None:
+        if (stop := GracefulStop.listens) is not None:
+            stop.on_train_end(self.trainer, self)
+
+    def configure_optimizers(self) -> Any:
+        return build_optimizer(self.model, self.optim)
+
+
+@contextmanager
+def random_states_kept() -> Iterator[None]:
+    """Random numbers go on afterwards as if nothing had been drawn inside."""
+    states = random_states()
+    try:
+        yield
+    finally:
+        set_random_states(states)
+
+
+@contextmanager
+def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.Trainer]:
+    """A trainer on one device that validates, logs and keeps nothing.
+
+    Random states come back after.
+
+    Args:
+        options: of the run's trainer; those in :data:`KEPT` count.
+        max_steps: optimiser steps.
+    """
+    with (
+        random_states_kept(),
+        tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder,
+    ):
+        yield pl.Trainer(
+            **{name: options[name] for name in KEPT if name in options},
+            devices=1,
+            max_steps=max_steps,
+            check_val_every_n_epoch=sys.maxsize,
+            num_sanity_val_steps=0,
+            default_root_dir=folder,
+            plugins=[PlainCheckpointIO()],
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+        )
+
+
+def data_copy(data: Data) -> Data:
+    """The same images through loaders of their own."""
+    return copy.copy(data)

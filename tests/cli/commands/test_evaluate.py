@@ -1,0 +1,362 @@
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from revzoo.cli.commands.evaluate import evaluate, main
+from revzoo.cli.commands.predict import main as predict_main
+from revzoo.cli.commands.predict import predict
+from revzoo.cli.commands.train import train
+from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
+from revzoo.cli.main import main as revzoo_main
+from revzoo.data import Digits
+from revzoo.data.state import normalisation_for
+from revzoo.interop.export import FORMATS
+from revzoo.models import create_model
+from revzoo.training.checkpoint.files import read_checkpoint, write_checkpoint
+from revzoo.training.checkpoint.restore import restore
+from revzoo.weights.table import SHIPPED
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+FULL = ("trainer.limit_test_batches=null", "trainer.limit_val_batches=null")
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", *FULL, "logger=none")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float]]:
+    """The best checkpoint of a run on digits, and the run's figures."""
+    run_dir = tmp_path_factory.mktemp("run")
+    with torch.random.fork_rng():
+        figures = train(to_plain(compose_checked(SMALL, config_dir=CONFIGS)), run_dir=run_dir)
+    return run_dir / "checkpoints" / "best.ckpt", figures
+
+
+def config(*overrides: str) -> dict[str, Any]:
+    return to_plain(compose_checked(["trainer=cpu", *overrides], config_dir=CONFIGS, name="eval"))
+
+
+def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
+    """Test digits as files of 8 bits, in class folders of these names; train/ and test/ alike."""
+    data = Digits()
+    data.setup("test")
+    images = data.test_dataloader().dataset
+    for split in ("train", "test"):
+        for label, name in enumerate(classes):
+            (root / split / name).mkdir(parents=True)
+            chosen = (images.labels == label).nonzero().flatten()[:count].tolist()
+            for index in chosen:
+                pixels = images.__getitems__([index])[0][0, 0].numpy() * (255 / data.pixel_max)
+                image = Image.fromarray(pixels.round().astype(np.uint8))
+                image.save(root / split / name / f"{index:03d}.png")
+    return root
+
+
+def test_the_memory_format_is_that_of_the_precision(
+    run: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under bfloat16 another format rounds otherwise: one image in 10,000 changed sides."""
+    restored = restore(run[0])
+    monkeypatch.setattr("revzoo.cli.commands.evaluate.restore", lambda _: restored)
+    weight = next(p for p in restored.module.model.parameters() if p.dim() == 4 and p.shape[1] > 1)
+    for precision, layout in (("bf16", torch.channels_last), ("fp32", torch.contiguous_format)):
+        evaluate(config(f"ckpt={run[0]}", f"precision={precision}"))
+        assert weight.is_contiguous(memory_format=layout)
+        assert restored.module.memory_format == layout
+
+
+@pytest.mark.parametrize("split", ["test", "val"])
+def test_the_figures_are_those_of_the_run(split: str, run: Any) -> None:
+    path, expected = run
+    figures = evaluate(config(f"ckpt={path}", f"split={split}"))
+    assert set(figures) == {f"{split}/{name}" for name in ("loss", "acc", "acc5")}
+    for name, value in figures.items():
+        assert value == pytest.approx(expected[name], rel=1e-6)
+    batched = evaluate(config(f"ckpt={path}", f"split={split}", "batch_size=100"))
+    assert batched == pytest.approx(figures, rel=1e-5)
+
+
+def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    main([f"ckpt={run[0]}", "trainer=cpu"], config_dir=CONFIGS)
+    lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
+
+
+def test_the_folder_of_a_run_is_no_checkpoint(run: Any) -> None:
+    folder = run[0].parents[1]
+    with pytest.raises(SystemExit, match=r"is the folder of a run: give one .*/best\.ckpt$"):
+        main([f"ckpt={folder}"], config_dir=CONFIGS)
+
+
+def test_the_first_of_several_processes_prints(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("revzoo.cli.commands.evaluate.evaluate", lambda _: {"test/acc": 0.5})
+    for rank, told in (("0", "test/acc 0.5000\n"), ("1", "")):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        main(["ckpt=some.ckpt"], config_dir=CONFIGS)
+        assert capsys.readouterr().out == told
+
+
+def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
+    figures = evaluate(
+        config(f"ckpt={run[0]}", "data=imagefolder", f"data.root={root}", "data.in_chans=1")
+    )
+    predictions = predict(restore(run[0]), [root / "test"])
+    found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
+    assert len(found) == 40
+    assert figures["test/acc"] == pytest.approx(np.mean(found))
+    shutil.rmtree(root / "train")  # of no use to the evaluation
+    arguments = [f"ckpt={run[0]}", "data=imagefolder", f"data.root={root}", "data.in_chans=1"]
+    assert evaluate(config(*arguments)) == figures
+    data = Digits()
+    data.setup("test")
+    module = restore(run[0]).module
+    for path, classes in predict(restore(run[0]), [root / "test"]):
+        stored = torch.from_numpy(np.array(Image.open(path))) * (data.pixel_max / 255)
+        with torch.no_grad():
+            expected = module(data.transform(stored[None, None], training=False)).softmax(1)[0]
+        for name, probability in classes.items():
+            assert probability == pytest.approx(float(expected[int(name)]), rel=1e-4)
+
+
+def test_a_validation_split_with_training_images_is_refused(run: Any) -> None:
+    given = config(f"ckpt={run[0]}", "split=val", "data=digits", "data.val_fraction=0.2")
+    with pytest.raises(ConfigError, match=r"with data\.val_fraction=0\.1; .* give data\.val_fr"):
+        evaluate(given)
+
+
+def test_a_validation_split_of_other_data_is_free(
+    run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=10)
+    options = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "split=val"]
+    evaluate(config(f"ckpt={run[0]}", *options, "data.val_fraction=0.3"))
+    (root / "train").rename(root / "val")  # a split of its own: nothing is held back
+    evaluate(config("ckpt=irevnet13.digits", *options))
+    assert "held back" not in caplog.text
+
+
+def test_weights_that_do_not_say_what_was_held_back_are_warned_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for split, warned in (("test", False), ("val", True)):
+        caplog.clear()
+        evaluate(config("ckpt=irevnet13.digits", "data=digits", f"split={split}"))
+        assert ("does not say which images were held back" in caplog.text) == warned
+
+
+def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, ["one", "two"])
+    arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
+    with pytest.raises(SystemExit, match=r"trained on 10 classes .* this data has 2: one, two"):
+        main([*arguments, "data.in_chans=1"], config_dir=CONFIGS)
+
+
+def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
+    arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
+    with pytest.raises(SystemExit, match="1 channels, the data have 3"):
+        main(arguments, config_dir=CONFIGS)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([], "ckpt is needed"),
+        (["ckpt=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
+        (["split=train"], "expected test or val"),
+        (["batch_size=0"], "whole number >= 1"),
+        (["splitt=val"], "did you mean 'split'"),
+        (["model=revnet38.cifar10"], "give ckpt=revnet38.cifar10"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str, run: Any) -> None:
+    given = overrides if any("ckpt" in o for o in overrides) or not overrides else None
+    arguments = given if given is not None else [f"ckpt={run[0]}", *overrides]
+    with pytest.raises(SystemExit) as end:
+        main(arguments, config_dir=CONFIGS)
+    assert str(end.value).startswith("revzoo: ")
+    assert message in str(end.value)
+
+
+def test_a_lone_checkpoint_needs_data(run: Any, tmp_path: Path) -> None:
+    lone = Path(shutil.copy(run[0], tmp_path / "a.ckpt"))
+    with pytest.raises(SystemExit, match="does not lie in the folder of a run"):
+        main([f"ckpt={lone}", "trainer=cpu"], config_dir=CONFIGS)
+    assert "test/acc" in evaluate(config(f"ckpt={lone}", "data=digits"))
+
+
+def test_predictions_as_table_json_and_csv(
+    run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=1)
+    arguments = [f"ckpt={run[0]}", str(root / "test"), "--device", "cpu"]
+
+    def printed(*options: str) -> str:
+        predict_main([*arguments, *options])
+        return capsys.readouterr().out
+
+    rows = json.loads(printed("--json"))
+    assert len(rows) == 10
+    for row in rows:
+        assert sum(row["probabilities"].values()) == pytest.approx(1, abs=1e-5)
+        assert row["class"] == max(row["probabilities"], key=row["probabilities"].get)
+    table = printed("--top", "2").splitlines()
+    assert table[0].split()[:2] == [rows[0]["path"], rows[0]["class"]]
+    assert len(table[0].split()) == 5
+    lines = list(csv.DictReader(printed("--csv", "--batch-size", "3").splitlines()))
+    assert [line["class"] for line in lines] == [row["class"] for row in rows]
+    assert float(lines[3]["7"]) == pytest.approx(rows[3]["probabilities"]["7"], abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("nowhere.png", "there is no image"), ("empty", "no images in")]
+)
+def test_what_is_no_image_is_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=message):
+        predict_main([f"ckpt={run[0]}", str(tmp_path / name)])
+
+
+def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_text("hello")
+    with pytest.raises(SystemExit, match="cannot decode image"):
+        predict_main([f"ckpt={run[0]}", str(tmp_path / "a.png")])
+
+
+def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
+    averaged = (*SMALL, "callbacks.ema={decay: 0.9}", "trainer.max_epochs=2")
+    figures = train(to_plain(compose_checked(averaged, config_dir=CONFIGS)), run_dir=tmp_path)
+    path = tmp_path / "checkpoints" / "best.ckpt"
+    found = evaluate(config(f"ckpt={path}"))
+    for name, value in found.items():
+        assert value == pytest.approx(figures[name], rel=1e-6)
+    state = read_checkpoint(path)
+    name = next(name for name, value in state["state_dict"].items() if value.dim() == 4)
+    assert not torch.equal(state["state_dict"][name], state["current_model_state"][name])
+    assert all(
+        v.dtype == state["state_dict"][n].dtype for n, v in state["current_model_state"].items()
+    )
+
+
+ENTRY = SHIPPED.find("irevnet13.digits")
+
+
+@pytest.mark.parametrize("kind", ["name", "file", "lone file", "folder"])
+def test_shipped_weights_reproduce_their_figures(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert ENTRY.folder is not None
+    assert ENTRY.file is not None
+    if kind in ("lone file", "folder"):
+        create_model(ENTRY.name, pretrained=True).save_pretrained(tmp_path / "net")
+        if kind == "lone file":
+            (tmp_path / "net" / "config.json").unlink()
+    places = {
+        "name": ENTRY.name,
+        "file": ENTRY.folder / ENTRY.file,
+        "lone file": tmp_path / "net" / "model.safetensors",
+        "folder": tmp_path / "net",
+    }
+    main([f"ckpt={places[kind]}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+    found = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    for name, value in ENTRY.metrics.items():
+        assert float(found[name]) == pytest.approx(value, abs=1e-4)
+
+
+def test_weights_are_given_pixels_as_in_training(tmp_path: Path) -> None:
+    """Files hold 0 to 255 where the digits hold 0 to 16: an entry's numbers are of neither."""
+    root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=3)
+    data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1"]
+    figures = evaluate(config(f"ckpt={ENTRY.name}", *data))
+    assert figures["test/acc"] > 0.9
+    predictions = list(predict(restore(ENTRY.name), [root / "test"]))
+    found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
+    assert figures["test/acc"] == pytest.approx(np.mean(found))
+
+
+def test_weights_refuse_other_classes(tmp_path: Path) -> None:
+    names = [*map(str, range(9)), "nine"]
+    root = folder_of_digits(tmp_path, names, count=2)
+    data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "trainer=cpu"]
+    with pytest.raises(SystemExit) as end:
+        main([f"ckpt={ENTRY.name}", *data], config_dir=CONFIGS)
+    assert "10 classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, this data has 10: 0, 1" in str(end.value)
+    assert "only trained on: 9; only in the data: nine" in str(end.value)
+
+
+@pytest.mark.parametrize(
+    ("ckpt", "message"),
+    [
+        (ENTRY.name, "give data=NAME"),
+        ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
+        ("resnet164", "there are no weights 'resnet164'"),
+        ("nothing.safetensors", "there is no checkpoint"),
+    ],
+)
+def test_weights_that_are_not_there_are_told(ckpt: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main([f"ckpt={ckpt}", "trainer=cpu"], config_dir=CONFIGS)
+
+
+def test_weights_that_do_not_say_their_classes_are_refused(tmp_path: Path) -> None:
+    create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, mean=(0.3,), std=(0.4,))
+    with pytest.raises(SystemExit, match="do not say their classes: add"):
+        main([f"ckpt={tmp_path}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+
+
+def test_a_checkpoint_that_is_not_finite_is_refused(run: Any, tmp_path: Path) -> None:
+    state = read_checkpoint(run[0])
+    state["state_dict"]["model.fc.bias"][3] = float("nan")
+    write_checkpoint(state, tmp_path / "a.ckpt")
+    message = r"NaN or Inf in model.fc.bias \(1 of 10 values\)"
+    with pytest.raises(SystemExit, match=message):
+        main([f"ckpt={tmp_path / 'a.ckpt'}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+
+
+@pytest.mark.parametrize("kind", ["pt2", "safetensors"])
+def test_a_run_is_exported_with_its_classes(
+    kind: str, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / f"net.{kind}"
+    revzoo_main(["export", str(run[0]), "--format", kind, "--output", str(path)])
+    assert f"{path}  " in capsys.readouterr().out
+    data = Digits()
+    data.setup("test")
+    images, _ = next(iter(data.test_dataloader()))
+    images = data.transform(images, training=False)
+    module = restore(run[0]).module
+    with torch.no_grad():
+        found, expected = FORMATS[kind].load(path)(images), module(images)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    if kind == "safetensors":
+        again = restore(path)
+        assert again.classes == data.classes
+        numbers = normalisation_for(again.data_state, data.pixel_max)
+        assert numbers["mean"] == pytest.approx(data.normalisation.state_dict()["mean"])
+
+
+def test_a_name_is_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    revzoo_main(["export", "irevnet13", "--pretrained", "--format", "safetensors"])
+    (file,) = tmp_path.iterdir()
+    assert file.name == "irevnet13.safetensors"
+    model = create_model(file, pretrained=True)
+    assert model.entry is not None
+    for fact in ("name", "license", "recipe", "metrics", "classes", "mean", "input_size"):
+        assert getattr(model.entry, fact) == getattr(ENTRY, fact)
+    with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
+        revzoo_main(["export", "nowhere.ckpt", "--format", "pt2"])
+    with pytest.raises(SystemExit, match="there are no weights 'revnet83'"):
+        revzoo_main(["export", "revnet83", "--format", "pt2"])

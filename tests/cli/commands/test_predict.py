@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_images import image_folder
+
+from revzoo.cli.commands.predict import main as predict_main
+from revzoo.cli.commands.predict import predict
+from revzoo.cli.commands.train import train
+from revzoo.cli.main import main
+from revzoo.data import ImageFolder
+from revzoo.data.decode import IMAGENET_CROP_PCT
+from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.checkpoint.restore import restore
+
+DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on", "40 images"]
+
+
+@pytest.mark.parametrize(("cache_bytes", "crop_pct"), [(0, IMAGENET_CROP_PCT), (2**30, 1.0)])
+def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
+    cache_bytes: int, crop_pct: float, compose: Any, tmp_path: Path
+) -> None:
+    root = image_folder(tmp_path / "images", side=12)
+    images = ("data.num_workers=0", "data.image_size=8", f"data.cache_bytes={cache_bytes}")
+    small = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none", "test=false")
+    given = ("data=imagefolder", f"data.root={root}", "data.batch_size=8", *images, *small)
+    train(compose(*given), run_dir=tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
+    main(["pack", str(checkpoint), "revnet38.dark", "--out", str(tmp_path), *DESCRIPTION])
+    weights = restore(tmp_path / "revnet38.dark.safetensors")
+    assert weights.data_state["crop_pct"] == crop_pct
+    expected = dict(predict(restore(checkpoint), [root / "test"]))
+    found = dict(predict(weights, [root / "test"]))
+    assert found.keys() == expected.keys()
+    data = ImageFolder(root, num_workers=0)
+    data.load_state_dict(weights.data_state)
+    data.setup("test")
+    pixels = torch.cat([images for images, _ in data.test_dataloader()])
+    with torch.no_grad():
+        rows = weights.module(data.transform(pixels, training=False)).softmax(1)
+    for (path, classes), row in zip(found.items(), rows, strict=True):
+        assert classes == pytest.approx(expected[path], rel=1e-4)
+        assert classes["dark"] == pytest.approx(float(row[0]), rel=1e-4)
+
+
+def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        predict_main(["ckpt=irevnet13.digits", "image.png", "--device", "foo"])
+    assert "--device: foo (" in capsys.readouterr().err
+
+
+def test_an_output_that_is_no_number_is_no_prediction(tmp_path: Path) -> None:
+    root = image_folder(tmp_path, side=8)
+    restored = restore("irevnet13.digits")
+    with torch.no_grad():
+        restored.module.model.fc.weight.fill_(torch.finfo(torch.float32).max)
+    with pytest.raises(
+        CheckpointError, match=r"output for .* is NaN or Inf: .* earlier checkpoint"
+    ):
+        list(predict(restored, [root / "test"]))

@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from functools import reduce
+from operator import getitem
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import yaml
+from small_images import image_folder
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from revzoo.cli.commands import train as train_module
+from revzoo.cli.commands.resume import asks_to_resume, check_same_run, resume
+from revzoo.cli.commands.train import train
+from revzoo.cli.run.lock import locked
+from revzoo.training.callbacks import graceful_stop as stop_module
+from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.checkpoint.files import LAST, PREVIOUS, CheckpointError, read_checkpoint
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = (
+    "debug=smoke",
+    "trainer=cpu",
+    "+model.units=[1,1,1]",
+    "trainer.max_epochs=2",
+    "trainer.limit_train_batches=4",
+    "logger=csv",
+    "callbacks.drift.every_n_steps=2",
+)
+TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/peak_bytes")
+
+
+def go_on(run_dir: Path, *arguments: str) -> dict[str, float]:
+    return resume(["--resume", str(run_dir), *arguments], config_dir=CONFIGS)
+
+
+def refused(run_dir: Path, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        go_on(run_dir, *arguments)
+    message = str(end.value)
+    assert message.startswith("revzoo: ")
+    return message
+
+
+@pytest.fixture
+def stopped(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run that SIGTERM has stopped in the middle of its second epoch."""
+
+    class StopsInStep5(GracefulStop):
+        def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 5:
+                self.requested = 15
+
+    run_dir = tmp_path / "stopped"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsInStep5)
+        with pytest.raises(SystemExit) as end:
+            train(compose(*SMALL), run_dir=run_dir, overrides=SMALL)
+    assert end.value.code == 143
+    return run_dir
+
+
+def rows(run_dir: Path) -> list[dict[str, str]]:
+    with (run_dir / "metrics.csv").open() as file:
+        found = [{k: v for k, v in row.items() if k not in TIMES} for row in csv.DictReader(file)]
+    return [row for row in found if any(v for k, v in row.items() if k not in ("step", "epoch"))]
+
+
+def without_times(figures: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in figures.items() if name not in TIMES}
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(
+    stopped: Path, compose: Any, tmp_path: Path
+) -> None:
+    summary = json.loads((stopped / "summary.json").read_text())
+    assert (summary["steps"], summary["stopped"]) == (6, "stopped by SIGTERM")
+    assert "val/acc" in summary["metrics"]
+    figures = go_on(stopped)
+    whole = tmp_path / "whole"
+    assert without_times(figures) == without_times(train(compose(*SMALL), run_dir=whole))
+    for name in (LAST, "best.ckpt"):
+        states = [read_checkpoint(d / "checkpoints" / name)["state_dict"] for d in (stopped, whole)]
+        assert all(map(torch.equal, states[0].values(), states[1].values()))
+    assert rows(stopped) == rows(whole)
+    assert json.loads((stopped / "summary.json").read_text())["stopped"] is None
+    sessions = [json.loads(line) for line in (stopped / "sessions.jsonl").read_text().splitlines()]
+    assert [s["from_step"] for s in sessions] == [0, 6]
+    assert sessions[0]["overrides"] == list(SMALL)
+    assert sessions[0]["versions"]["torch"] == torch.__version__.split("+")[0]
+    assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
+
+
+def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class StopsAtEpochEnd(GracefulStop):
+        def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            self.requested = 15
+            super().on_train_epoch_end(trainer, pl_module)
+
+    shown = [f"callbacks.{name}.every_n_epochs=1" for name in ("samples", "reconstructions")]
+    overrides = ("debug=smoke", "trainer=cpu", "model=irevnet13", "trainer.max_epochs=2", *shown)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(train_module, "GracefulStop", StopsAtEpochEnd)
+        with pytest.raises(SystemExit):
+            train(compose(*overrides), run_dir=stopped)
+    go_on(stopped)
+    train(compose(*overrides), run_dir=whole)
+    assert rows(stopped) == rows(whole)
+    events = EventAccumulator(str(stopped / "tensorboard"))
+    events.Reload()
+    for tag in ("samples", "reconstructions"):
+        assert [image.step for image in events.Images(tag)] == [2, 5], tag
+
+
+def test_it_goes_on_from_the_state_before_a_damaged_one(
+    stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last = stopped / "checkpoints" / LAST
+    last.write_bytes(last.read_bytes()[:1000])
+    assert "test/acc" in go_on(stopped)
+    assert f"going on from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
+
+
+def change(path: Path, key: str, value: Any) -> None:
+    """Replace what a checkpoint has at ``key``, a path of keys divided by ``/``."""
+    state = read_checkpoint(path)
+    *parents, name = key.split("/")
+    reduce(getitem, parents, state)[name] = value
+    torch.save(state, path)
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    """The checkpoints of a run, and the configuration."""
+    paths = (*(run_dir / "checkpoints").iterdir(), run_dir / "config.yaml")
+    return {path.name: path.read_bytes() for path in paths}
+
+
+DAMAGE = ("state_dict/model.fc.bias", torch.full((10,), float("nan")))
+
+
+def test_a_state_that_is_no_state_is_damaged(
+    stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    last, previous = (stopped / "checkpoints" / name for name in (LAST, PREVIOUS))
+    change(last, *DAMAGE)
+    good = previous.read_bytes()
+    change(previous, "global_step", 99)
+    before = files(stopped)
+    message = refused(stopped)
+    assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
+    assert f"nor can the one before it be used: {previous} is damaged (global_step is 99" in message
+    assert len(message.splitlines()) == 1
+    assert files(stopped) == before
+    previous.write_bytes(good)
+    assert "test/acc" in go_on(stopped)
+    assert f"; going on from {previous}" in caplog.text
+    assert last.with_name("last.ckpt.damaged").read_bytes() == before[LAST]
+    assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("hyper_parameters/_target_", "os.system", "hyperparameter _target_ is refused"),
+        ("hyper_parameters/model/_target_", "os.system", "model._target_ is refused"),
+        ("hyper_parameters/optim/_target_", "os.system", "optim._target_ is refused"),
+        ("hyper_parameters/model/units", [1, 1, 2], "differ in model"),
+        ("CIFAR10", {}, "differ in data: Digits and Digits, CIFAR10"),
+        ("Digits/classes", list("abcdefghij"), "only in the data: 0, 1, 2"),
+        ("Digits/in_chans", 3, "trained on images of 3 channels, these have 1"),
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused_and_stays(
+    key: str, value: Any, message: str, stopped: Path
+) -> None:
+    change(stopped / "checkpoints" / LAST, key, value)
+    before = files(stopped)
+    assert message in refused(stopped, "memory=store")
+    assert files(stopped) == before
+
+
+def test_another_number_of_classes_is_told(compose: Any, tmp_path: Path) -> None:
+    data = image_folder(tmp_path / "data")
+    overrides = ("debug=smoke", "trainer=cpu", "data=imagefolder", f"data.root={data}")
+    options = ("+model.units=[1,1,1]", "data.batch_size=8")
+    run_dir = tmp_path / "run"
+    train(compose(*overrides, *options), run_dir=run_dir)
+    for split in ("train", "test"):
+        shutil.copytree(data / split / "dark", data / split / "grey")
+    before = files(run_dir)
+    message = refused(run_dir)
+    assert "trained on 2 classes dark, light, this data has 3: dark, grey, light" in message
+    assert files(run_dir) == before
+
+
+def test_the_time_is_that_of_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = stopped / "summary.json"
+    summary = json.loads(path.read_text())
+    assert 0 < summary["train_seconds"] < 100
+    path.write_text(json.dumps({**summary, "train_seconds": 1000.0}))
+    go_on(stopped)
+    first = json.loads(path.read_text())["train_seconds"]
+    assert 1000 < first < 1100
+    go_on(stopped)  # with nothing left to train
+    assert first <= json.loads(path.read_text())["train_seconds"] < 1100
+    path.write_text("{}")
+    go_on(stopped)
+    assert f"{path} does not say the training time so far" in caplog.text
+    assert 0 <= json.loads(path.read_text())["train_seconds"] < 100
+
+
+def config_of(run_dir: Path) -> Any:
+    return yaml.safe_load((run_dir / "config.yaml").read_text())
+
+
+def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
+    before = config_of(stopped)
+    figures = go_on(stopped, "memory=store")
+    assert "test/acc" in figures
+    assert config_of(stopped) == {**before, "memory": {"mode": "store"}}
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["memory"]["mode"] == "store"
+
+
+def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
+    before = (stopped / "config.yaml").read_bytes()
+    assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
+    assert (stopped / "config.yaml").read_bytes() == before
+    figures = go_on(stopped, "precision=bf16", "--allow-precision-change")
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
+    assert without_times(go_on(stopped)) == without_times(figures)
+    assert config_of(stopped)["precision"]["trainer"] == "bf16-mixed"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=1", "a run goes on as it was configured"),
+        ("trainer.max_epochs=9", "a run goes on as it was configured"),
+        ("memory=nothing", "no such option"),
+    ],
+)
+def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> None:
+    before = sorted(p.name for p in stopped.rglob("*"))
+    assert message in refused(stopped, override)
+    assert sorted(p.name for p in stopped.rglob("*")) == before
+
+
+def test_another_model_in_the_configuration_is_noticed(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
+    assert "differ in model" in refused(stopped)
+
+
+def test_another_length_in_the_configuration_is_noticed(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("max_epochs: 2", "max_epochs: 3"))
+    before = (stopped / "metrics.csv").read_bytes(), path.read_bytes()
+    assert "of 8 optimiser steps, this run has 12" in refused(stopped, "memory=store")
+    assert ((stopped / "metrics.csv").read_bytes(), path.read_bytes()) == before
+
+
+def test_options_that_came_after_a_checkpoint_are_no_difference(
+    compose: Any, tmp_path: Path
+) -> None:
+    config = compose()
+    model = {**config["model"], "num_classes": 10, "in_chans": 1}
+    optim = {key: value for key, value in config["optim"].items() if key != "decay_all"}
+    check_same_run(config, {"hyper_parameters": {"model": model, "optim": optim}}, tmp_path)
+    kept = {"model": model, "optim": {**optim, "weight_decay": 0.1}}
+    with pytest.raises(CheckpointError, match="differ in optim"):
+        check_same_run(config, {"hyper_parameters": kept}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no "),
+        ("a: [", "no YAML"),
+        ("[1]", "holds no configuration"),
+        ("a: 1", "config.a: no such option"),
+        ("model: !!python/object/apply:os.getcwd []", "no YAML"),
+    ],
+)
+def test_a_folder_without_a_configuration_is_refused(
+    content: str | None, message: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    assert message in refused(tmp_path)
+
+
+def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:
+    path = stopped / "config.yaml"
+    path.write_text(path.read_text().replace("revzoo.data.Digits", "antigravity.open"))
+    assert "data._target_=antigravity.open: expected one of" in refused(stopped)
+
+
+def test_a_run_that_saved_nothing_begins_from_the_start(
+    stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for path in (stopped / "checkpoints").iterdir():
+        path.unlink()
+    figures = go_on(stopped, "memory=store")
+    assert "the run begins from the start" in caplog.text
+    whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
+    assert without_times(figures) == without_times(whole)
+    assert rows(stopped) == rows(tmp_path / "whole")
+    assert config_of(stopped) == config_of(tmp_path / "whole")
+
+
+def test_a_stop_before_anything_is_saved_says_so(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class StopsInValidation(GracefulStop):
+        def on_validation_start(self, *args: Any) -> None:
+            self.requested = 15
+
+    monkeypatch.setattr(stop_module, "PATIENCE", 0.0)
+    monkeypatch.setattr(train_module, "GracefulStop", StopsInValidation)
+    with pytest.raises(SystemExit) as end:
+        train(compose(*SMALL), run_dir=tmp_path)
+    assert end.value.code == 143
+    assert list(tmp_path.glob("checkpoints/*.ckpt")) == []
+    assert f"--resume {tmp_path} (nothing is saved yet: from the start)" in caplog.text
+
+
+def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
+    with locked(stopped):
+        message = refused(stopped)
+    assert f"{stopped} is in use by process {os.getpid()} on " in message
+    assert f"kill {os.getpid()}" in message
+    assert "test/acc" in go_on(stopped)
+
+
+def test_how_it_is_asked_for() -> None:
+    assert asks_to_resume(["--resume", "a"])
+    assert asks_to_resume(["--resume=a"])
+    assert not asks_to_resume(["model=revnet38"])

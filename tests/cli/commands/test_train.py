@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from small_images import image_folder
+
+from revzoo.cli.commands.train import train
+from revzoo.cli.config import checks
+from revzoo.cli.config.command_line import check_command_line
+from revzoo.data import DataError, Digits, ImageData
+from revzoo.training import Classifier
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
+
+
+def test_a_run_leaves_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:
+    figures = train(compose(*SMALL), run_dir=tmp_path)
+    assert {"train/loss", "val/acc", "test/acc", "test/acc5", "test/loss"} <= set(figures)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["metrics"] == figures
+    assert (summary["epochs"], summary["steps"]) == (1, 3)
+    assert summary["train_seconds"] > 0
+    assert (tmp_path / summary["checkpoint"]).name == "best.ckpt"
+    assert (tmp_path / summary["checkpoint"]).exists()
+    assert (tmp_path / "checkpoints" / "last.ckpt").exists()
+    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text()) == compose(*SMALL)
+
+
+def test_the_resolved_configuration_repeats_the_run(compose: Any, tmp_path: Path) -> None:
+    first = train(compose(*SMALL), run_dir=tmp_path / "a")
+    config = yaml.safe_load((tmp_path / "a" / "config.yaml").read_text())
+    again = train(config, run_dir=tmp_path / "b")
+    other = train({**config, "seed": 1}, run_dir=tmp_path / "c")
+    for name in ("train/loss_step", "val/loss", "test/loss"):
+        assert again[name] == first[name]
+        assert other[name] != first[name]
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "memory=store",
+        "memory=recompute",
+        "precision=bf16",
+        "precision=fp64",
+        "optim=step",
+        "optim=cosine",
+        "callbacks=none",
+        "logger=none",
+        "logger=csv",
+        "trainer.deterministic=true",
+        "+trainer.fast_dev_run=true",
+    ],
+)
+def test_options_run(option: str, compose: Any, tmp_path: Path) -> None:
+    figures = train(compose(*SMALL, option), run_dir=tmp_path)
+    assert 0 < figures["test/loss"] < 10
+
+
+def test_memory_modes_give_the_same_run(compose: Any, tmp_path: Path) -> None:
+    runs = [
+        train(compose(*SMALL, "precision=fp64", f"memory={mode}"), run_dir=tmp_path / mode)
+        for mode in ("store", "invert")
+    ]
+    for name in ("train/loss", "val/loss", "test/loss"):
+        assert runs[0][name] == pytest.approx(runs[1][name], abs=1e-6)
+
+
+def loss_of(checkpoint: Path) -> float:
+    """The test loss of a checkpoint, in a plain loop."""
+    data = Digits()
+    data.setup("test")
+    module = Classifier.load_from_checkpoint(checkpoint, weights_only=True).eval()
+    ((images, labels),) = data.test_dataloader()
+    with torch.no_grad():
+        logits = module(data.transform(images, training=False))
+    return float(torch.nn.functional.cross_entropy(logits, labels))
+
+
+def test_the_best_checkpoint_is_tested(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differ = []
+    for mode in ("min", "max"):  # the last epoch cannot be the best in both senses
+        monkeypatch.setitem(checks.MONITORED, "val/loss", mode)
+        monitor = (
+            "callbacks.best_checkpoint.monitor=val/loss",
+            f"callbacks.best_checkpoint.mode={mode}",
+        )
+        lengths = ("trainer.max_epochs=3", "trainer.limit_test_batches=null")
+        run_dir = tmp_path / mode
+        figures = train(compose(*SMALL, *monitor, *lengths), run_dir=run_dir)
+        best, last = (loss_of(run_dir / "checkpoints" / f"{n}.ckpt") for n in ("best", "last"))
+        assert figures["test/loss"] == pytest.approx(best, rel=1e-6)
+        differ.append(abs(best - last) > 1e-4)
+    assert any(differ)
+
+
+def test_without_a_test_split_there_is_no_test(compose: Any, tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "images", splits=("train",))
+    config = compose(
+        *SMALL,
+        "data=imagefolder",
+        f"data.root={root}",
+        "data.batch_size=8",
+        "data.val_fraction=0.2",
+    )
+    figures = train(config, run_dir=tmp_path)
+    assert "val/acc" in figures
+    assert "test/acc" not in figures
+
+
+def test_a_folder_of_images_trains(compose: Any, tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "images", splits=("train", "val", "test"))
+    config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
+    figures = train(config, run_dir=tmp_path)
+    assert "test/acc" in figures
+    assert "test/acc5" not in figures
+
+
+def ending(config: dict[str, Any], run_dir: Path) -> str:
+    """The message a refused run ends with."""
+    message = failing(config, run_dir)
+    assert not (run_dir / "summary.json").exists()
+    return message
+
+
+def failing(config: dict[str, Any], run_dir: Path) -> str:
+    """The message a run ends with that is refused or fails."""
+    with pytest.raises(SystemExit) as end:
+        train(config, run_dir=run_dir)
+    assert str(end.value).startswith("revzoo: ")
+    return str(end.value)
+
+
+def test_missing_data_ends_with_the_path(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, "data=imagefolder", f"data.root={tmp_path / 'nowhere'}")
+    assert str(tmp_path / "nowhere") in ending(config, tmp_path)
+
+
+def test_batches_larger_than_the_set_leave_no_run(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, "data.batch_size=2000")
+    assert "is more than the 1293 training images" in ending(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+def test_images_the_model_cannot_take_end_with_its_message(compose: Any, tmp_path: Path) -> None:
+    root = image_folder(tmp_path / "images", side=7)
+    config = compose(*SMALL, "data=imagefolder", f"data.root={root}", "data.batch_size=8")
+    assert "7" in ending(config, tmp_path)
+
+
+def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
+    message = failing(config, tmp_path)
+    assert "lower optim.lr" in message
+    assert "at step 1, in epoch 0" in message
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert message == f"revzoo: {summary['stopped']}"
+    assert summary["steps"] == 1
+
+
+def test_what_is_refused_writes_no_summary(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(*SMALL)
+    train(config, run_dir=tmp_path)
+    before = (tmp_path / "summary.json").read_bytes()
+    last = tmp_path / "checkpoints" / "last.ckpt"
+    state = torch.load(last, weights_only=True)
+    state["callbacks"]["RunState"]["random"] *= 2
+    torch.save(state, last)
+    with pytest.raises(SystemExit, match=r"devices \* num_nodes = 2"):
+        train(config, run_dir=tmp_path, resume=last)
+
+    def refuse(*args: Any) -> None:
+        raise DataError("other classes")
+
+    monkeypatch.setattr(ImageData, "load_state_dict", refuse)
+    with pytest.raises(SystemExit, match="other classes"):
+        train(config, run_dir=tmp_path, resume=last)
+    assert (tmp_path / "summary.json").read_bytes() == before
+
+
+def test_exclusive_trainer_options_end_with_lightnings_message(
+    compose: Any, tmp_path: Path
+) -> None:
+    config = compose(*SMALL, "trainer.strategy=ddpp")
+    assert "ddpp" in ending(config, tmp_path)
+
+
+def test_full_errors_on_demand(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(ValueError, match="seed=-1"):
+        train(compose("seed=-1"), run_dir=tmp_path)
+
+
+def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> None:
+    figures = train(
+        compose("debug=overfit", "trainer=cpu", "+model.units=[1,1,1]"), run_dir=tmp_path
+    )
+    assert figures["train/acc"] == 1.0
+    assert "test/acc" not in figures
+
+
+def test_the_log_tells_the_result(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL), run_dir=tmp_path)
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "revnet38 on Digits, seed 0" in told
+    assert "test/acc 0." in told
+    assert str(tmp_path) in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["modle=x"],
+        ["optim.lrr=1"],
+        ["model=revnet39", "-m"],
+        ["precision=fp16", "trainer=cpu"],
+        ["+hydra.callbacks.x._target_=evil.f"],
+        ["--config-name", "other", "+hydra={callbacks: {x: {_target_: evil.f}}}"],
+        ["--config-name", "other", "+experiment@hydra.callbacks=x"],
+        ["-m", "hydra.sweeper._target_=evil.f", "seed=0,1"],
+    ],
+)
+def test_bad_command_lines_end_before_anything(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        check_command_line(arguments, config_dir=CONFIGS)
+    assert str(end.value).startswith("revzoo: ")
+    assert "\n" not in str(end.value)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["data=cifar10"],
+        ["-m", "seed=0,1"],
+        ["--help"],
+        ["--config-name", "other", "own.key=1"],
+        ["--cfg=job"],
+        ["hydra.run.dir=a", "hydra.verbose=true", "hydra/job_logging=disabled"],
+    ],
+)
+def test_good_command_lines_pass(arguments: list[str]) -> None:
+    check_command_line(arguments, config_dir=CONFIGS)
+
+
+@pytest.mark.slow
+def test_the_embedded_default_reaches_97_percent(compose: Any, tmp_path: Path) -> None:
+    assert train(compose("trainer=cpu"), run_dir=tmp_path)["test/acc"] >= 0.97

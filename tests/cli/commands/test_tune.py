@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from revzoo.cli.commands.train import train
+from revzoo.cli.commands.tune import KINDS, tune
+from revzoo.cli.config.checks import check_config
+
+SMALL = (
+    "debug=smoke",
+    "trainer=cpu",
+    "+model.units=[1,1,1]",
+    "test=false",
+    "callbacks.footprint=null",
+)
+SWEEP = ("tuner=lr", "tuner.steps=15")
+
+
+def assert_same_run(one: Path, other: Path, *, extra: set[str]) -> None:
+    first, second = (
+        torch.load(folder / "checkpoints" / "last.ckpt", weights_only=True)
+        for folder in (one, other)
+    )
+    for name in ("state_dict", "optimizer_states"):
+        torch.testing.assert_close(first[name], second[name], rtol=0, atol=0)
+    assert first["lr_schedulers"] == second["lr_schedulers"]
+    assert (one / "config.yaml").read_text() == (other / "config.yaml").read_text()
+    names = [{path.name for path in folder.iterdir()} for folder in (one, other)]
+    assert names[1] - names[0] == extra
+
+
+def test_a_run_after_a_sweep_is_the_run_without(compose: Any, tmp_path: Path) -> None:
+    figures = train(compose(*SMALL), run_dir=tmp_path / "without")
+    config = compose(*SMALL, *SWEEP, "tuner.then=train")
+    assert train(config, run_dir=tmp_path / "with") == figures
+    extra = {"lr_finder.csv", "lr_finder.png"}
+    assert_same_run(tmp_path / "without", tmp_path / "with", extra=extra)
+
+
+def test_a_rate_is_used_where_that_is_asked_for(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, *SWEEP, "tuner.then=use", "tuner.min_lr=1.0e-3", "tuner.steps=25")
+    figures = train(config, run_dir=tmp_path / "found")
+    lr = yaml.safe_load((tmp_path / "found" / "config.yaml").read_text())["optim"]["lr"]
+    assert lr != config["optim"]["lr"]
+    assert train(compose(*SMALL, f"optim.lr={lr}"), run_dir=tmp_path / "given") == figures
+    extra = {"lr_finder.csv", "lr_finder.png"}
+    assert_same_run(tmp_path / "given", tmp_path / "found", extra=extra)
+
+
+def test_a_search_alone_trains_nothing(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", logger="revzoo"):
+        config = compose(*SMALL, "tuner=batch_size", "tuner.max_size=20")
+        assert train(config, run_dir=tmp_path) == {}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "batch_size_finder.json",
+        "config.yaml",
+        "sessions.jsonl",
+    }
+    told = "\n".join(record.getMessage() for record in caplog.records)
+    assert "data.batch_size: 20 fit in memory=invert, limited by max_size" in told
+    assert "memory=invert: " in told
+    assert "to train with it: data.batch_size=20, or tuner.then=use" in told
+
+
+def test_the_batch_size_found_is_trained_with(compose: Any, tmp_path: Path) -> None:
+    config = compose(*SMALL, "tuner=batch_size", "tuner.max_size=20", "tuner.then=use")
+    figures = train(config, run_dir=tmp_path / "found")
+    assert figures == train(compose(*SMALL, "data.batch_size=20"), run_dir=tmp_path / "given")
+    extra = {"batch_size_finder.json"}
+    assert_same_run(tmp_path / "given", tmp_path / "found", extra=extra)
+
+
+@pytest.mark.parametrize(
+    ("kind", "unfreeze", "first"),
+    [
+        ("lr", "[[1,stages.2],[3,stages.0]]", "fc"),  # a rate is that of the first epoch
+        ("lr", "[0,3]", "stages.2"),
+        ("batch_size", "[[1,stages.2],[3,stages.0]]", "stages.0"),  # what fits has to fit always
+        ("batch_size", "null", "fc"),
+    ],
+)
+def test_what_is_searched_with_is_trained(
+    kind: str, unfreeze: str, first: str, compose: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """A batch size was searched with the classifier alone, which may train the rest later."""
+    trained: set[str] = set()
+
+    def search(module: Any, *args: Any, **options: Any) -> tuple[None, list[Path]]:
+        named = module.model.named_parameters()
+        trained.update(name for name, value in named if value.requires_grad)
+        return None, []
+
+    monkeypatch.setitem(KINDS, kind, replace(KINDS[kind], search=search))
+    finetuning = f"callbacks.finetuning={{unfreeze: {unfreeze}}}"
+    tune(compose(*SMALL, f"tuner={kind}", finetuning), tmp_path)
+    parts = ("stem.", "stages.0.", "stages.1.", "stages.2.", "norm.", "fc.")
+    wanted = parts[[part.startswith(first) for part in parts].index(True) :]
+    assert {part for part in parts if any(name.startswith(part) for name in trained)} == {*wanted}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("tuner=lr", "tuner.kind=rl"), r"tuner\.kind=rl: expected one of lr, batch_size"),
+        (("tuner=lr", "tuner.then=us"), "did you mean 'use'"),
+        (("tuner=lr", "tuner.steps=3"), "steps=3: expected"),
+        (("tuner=lr", "tuner.max_lr=1e-6"), r"max_lr=1e-06: expected"),
+        (("tuner=lr", "+tuner.max_size=3"), r"tuner\.max_size: no such option"),
+        (("tuner=batch_size", "tuner.max_size=1"), r"tuner\.max_size=1"),
+        (("tuner=batch_size", "tuner.max_bytes=0"), r"tuner\.max_bytes=0"),
+        (("tuner=lr", "trainer.devices=2"), "searches on one device"),
+    ],
+)
+def test_what_cannot_be_searched_is_refused(
+    compose: Any, overrides: tuple[str, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(compose("trainer=cpu", *overrides))

@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_weights import write_entry
+
+from revzoo.cli.config import checks
+from revzoo.cli.config.checks import check_config, check_precision, device_kind
+from revzoo.data import ImageData
+from revzoo.models import pretrained
+from revzoo.weights.errors import UnknownWeightsError
+from revzoo.weights.table import WeightsTable
+
+
+@pytest.fixture(autouse=True)
+def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    for accelerator in (checks.CUDAAccelerator, checks.MPSAccelerator):
+        monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: False))
+
+
+@pytest.fixture(autouse=True)
+def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any attempt at data fails the test."""
+
+    def touched(*args: object, **kwargs: object) -> None:
+        raise AssertionError("data were touched")
+
+    for name in ("prepare_data", "setup"):
+        monkeypatch.setattr(ImageData, name, touched)
+
+
+def test_pretrained_weights_must_be_known(
+    compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
+    with pytest.raises(UnknownWeightsError, match="Known for revnet38: none"):
+        check_config(compose("model.pretrained=true"))
+    write_entry(tmp_path)
+    monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
+    (tmp_path / "revnet38.small.safetensors").unlink()  # the check does not fetch them
+    check_config(compose("model.pretrained=true"))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["precision=fp16"], "precision=fp16 needs a GPU.*use precision=bf16"),
+        (["precision=tf32"], "NVIDIA"),
+        (["precision.trainer=bf16"], "did you mean 'bf16-mixed'"),
+        (["memory=invert", "model=resnet32"], "no invertible step"),
+        (["memory.mode=inverted"], "unknown memory mode 'inverted'"),
+        (["+memory.x=1"], r"memory\.x: no such option \(there is mode\)"),
+        (["model.name=revnet39"], "revnet38"),
+        (["+model.dropuot=0.1"], "did you mean 'dropout'"),
+        (["model.drop_rate=2"], "drop_rate"),
+        (["trainer=gpu"], "trainer.accelerator=gpu: .*use trainer=cpu"),
+        (["trainer.accelerator=cup"], "did you mean 'cpu'"),
+        (["trainer.max_epochs=-5"], "trainer.max_epochs=-5"),
+        (["trainer.max_epochs=0"], "trainer.max_epochs=0"),
+        (["trainer.max_steps=-2"], "trainer.max_steps=-2"),
+        (["trainer.max_epochs=-1"], "never end"),
+        (["trainer.accumulate_grad_batches=0"], "accumulate_grad_batches=0"),
+        (["+trainer.max_epoch=3"], r"trainer\.max_epoch: .*did you mean 'max_epochs'"),
+        (["+trainer.precision=16"], r"trainer\.precision: no such option"),
+        (["optim.lr=-1"], "optim.lr=-1"),
+        (["+optim.lrr=1"], "did you mean 'lr'"),
+        (["optim.schedule.name=onecycel"], "did you mean 'onecycle'"),
+        (["seed=-1"], "seed=-1"),
+        (["~model"], "model is missing"),
+        (["callbacks.best_checkpoint.monitor=val_acc"], "did you mean 'val/acc'"),
+        (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
+        (["callbacks.early_stopping={monitor: val/loss}"], "give .*early_stopping.mode=min"),
+        (["callbacks.best_checkpoint.mode=maximum"], "give .*best_checkpoint.mode=max"),
+        (["callbacks.ema=true"], r"callbacks\.ema=True: expected its options"),
+        (["callbacks.ema={decay: 2}"], r"callbacks\.ema\.decay=2"),
+        (["callbacks.early_stopping={patience: -1}"], r"early_stopping\.patience=-1"),
+        (["trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch=0: expected a whole"),
+        (["trainer.limit_train_batches=0"], "limit_train_batches=0: there would be no batch"),
+        (["trainer.limit_test_batches=0"], "test=false leaves the test out"),
+        (["trainer.gradient_clip_val=-1"], "gradient_clip_val=-1: expected a number"),
+        (["trainer.gradient_clip_val=abc"], "gradient_clip_val='abc': expected a number"),
+        (["trainer.profiler={_target_: os.system}"], "trainer.profiler=.*: expected simple"),
+        (["model.name=[a]"], r"model\.name=\['a'\]: expected the name"),
+        (["+model.memory=store"], "that of memory=MODE"),
+        (["+model.num_classes=7"], "the number of classes of the data"),
+        (["+model.in_chans=3"], "data.in_chans=N"),
+        (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
+        (["+logger.dir=x"], r"logger\.dir"),
+        (["+callbacks.footprnt={}"], "did you mean 'footprint'"),
+        (["data.batch_size=0"], "batch_size=0"),
+        (["+data.batchsize=1"], r"data\.batchsize: .*did you mean 'batch_size'"),
+        (["data.augment.chunk=0"], "augment.chunk is 0"),
+        (["data=imagefolder"], r"give data\.root="),
+        (["data._target_=os.system"], r"data\._target_=os\.system: expected one of revzoo\.data"),
+        (["data._target_=revzoo.data.Digit"], "did you mean 'revzoo.data.Digits'"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(overrides: list[str], message: str, compose: Any) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        check_config(compose(*overrides))
+    assert len(str(error.value).splitlines()) <= 2
+
+
+def test_what_can_be_run_passes(compose: Any) -> None:
+    check_config(compose())
+    check_config(compose("precision=bf16", "trainer=cpu", "model=resnet32", "memory=recompute"))
+    check_config(compose("data=cifar10", "data.root=nowhere"))
+    check_config(compose("callbacks.best_checkpoint=null", "callbacks.early_stopping={}"))
+    check_config(compose("callbacks.early_stopping={monitor: train/loss, mode: min}"))
+
+
+def test_an_unknown_section_is_refused(compose: Any) -> None:
+    with pytest.raises(ValueError, match=r"config\.modle: .*did you mean 'model'"):
+        check_config({**compose(), "modle": {}})
+
+
+def available(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> None:
+    monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: True))
+
+
+def test_auto_takes_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device_kind("auto") == "cpu"
+    available(monkeypatch, checks.MPSAccelerator)
+    assert (device_kind("auto"), device_kind("gpu"), device_kind("cpu")) == ("mps", "mps", "cpu")
+    available(monkeypatch, checks.CUDAAccelerator)
+    assert (device_kind("auto"), device_kind("gpu")) == ("cuda", "cuda")
+
+
+def test_precision_depends_on_the_device() -> None:
+    half = {"trainer": "16-mixed", "tf32": False, "channels_last": True}
+    check_precision(half, "cuda")
+    check_precision({**half, "trainer": "32-true", "tf32": True}, "cuda")
+    with pytest.raises(ValueError, match=r"precision\.tf32=true changes float32 only"):
+        check_precision({**half, "trainer": "64-true", "tf32": True}, "cuda")
+    with pytest.raises(ValueError, match="precision=fp64 is not there on mps"):
+        check_precision({**half, "trainer": "64-true"}, "mps")

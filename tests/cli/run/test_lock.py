@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from revzoo.cli.run.lock import LOCK_FILE, locked
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from revzoo.cli.run.lock import locked
+with locked(Path(sys.argv[1])):
+    print("held", flush=True)
+    time.sleep(100)
+"""
+
+
+def test_the_second_program_is_told_who_the_first_is_until_that_dies(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        try:
+            with pytest.raises(SystemExit) as end, locked(tmp_path):
+                pass
+        finally:
+            holder.kill()  # as it would end out of memory: nothing is cleaned up
+        assert f"in use by process {holder.pid} on " in str(end.value)
+    with locked(tmp_path):
+        assert str(holder.pid) not in (tmp_path / LOCK_FILE).read_text()
+
+
+def test_it_is_not_passed_on_to_programs_that_are_started(tmp_path: Path) -> None:
+    with locked(tmp_path):
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
+    with locked(tmp_path):
+        child.kill()
+    child.wait()
+
+
+FORKING = """
+import os, sys, time
+from pathlib import Path
+from revzoo.cli.run.lock import locked
+with locked(Path(sys.argv[1])):
+    child = os.fork()
+    if child:
+        print(child, flush=True)
+    time.sleep(100)
+"""
+
+
+def test_a_fork_of_the_holder_does_not_keep_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FORKING, str(tmp_path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        fork = int(holder.stdout.readline())
+        try:
+            with pytest.raises(SystemExit, match="in use"), locked(tmp_path):
+                pass
+            holder.kill()
+            holder.wait()
+            with locked(tmp_path):
+                pass
+        finally:
+            holder.kill()
+            os.kill(fork, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"])
+def test_the_processes_of_one_run_share_it(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with locked(tmp_path):
+        monkeypatch.setenv(variable, "1")
+        with locked(tmp_path):
+            pass

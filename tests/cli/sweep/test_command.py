@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import csv
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import yaml
+
+from revzoo.cli.run import subprocess as jobs
+from revzoo.cli.run.lock import locked
+from revzoo.cli.sweep import command as sweep
+
+ROOT = Path(__file__).parents[3]
+CONFIGS = ROOT / "configs"
+SPACE = ("trainer=cpu", "optim.lr=tag(log,interval(0.01,1))")
+pytest.importorskip("optuna")
+
+
+@pytest.fixture(autouse=True)
+def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Path(__file__).parent / "run_of_no_time.py"
+    monkeypatch.setattr(sweep, "TRAIN", (sys.executable, str(script)))
+
+
+def search(folder: Path, *arguments: str) -> list[dict[str, str]]:
+    """The table of the trials."""
+    sweep.main([f"dir={folder}", *arguments], config_dir=CONFIGS)
+    return table(folder)
+
+
+def table(folder: Path) -> list[dict[str, str]]:
+    with (folder / "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def refused(folder: Path, *arguments: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        search(folder, *arguments)
+    return str(end.value)
+
+
+def figures(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
+    return [tuple(row[k] for k in ("trial", "state", "val/acc", "optim.lr")) for row in rows]
+
+
+def test_the_best_trial_is_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        rows = search(tmp_path, *SPACE, "trials=4", "seed=3")
+    assert [row["state"] for row in rows] == ["complete"] * 4
+    best = max(rows, key=lambda row: float(row["val/acc"]))
+    kept = yaml.safe_load((tmp_path / "best.yaml").read_text())
+    assert kept["trial"] == int(best["trial"])
+    assert kept["parameters"] == {"optim.lr": float(best["optim.lr"])}
+    command = f"revzoo-train trainer=cpu seed=3 optim.lr={best['optim.lr']}"
+    assert kept["command"] == command
+    assert caplog.messages[-1] == command
+    assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
+
+
+def test_a_sweep_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+    whole = search(tmp_path / "whole", *SPACE, "trials=13")
+    search(tmp_path / "parts", *SPACE, "trials=3")
+    search(tmp_path / "parts", "trials=12")
+    assert figures(search(tmp_path / "parts", "trials=13")) == figures(whole)
+    assert len({row["optim.lr"] for row in whole}) == 13
+    assert search(tmp_path / "parts") == table(tmp_path / "parts")  # nothing is left to do
+
+
+def test_ctrl_c_between_two_trials_says_how_to_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
+    with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
+        search(tmp_path, *SPACE)
+    assert ended.value.code == 130
+    assert f"stopped by SIGINT; go on with: revzoo-sweep dir={tmp_path}" in caplog.text
+
+
+def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
+    search(tmp_path, *SPACE, "trials=1")
+    assert "only trials may change" in refused(tmp_path, "seed=1,2")
+    assert "only trials may change" in refused(tmp_path, "sampler_seed=4")
+    with locked(tmp_path):
+        assert f"in use by process {os.getpid()}" in refused(tmp_path)
+
+
+def test_failed_trials_are_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "plot").write_text("fail")
+    rows = search(tmp_path, *SPACE, "trials=8")
+    states = {row["state"] for row in rows}
+    assert states == {"complete", "fail"}
+    for row in rows:
+        failed = float(row["optim.lr"]) > 0.3
+        assert row["error"] == ("status 1: revzoo: lower optim.lr" if failed else "")
+        assert (row["state"] == "fail") == failed
+
+
+def test_it_gives_up_where_the_first_trials_all_fail(tmp_path: Path) -> None:
+    (tmp_path / "plot").write_text("fail_all")
+    assert "first 3 trials have failed" in refused(tmp_path, *SPACE, "trials=8")
+    assert len(table(tmp_path)) == 3
+    (tmp_path / "plot").unlink()
+    rows = search(tmp_path, "trials=8")  # what was wrong is mended
+    assert [row["state"] for row in rows] == ["fail"] * 3 + ["complete"] * 5
+
+
+@pytest.mark.parametrize("metric", ["val/f1", "val/loss"])
+def test_a_figure_that_is_not_there_fails(metric: str, tmp_path: Path) -> None:
+    refused(tmp_path, *SPACE, f"metric={metric}")
+    assert metric in table(tmp_path)[0]["error"]
+
+
+def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        jobs.run_program, "__kwdefaults__", {**jobs.run_program.__kwdefaults__, "poll": 0.05}
+    )
+    search(tmp_path, *SPACE, "trials=5", "prune=true")
+    (tmp_path / "plot").write_text("slow")
+    start = time.monotonic()
+    rows = search(tmp_path, "trials=9")
+    assert time.monotonic() - start < 50
+    pruned = [row for row in rows if row["state"] == "pruned"]
+    assert pruned
+    assert all(row["val/acc"] == "" for row in pruned)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("trainer=cpu",), "nothing to search"),
+        ((*SPACE, "trails=2"), "did you mean 'trials'"),
+        ((*SPACE, "optim.lrr=1"), r"did you mean 'optim.lr'"),
+        ((*SPACE, "trials=0"), "trials=0: expected a whole number >= 1"),
+        ((*SPACE, "trials=many"), "trials=many"),
+        ((*SPACE, "direction=up"), "direction=up: expected maximize or minimize"),
+        ((*SPACE, "prune=1"), "prune=1: expected true or false"),
+        ((*SPACE, "metric=test/acc"), "val/acc"),
+    ],
+)
+def test_bad_plans_are_refused_and_leave_nothing(
+    arguments: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    assert message in refused(tmp_path / "new", *arguments)
+    assert not (tmp_path / "new").exists()
+
+
+def test_one_process_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert "leave out torchrun or srun" in refused(tmp_path / "new", *SPACE)
+
+
+def test_without_optuna_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert "pip install 'revzoo[sweep]'" in refused(tmp_path, *SPACE)
+
+
+def program(folder: Path) -> subprocess.Popen[str]:
+    """A sweep in a process of its own, in its first trial."""
+    script = Path(__file__).parent / "run_of_no_time.py"
+    code = (
+        "import sys; from pathlib import Path; from revzoo.cli import sweep; "
+        f"sweep.TRAIN = (sys.executable, {str(script)!r}); "
+        f"sweep.main(sys.argv[1:], config_dir=Path({str(CONFIGS)!r}))"
+    )
+    (folder / "plot").write_text("wait")
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, f"dir={folder}", *SPACE, "trials=2"],
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    deadline = time.monotonic() + 80
+    while not (folder / "waiting").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.05)
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_a_trial_that_was_cut_off_goes_on(signum: int, tmp_path: Path, capfd: Any) -> None:
+    with program(tmp_path) as process:
+        process.send_signal(signum)
+        told, _ = process.communicate(timeout=30)
+    if signum == signal.SIGTERM:
+        assert process.returncode == 143
+        assert f"go on with: revzoo-sweep dir={tmp_path}" in told
+    rows = search(tmp_path)
+    assert [row["state"] for row in rows] == ["complete", "complete"]
+    starts = [line.split()[:2] for line in (tmp_path / "starts").read_text().splitlines()]
+    assert starts == [["0000", "trainer=cpu"], ["0000", "--resume"], ["0001", "trainer=cpu"]]

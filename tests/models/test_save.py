@@ -1,0 +1,91 @@
+import json
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from small_weights import FACTS, OPTIONS, small, write_entry
+
+from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
+from revzoo.models.save import json_of
+from revzoo.weights.entry import read_entry
+from revzoo.weights.errors import EntryError
+from revzoo.weights.table import WeightsTable
+
+
+def test_a_folder_holds_weights_entry_and_card(tmp_path):
+    folder = tmp_path / "a" / "net"
+    entry = small().save_pretrained(folder, **FACTS)
+    names = sorted(p.name for p in folder.iterdir())
+    assert names == ["README.md", "config.json", "model.safetensors"]
+    assert json_of(read_entry(folder / "config.json")) == json_of(entry)
+    assert dict(entry.options) == OPTIONS
+    assert (entry.license, entry.num_classes, entry.input_size) == ("MIT", 5, (3, 8, 8))
+    assert entry.undescribed() == []
+    assert entry.sha256 in (folder / "README.md").read_text()
+
+
+def test_training_keywords_are_no_part_of_the_shape(tmp_path):
+    model = create_model("revnet38", memory="store", drop_rate=0.1, drop_path_rate=0.1, dropout=0.1)
+    assert model.save_pretrained(tmp_path).options == {}
+
+
+def test_a_network_trained_on_keeps_what_is_still_true(tmp_path):
+    write_entry(tmp_path, classes=tuple("abcde"))
+    table = WeightsTable(tmp_path)
+    model = create_model("revnet38", pretrained=True, table=table)
+    entry = model.save_pretrained(tmp_path / "same")
+    assert (entry.mean, entry.classes) == (FACTS["mean"], tuple("abcde"))
+    assert (entry.recipe, entry.metrics, entry.license) == (None, {}, None)
+    model.reset_classifier(3)
+    entry = model.save_pretrained(tmp_path / "classes")
+    assert (entry.num_classes, entry.classes) == (3, None)
+    assert from_pretrained(tmp_path / "classes").num_classes == 3
+    gray = create_model("revnet38", pretrained=True, in_chans=1, table=table)
+    entry = gray.save_pretrained(tmp_path / "gray")
+    assert (entry.mean, entry.in_chans) == (None, 1)
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"), [({"licence": "MIT"}, "licence"), ({"mean": (1,)}, "mean")]
+)
+def test_a_fact_that_is_none_writes_nothing(tmp_path, facts, message):
+    with pytest.raises(EntryError, match=message):
+        small().save_pretrained(tmp_path / "net", **facts)
+    assert not (tmp_path / "net").exists()
+
+
+def test_a_network_without_a_name_is_refused(tmp_path):
+    with pytest.raises(EntryError, match="make it with create_model"):
+        RevNet(REVNETS["revnet38"]).save_pretrained(tmp_path)
+
+
+def test_what_is_saved_does_not_follow_later_changes(tmp_path):
+    model = small()
+    model.save_pretrained(tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+    with torch.no_grad():
+        model.fc.weight.add_(1)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def test_a_push_uploads_what_a_folder_would_hold(monkeypatch):
+    uploaded = {}
+
+    class HfApi:
+        def create_repo(self, *, repo_id, private, exist_ok):
+            uploaded["private"] = private
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            uploaded.update({p.name: p.read_bytes() for p in Path(folder_path).iterdir()})
+
+    hub = types.ModuleType("huggingface_hub")
+    hub.HfApi = HfApi
+    monkeypatch.setitem(sys.modules, "huggingface_hub", hub)
+    address = small().push_to_hub("me/net", private=True, **FACTS)
+    assert address == "https://huggingface.co/me/net"
+    assert uploaded.pop("private") is True
+    assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors"]
+    assert json.loads(uploaded["config.json"])["architecture"] == "revnet38"
+    assert b'revzoo.from_pretrained("hf-hub:me/net")' in uploaded["README.md"]

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+
+
+def saved_steps(
+    tmp_path: Path, *, minutes: float, seconds_a_step: float, **options: Any
+) -> list[int]:
+    """The steps at which a run of two epochs of four batches saves, on a clock of the test's."""
+    clock, steps = [0.0], []
+
+    class Tick(pl.Callback):
+        def on_before_backward(self, *args: Any) -> None:
+            clock[0] += seconds_a_step
+
+    class Spy(PlainCheckpointIO):
+        def save_checkpoint(self, checkpoint: Any, *args: Any, **kwargs: Any) -> None:
+            steps.append(checkpoint["global_step"])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: clock[0])
+        runner = trainer(
+            tmp_path,
+            callbacks=[Tick(), LastCheckpoint(tmp_path, minutes=minutes)],
+            plugins=[Spy()],
+            enable_checkpointing=True,
+            **options,
+        )
+        runner.fit(Classifier(TinyNet()), loader(), loader())
+    return steps
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "expected"),
+    [
+        (10, 1, [4, 8]),  # short epochs: at their ends
+        (10, 25, [3, 4, 7, 8]),  # longer ones: before the validation, too
+        (1, 45, [2, 4, 6, 8]),  # every minute; 2 and 6 are followed by too little to save again
+        (0.5, 31, [1, 2, 3, 4, 5, 6, 7, 8]),
+    ],
+)
+def test_how_often_is_saved(
+    minutes: float, seconds: float, expected: list[int], tmp_path: Path
+) -> None:
+    assert saved_steps(tmp_path, minutes=minutes, seconds_a_step=seconds) == expected
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(7, [2, 4]), (8, [1, 2, 3, 4])])
+def test_long_steps_of_gathered_gradients_are_saved_each(
+    seconds: float, expected: list[int], tmp_path: Path
+) -> None:
+    options = {"minutes": 10, "seconds_a_step": seconds, "accumulate_grad_batches": 2}
+    assert saved_steps(tmp_path, **options) == expected
+
+
+def test_no_time_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="minutes=0"):
+        LastCheckpoint(tmp_path, minutes=0)
+
+
+def test_the_best_one_is_known_after_the_folder_has_moved(tmp_path: Path) -> None:
+    def best(folder: Path) -> BestCheckpoint:
+        return BestCheckpoint(
+            dirpath=folder,
+            filename="best",
+            monitor="val/acc",
+            mode="max",
+            enable_version_counter=False,
+        )
+
+    callback = best(tmp_path / "a")
+    runner = trainer(
+        tmp_path, callbacks=[callback], plugins=[PlainCheckpointIO()], enable_checkpointing=True
+    )
+    runner.fit(Classifier(TinyNet()), loader(), loader())
+    state = callback.state_dict()
+    assert str(tmp_path) not in repr(state)
+    (tmp_path / "a").rename(tmp_path / "b")
+    moved = best(tmp_path / "b")
+    moved.load_state_dict(state)
+    assert moved.best_model_score == callback.best_model_score
+    assert read_checkpoint(moved.best_model_path)["global_step"] > 0
+
+
+class Scripted(pl.LightningModule):
+    """Logs figures and losses as they are given, one of each in every validation."""
+
+    def __init__(self, figures: list[float], losses: list[float]) -> None:
+        super().__init__()
+        self.body, self.figures, self.losses = TinyNet(), figures, losses
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.body(batch[0]).sum()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/acc", self.figures[self.current_epoch])
+        self.log("val/loss", self.losses[self.current_epoch])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.filterwarnings("ignore:`weights_only` was not set:UserWarning")
+@pytest.mark.parametrize(
+    ("figures", "losses", "expected"),
+    [
+        ([0.5, 0.9, 0.9, 0.9, 0.8], [1.0, 0.5, 0.3, 0.4, 0.1], 2),
+        ([0.5, 0.9, 0.9, 0.9, 0.9], [1.0, 0.5, 0.5, 0.6, 0.7], 1),
+        ([0.9, 0.5, 0.95, 0.95, 0.9], [0.1, 0.2, 0.8, 0.7, 0.0], 3),
+    ],
+)
+def test_of_equally_good_ones_that_of_the_least_loss_is_kept(
+    figures: list[float], losses: list[float], expected: int, tmp_path: Path
+) -> None:
+    def fit(epochs: int, path: Path | None = None) -> int:
+        (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
+        runner = trainer(
+            tmp_path,
+            callbacks=[best],
+            plugins=[PlainCheckpointIO()],
+            enable_checkpointing=True,
+            max_epochs=epochs,
+        )
+        module = Scripted(figures, losses)
+        runner.fit(module, loader(), loader(), ckpt_path=path, weights_only=True)
+        runner.save_checkpoint(tmp_path / "last.ckpt")
+        assert isinstance(best, BestCheckpoint)
+        return int(read_checkpoint(best.best_model_path)["epoch"])
+
+    assert fit(5) == expected
+    fit(2)  # and in a run that goes on, it is not forgotten
+    assert fit(5, tmp_path / "last.ckpt") == expected

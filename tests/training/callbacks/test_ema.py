@@ -1,0 +1,152 @@
+"""The moving average against its formula, step by step."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TinyNet, loader, trainer
+from torch import Tensor
+
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.callbacks.ema import AveragedWeights
+
+
+class States(pl.Callback):
+    """The state after every optimiser step, and the average's at the end."""
+
+    def __init__(self) -> None:
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *arguments: Any) -> None:
+        self.after.append({k: v.clone() for k, v in pl_module.state_dict().items()})
+
+
+def averaged(states: list[dict[str, Tensor]], decays: list[float]) -> dict[str, Tensor]:
+    average = states[0]
+    for state, decay in zip(states[1:], decays, strict=True):
+        average = {k: decay * v + (1 - decay) * state[k] for k, v in average.items()}
+    return average
+
+
+@pytest.mark.parametrize("warmup", [True, False])
+def test_weights_and_statistics_follow_the_formula_and_counts_are_copied(
+    tmp_path: Path, warmup: bool
+) -> None:
+    states, average = States(), AveragedWeights(decay=0.3, warmup=warmup)
+    module = Classifier(TinyNet(), optim={"lr": 0.5, "schedule": {"name": "constant"}})
+    trainer(tmp_path, callbacks=[states, average]).fit(module, loader(), loader())
+    found = module.state_dict()
+    assert len(states.after) == 8
+    warm = [2 / 11, 3 / 12, 0.3, 0.3, 0.3, 0.3, 0.3]
+    expected = averaged(states.after, warm if warmup else [0.3] * 7)
+    moved = 0
+    for name, value in found.items():
+        if value.is_floating_point():
+            assert torch.allclose(value, expected[name], rtol=1e-5, atol=1e-6), name
+            moved += not torch.allclose(value, states.after[-1][name])
+        else:
+            assert torch.equal(value, states.after[-1][name]), name
+    assert found["model.body.1.num_batches_tracked"] == 8
+    assert moved >= 4
+
+
+def test_the_decay_rises_to_what_was_asked_for() -> None:
+    average = AveragedWeights(decay=0.99)
+    decays = [float(average.decay_after(t)) for t in range(2000)]
+    assert decays[:2] == pytest.approx([0.1, 2 / 11])
+    assert all(a <= b for a, b in itertools.pairwise(decays))
+    assert decays[889] < 0.99
+    assert decays[-1] == pytest.approx(0.99)
+    constant = AveragedWeights(decay=0.99, warmup=False)
+    assert float(constant.decay_after(torch.tensor(1))) == pytest.approx(0.99)
+
+
+def test_options_reach_the_average(tmp_path: Path) -> None:
+    (average,) = build_callbacks({"ema": {"decay": 0.5, "warmup": False}}, run_dir=tmp_path)
+    assert isinstance(average, AveragedWeights)
+    assert (average.decay, average.warmup) == (0.5, False)
+
+
+def vector(module: torch.nn.Module) -> Tensor:
+    return torch.cat([value.flatten().double() for value in module.state_dict().values()])
+
+
+def fast(seed: int = 0) -> Classifier:
+    torch.manual_seed(seed)
+    return Classifier(TinyNet(), optim={"lr": 0.5, "schedule": {"name": "constant"}})
+
+
+class Validated(pl.Callback):
+    """What the last validation was of; may end it by an exception."""
+
+    def __init__(self, *, fails: bool = False) -> None:
+        self.fails = fails
+
+    def on_validation_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        self.of = vector(pl_module)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["module", "checkpoint"])
+def test_after_a_training_what_is_given_is_validated_and_saved(tmp_path: Path, how: str) -> None:
+    """It was the average of the training, whatever was given."""
+    validated, module, other = Validated(), fast(), fast(1)
+    runner = trainer(tmp_path, callbacks=[AveragedWeights(), validated])
+    runner.fit(module, loader(), loader())
+    path = tmp_path / "other.ckpt"
+    saved = {"state_dict": other.state_dict(), "pytorch-lightning_version": pl.__version__}
+    torch.save(saved, path)
+    given: dict[str, Any] = {"module": {"model": other}, "checkpoint": {"ckpt_path": path}}[how]
+    runner.validate(dataloaders=loader(), weights_only=True, verbose=False, **given)
+    assert torch.equal(validated.of, vector(other))
+    runner.save_checkpoint(path)
+    state = torch.load(path, weights_only=True)["state_dict"]
+    assert all(torch.equal(state[name], value) for name, value in other.state_dict().items())
+
+
+def test_a_second_training_is_averaged_from_its_start(tmp_path: Path) -> None:
+    """Nothing was averaged until the steps of the first one were passed."""
+    found = []
+    average = AveragedWeights(decay=0.5)
+    for callback in (average, average, AveragedWeights(decay=0.5)):
+        module = fast()
+        trainer(tmp_path, callbacks=[callback]).fit(module, loader())
+        found.append(vector(module))
+    assert torch.equal(found[0], found[2])
+    assert torch.equal(found[1], found[2])
+    assert not torch.equal(found[1], vector(fast()))
+
+
+def test_a_validation_that_fails_leaves_the_weights_of_training(tmp_path: Path) -> None:
+    states, validated, module = States(), Validated(fails=True), fast()
+    runner = trainer(tmp_path, callbacks=[AveragedWeights(), states, validated])
+    with pytest.raises(ZeroDivisionError):
+        runner.fit(module, loader(), loader())
+    assert not torch.equal(validated.of, vector(module))
+    for name, value in module.state_dict().items():
+        assert torch.equal(value, states.after[-1][name]), name
+    validated.fails = False
+    runner.validate(module, loader(), verbose=False)
+    assert torch.equal(validated.of, vector(module))
+
+
+def test_a_finished_run_that_goes_on_ends_with_the_average(tmp_path: Path) -> None:
+    """Lightning leaves out the end of a training that has no step to make."""
+    path = tmp_path / "last.ckpt"
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            trainer.save_checkpoint(path)
+
+    module, again = fast(), fast(1)
+    trainer(tmp_path, callbacks=[AveragedWeights(), Save()]).fit(module, loader())
+    runner = trainer(tmp_path, callbacks=[AveragedWeights(), Save()])
+    runner.fit(again, loader(), ckpt_path=path, weights_only=True)
+    assert runner.global_step == 8
+    assert torch.equal(vector(again), vector(module))

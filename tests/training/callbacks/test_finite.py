@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier, build_callbacks
+from revzoo.training.callbacks.finite import FiniteLoss
+from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
+
+
+class Spoil(pl.Callback):
+    """Spoils the loss, or after the step a weight, of one step."""
+
+    def __init__(self, step: int, *, weight: bool = False) -> None:
+        self.step, self.weight = step, weight
+
+    def on_train_batch_start(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        bias = module.model.head.bias
+        if trainer.global_step == self.step and not self.weight:
+            bias.data[0] = float("nan")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, module: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and self.weight:
+            module.model.head.bias.data[0] = float("inf")
+
+
+def fit(tmp_path: Path, spoil: Spoil) -> None:
+    callbacks = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
+    runner = trainer(
+        tmp_path,
+        max_epochs=3,
+        callbacks=[spoil, *callbacks],
+        plugins=[PlainCheckpointIO()],
+        enable_checkpointing=True,
+    )
+    runner.fit(Classifier(TinyNet()), loader())
+
+
+@pytest.mark.parametrize(("step", "epoch"), [(4, 1), (6, 1), (9, 2)])
+def test_the_step_is_named_and_the_last_state_kept(step: int, epoch: int, tmp_path: Path) -> None:
+    message = rf"loss is not finite at step {step}, in epoch {epoch}: .*lower optim\.lr"
+    with pytest.raises(FloatingPointError, match=message):
+        fit(tmp_path, Spoil(step))
+    last = read_checkpoint(tmp_path / "checkpoints" / LAST)
+    assert last["global_step"] == 4 * epoch
+    assert all(v.isfinite().all() for v in last["state_dict"].values())
+
+
+def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
+    with pytest.raises(FloatingPointError, match=r"parameter model\.head\.bias .* step 8"):
+        fit(tmp_path, Spoil(8, weight=True))  # the last step of an epoch: no later loss tells
+    assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == 4
+
+
+def test_a_device_notes_the_first_step(tmp_path: Path) -> None:
+    """What is done on a GPU, done here with tensors of the host."""
+    watch, module = FiniteLoss(), Classifier(TinyNet())
+    losses = [1.0, 2.0, float("nan"), 3.0, float("inf")]
+    for step, loss in enumerate(losses):
+        watch._note(torch.isfinite(torch.tensor(loss)), step, 7)
+        if step == 1:
+            watch._read(module)
+    with pytest.raises(FloatingPointError, match="at step 2, in epoch 7"):
+        watch._read(module)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
+    runner = trainer(tmp_path, accelerator="gpu", max_epochs=8, callbacks=[Spoil(13)])
+    with pytest.raises(FloatingPointError, match="at step 13, in epoch 3"):
+        runner.fit(Classifier(TinyNet()), loader())
+    watch, module = FiniteLoss(), Classifier(TinyNet()).cuda()
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(4):
+            watch._note(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
+            watch._poll(module)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier, Footprint, peak_bytes, peak_host_bytes
+
+
+def test_host_peak_is_read_in_bytes(tmp_path: Path) -> None:
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmPeak:\t  999 kB\nVmHWM:\t   123 kB\nVmRSS:\t 7 kB\n")
+    assert peak_host_bytes(status) == 123 * 1024
+
+
+def test_host_peak_is_unknown_without_the_file(tmp_path: Path) -> None:
+    assert peak_host_bytes(tmp_path / "missing") is None
+    (tmp_path / "status").write_text("Name:\tpython\n")
+    assert peak_host_bytes(tmp_path / "status") is None
+
+
+@pytest.mark.skipif(peak_host_bytes() is None, reason="no /proc/self/status on this system")
+def test_host_peak_grows_by_what_is_touched() -> None:
+    before = peak_bytes(torch.device("cpu"))
+    ballast = torch.ones(64 * 2**20, dtype=torch.uint8)
+    after = peak_bytes(torch.device("cpu"))
+    assert before is not None
+    assert after is not None
+    current = int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    assert after >= current - 2**20
+    assert len(ballast) == 64 * 2**20
+
+
+class Slow(pl.Callback):
+    """By a clock of its own, a batch of training takes 5 ms and validation 0.4 s."""
+
+    now = 0.0
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.now += 0.005
+
+    def on_validation_epoch_end(self, *args: Any) -> None:
+        self.now += 0.4
+
+
+def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = Slow()
+    monkeypatch.setattr("revzoo.training.callbacks.footprint._now", lambda device: slow.now)
+    runner = trainer(tmp_path, max_epochs=2, callbacks=[slow, Footprint()])
+    runner.fit(Classifier(TinyNet()), loader(128), loader(16))
+    figures = runner.callback_metrics
+    seconds = float(figures["footprint/epoch_seconds"])
+    assert seconds == pytest.approx(8 * 0.005)
+    assert float(figures["footprint/images_per_second"]) == pytest.approx(128 / seconds)
+    peak = peak_host_bytes()
+    if peak is not None:
+        assert peak / 2 < float(figures["footprint/peak_bytes"]) <= peak
+
+
+@pytest.mark.filterwarnings("ignore")  # of callbacks and data that cannot go on
+def test_an_epoch_that_is_gone_on_in_counts_from_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5)
+    first = trainer(tmp_path, max_epochs=1, callbacks=[saving], enable_checkpointing=True)
+    first.fit(Classifier(TinyNet()), loader(128), loader(16))
+    slow = Slow()
+    monkeypatch.setattr("revzoo.training.callbacks.footprint._now", lambda device: slow.now)
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[slow, Footprint()])
+    runner.fit(Classifier(TinyNet()), loader(128), loader(16), ckpt_path=saving.best_model_path)
+    seconds = float(runner.callback_metrics["footprint/epoch_seconds"])
+    images = seconds * float(runner.callback_metrics["footprint/images_per_second"])
+    assert seconds == pytest.approx(3 * 0.005)
+    assert images == pytest.approx(3 * 16)
+
+
+def test_without_a_source_no_memory_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("revzoo.training.callbacks.footprint.peak_host_bytes", lambda: None)
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
+    runner.fit(Classifier(TinyNet()), loader())
+    assert "footprint/epoch_seconds" in runner.callback_metrics
+    assert "footprint/peak_bytes" not in runner.callback_metrics
+
+
+@pytest.mark.gpu
+def test_gpu_peak_is_that_of_the_epoch(tmp_path: Path) -> None:
+    ballast = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    del ballast
+    runner = trainer(tmp_path, max_epochs=1, accelerator="gpu", devices=1, callbacks=[Footprint()])
+    runner.fit(Classifier(TinyNet()), loader())
+    assert 0 < runner.callback_metrics["footprint/peak_bytes"] < 2**30

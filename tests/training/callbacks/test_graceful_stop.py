@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier
+from revzoo.training.callbacks import graceful_stop as stop_module
+from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+
+
+class SignalIn(pl.Callback):
+    """Sends a signal to this process in a hook, once."""
+
+    def __init__(self, hook: str, signum: int) -> None:
+        self.batches, self.validated, self.sent, self.signum = 0, 0, False, signum
+        setattr(self, hook, self._send)
+
+    def _send(self, *args: Any) -> None:
+        if not self.sent:
+            self.sent = True
+            os.kill(os.getpid(), self.signum)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.batches += 1
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        self.validated += 1
+
+
+def fit(
+    tmp_path: Path, hook: str, signum: int, **options: Any
+) -> tuple[SignalIn, GracefulStop, int]:
+    stop, sender = GracefulStop(), SignalIn(hook, signum)
+    runner = trainer(tmp_path, callbacks=[sender, stop], **options)
+    with stop.listening(), pytest.raises(RunStopped) as stopped:
+        runner.fit(Classifier(TinyNet()), loader(), loader())
+    return sender, stop, stopped.value.status
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None:
+    sender, stop, ended = fit(tmp_path, "on_before_backward", signum)
+    assert (sender.batches, ended) == (1, status)
+    assert stop.requested == signum
+
+
+@pytest.mark.parametrize(("patience", "validated"), [(60.0, 4), (0.0, 1)])
+def test_a_validation_is_finished_or_cut_off_after_a_while(
+    patience: float, validated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stop_module, "PATIENCE", patience)
+    sender, _, ended = fit(tmp_path, "on_validation_batch_start", signal.SIGTERM)
+    assert (sender.batches, sender.validated, ended) == (4, validated, 143)
+
+
+def test_gathered_gradients_are_waited_for_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = []
+    for patience in (60.0, 0.0):
+        monkeypatch.setattr(stop_module, "PATIENCE", patience)
+        sender, _, _ = fit(
+            tmp_path, "on_before_backward", signal.SIGTERM, accumulate_grad_batches=3
+        )
+        batches.append(sender.batches)
+    assert batches == [3, 1]
+
+
+def test_outside_of_loops_the_end_is_at_once() -> None:
+    with GracefulStop().listening(), pytest.raises(RunStopped, match="SIGTERM"):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    stop = GracefulStop()
+    stop._waits = True
+    with stop.listening():
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # as batch systems do
+        assert statuses == []
+        os.kill(os.getpid(), signal.SIGINT)
+    assert statuses == [130]
+
+
+def test_the_handlers_from_before_come_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    with GracefulStop().listening():
+        assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] != before
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import (
+    LearningRateMonitor,
+    TQDMProgressBar,
+)
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import (
+    BatchNormMomentum,
+    Classifier,
+    CompiledBranches,
+    ConfusionMatrix,
+    DriftLogger,
+    EpochLog,
+    Finetuning,
+    Footprint,
+    Reconstructions,
+    Samples,
+    build_callbacks,
+)
+from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from revzoo.training.callbacks.early_stopping import EarlyStopping
+from revzoo.training.callbacks.ema import AveragedWeights
+from revzoo.training.callbacks.registry import CALLBACKS, best_checkpoint_path
+
+ALL = {name: {} for name in CALLBACKS}
+
+
+def test_every_name_builds_its_callback(tmp_path: Path) -> None:
+    kinds = {type(callback) for callback in build_callbacks(ALL, run_dir=tmp_path)}
+    assert kinds == {
+        BestCheckpoint,
+        LastCheckpoint,
+        LearningRateMonitor,
+        TQDMProgressBar,
+        Footprint,
+        EpochLog,
+        DriftLogger,
+        Samples,
+        Reconstructions,
+        ConfusionMatrix,
+        EarlyStopping,
+        AveragedWeights,
+        BatchNormMomentum,
+        Finetuning,
+        CompiledBranches,
+    }
+
+
+def test_none_switches_off(tmp_path: Path) -> None:
+    assert build_callbacks(dict.fromkeys(CALLBACKS), run_dir=tmp_path) == []
+
+
+def test_options_reach_the_callback(tmp_path: Path) -> None:
+    specs = {"early_stopping": {"patience": 3, "monitor": "val/loss", "mode": "min"}}
+    (stopping,) = build_callbacks(specs, run_dir=tmp_path)
+    assert isinstance(stopping, EarlyStopping)
+    assert (stopping.patience, stopping.monitor, stopping.mode) == (3, "val/loss", "min")
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ({"best_chekpoint": {}}, r"callbacks\.best_chekpoint: .*did you mean 'best_checkpoint'"),
+        (
+            {"best_checkpoint": {"mod": "max"}},
+            r"callbacks\.best_checkpoint\.mod: .*did you mean 'mode'",
+        ),
+        ({"footprint": {"x": 1}}, "there is none"),
+    ],
+)
+def test_unknown_names_are_refused(tmp_path: Path, specs: dict, message: str) -> None:  # type: ignore[type-arg]
+    with pytest.raises(ValueError, match=message):
+        build_callbacks(specs, run_dir=tmp_path)
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_best_and_last_are_kept(tmp_path: Path, mode: str) -> None:
+    specs = {"best_checkpoint": {"monitor": "val/loss", "mode": mode}, "last_checkpoint": {}}
+    callbacks = build_callbacks(specs, run_dir=tmp_path)
+    losses: list[float] = []
+
+    class Losses(pl.Callback):
+        def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            losses.append(float(trainer.callback_metrics["val/loss"]))
+
+    runner = trainer(
+        tmp_path, enable_checkpointing=True, callbacks=[*callbacks, Losses()], max_epochs=4
+    )
+    runner.fit(Classifier(TinyNet()), loader(), loader())
+    assert {p.name for p in (tmp_path / "checkpoints").iterdir()} == {"best.ckpt", "last.ckpt"}
+    best = best_checkpoint_path(runner)
+    assert best == (tmp_path / "checkpoints" / "best.ckpt").resolve()
+    choose = min if mode == "min" else max
+    assert torch.load(best, weights_only=True)["epoch"] == losses.index(choose(losses))
+    last = torch.load(tmp_path / "checkpoints" / "last.ckpt", weights_only=True)
+    assert (last["epoch"], last["global_step"]) == (3, 16)
+
+
+def test_without_a_monitor_there_is_no_best(tmp_path: Path) -> None:
+    callbacks = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
+    runner = trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_epochs=1)
+    runner.fit(Classifier(TinyNet()), loader(), loader())
+    assert best_checkpoint_path(runner) is None
+
+
+def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    callbacks = build_callbacks({"epoch_log": {}, "footprint": {}}, run_dir=tmp_path)
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        trainer(tmp_path, callbacks=callbacks).fit(Classifier(TinyNet()), loader(), loader())
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
+    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
+    assert all("val/acc " in line and "images_per_second" in line for line in lines)
+
+
+def test_figures_of_an_earlier_validation_are_not_told_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    callbacks = build_callbacks({"epoch_log": {}}, run_dir=tmp_path)
+    runner = trainer(tmp_path, callbacks=callbacks, max_epochs=4, check_val_every_n_epoch=2)
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        runner.fit(Classifier(TinyNet()), loader(), loader())
+    lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
+    assert all("train/acc " in line for line in lines)
+    assert ["val/acc " in line for line in lines] == [False, True, False, True]

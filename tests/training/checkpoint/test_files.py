@@ -1,0 +1,290 @@
+from __future__ import annotations
+
+import collections
+import logging
+import os
+import pickle
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from revzoo.training.checkpoint import files
+from revzoo.training.checkpoint.files import (
+    LAST,
+    PREVIOUS,
+    CheckpointError,
+    DamagedCheckpoint,
+    PlainCheckpointIO,
+    read_checkpoint,
+    read_last,
+    write_checkpoint,
+)
+
+ROOT = Path(__file__).parents[3]
+
+
+def state(number: int = 0, **more: Any) -> dict[str, Any]:
+    return {"state_dict": {"w": torch.full((1000,), float(number))}, "number": number, **more}
+
+
+def save(path: Path, number: int = 0) -> Path:
+    write_checkpoint(state(number), path)
+    return path
+
+
+def test_what_is_written_is_read(tmp_path: Path) -> None:
+    plain = state(
+        nested={"list": [1, 2.5, None, True, ("a", b"b")], 3: torch.ones(2, dtype=torch.bfloat16)},
+        milestones=collections.Counter({5: 1}),
+    )
+    write_checkpoint(plain, tmp_path / "new" / "a.ckpt")
+    found = read_checkpoint(tmp_path / "new" / "a.ckpt")
+    assert found["nested"]["list"] == plain["nested"]["list"]
+    assert torch.equal(found["nested"][3], plain["nested"][3])
+    assert found["milestones"] == plain["milestones"]
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["a.ckpt"]
+
+
+class Word(str):
+    pass
+
+
+@pytest.mark.parametrize(
+    "value", [np.float64(1), Path("a"), {1, 2}, len, Word("a"), torch.nn.Parameter(torch.ones(1))]
+)
+def test_anything_else_is_refused_by_its_key(value: Any, tmp_path: Path) -> None:
+    path = save(tmp_path / LAST, 1)
+    with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['x'\]\[1\] is a "):
+        write_checkpoint(state(2, callbacks={"x": [0, value]}), path)
+    assert read_checkpoint(path)["number"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == [LAST]
+
+
+def test_the_one_before_is_kept(tmp_path: Path) -> None:
+    for number in range(3):
+        save(tmp_path / LAST, number)
+    assert read_checkpoint(tmp_path / LAST)["number"] == 2
+    assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 1
+    save(tmp_path / "best.ckpt")
+    save(tmp_path / "best.ckpt")
+    assert {p.name for p in tmp_path.iterdir()} == {LAST, PREVIOUS, "best.ckpt"}
+
+
+def test_without_hard_links_the_one_before_is_kept_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(self: Path, target: Path) -> None:
+        raise PermissionError("no hard links here")
+
+    monkeypatch.setattr(Path, "hardlink_to", refused)
+    for number in range(2):
+        save(tmp_path / LAST, number)
+    assert read_checkpoint(tmp_path / LAST)["number"] == 1
+    assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
+
+
+def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path / LAST, 1)
+
+    def full(handle: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError, match="No space left"):
+        save(path, 2)
+    assert read_checkpoint(path)["number"] == 1
+    assert [p.name for p in tmp_path.iterdir()] == [LAST]
+
+
+def test_the_disk_is_asked_to_keep_file_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr(
+        os, "fsync", lambda h: (events.append(str(Path(f"/proc/self/fd/{h}").readlink())), fsync(h))
+    )
+    monkeypatch.setattr(
+        Path, "replace", lambda s, t: (events.append(f"{s.name}->{t.name}"), replace(s, t))
+    )
+    for _ in range(2):
+        events.clear()
+        save(tmp_path / LAST)
+    temporary = tmp_path / ".last.ckpt.saving"
+    assert events == [
+        str(temporary),
+        ".previous.ckpt.saving->previous.ckpt",
+        ".last.ckpt.saving->last.ckpt",
+        str(tmp_path),
+    ]
+
+
+def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+    (tmp_path / ".best.ckpt.saving").write_bytes(b"half")
+    save(tmp_path / LAST)
+    assert [p.name for p in tmp_path.iterdir()] == [LAST]
+
+
+class Hostile:
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> Any:
+        return Path.touch, (self.target,)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+def test_no_pickle_is_executed(tmp_path: Path, legacy: bool) -> None:
+    path, target = tmp_path / "a.ckpt", tmp_path / "executed"
+    hostile = {"state_dict": {}, "x": Hostile(target)}
+    if legacy:
+        path.write_bytes(pickle.dumps(hostile))
+    else:
+        torch.save(hostile, path)
+    with pytest.raises(CheckpointError, match=r"a\.ckpt"):
+        read_checkpoint(path)
+    with pytest.raises(CheckpointError):
+        PlainCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert not target.exists()
+
+
+def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
+    whole = save(tmp_path / "a.ckpt").read_bytes()
+    good = read_checkpoint(tmp_path / "a.ckpt")["state_dict"]["w"]
+    path, rng = tmp_path / "b.ckpt", random.Random(0)
+    for _ in range(40):
+        path.write_bytes(whole[: rng.randrange(len(whole))])
+        with pytest.raises(CheckpointError, match=r"b\.ckpt is cut off or no checkpoint"):
+            read_checkpoint(path)
+    for _ in range(80):
+        place = rng.randrange(len(whole))
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            found = read_checkpoint(path)  # a bit between the entries means nothing
+        except CheckpointError:
+            continue
+        assert torch.equal(found["state_dict"]["w"], good), place
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"", "0 bytes"), (b"<html>", "6 bytes"), ({"a": 1}, r"found: \['a'\]"), ([1], "found: list")],
+)
+def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
+    with pytest.raises(CheckpointError, match=message):
+        read_checkpoint(path)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*a\.ckpt"):
+        read_checkpoint(tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*last\.ckpt"):
+        read_last(tmp_path)
+
+
+def test_a_damaged_last_one_is_replaced_by_the_one_before(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(2):
+        save(tmp_path / LAST, number)
+    (tmp_path / LAST).write_bytes((tmp_path / LAST).read_bytes()[:-100])
+    with caplog.at_level(logging.WARNING):
+        path, found = read_last(tmp_path)
+    assert (path.name, found["number"]) == (PREVIOUS, 0)
+    assert "cut off" in caplog.text
+    assert "previous.ckpt" in caplog.text
+    save(tmp_path / LAST, 2)  # the damaged one must not become the previous one
+    assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
+
+
+def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
+    """A check that finds the states of these numbers damaged, or of another run."""
+
+    def check(found: dict[str, Any]) -> None:
+        if found["number"] in damaged:
+            raise DamagedCheckpoint(f"number {found['number']} is bad")
+        if found["number"] in refused:
+            raise CheckpointError("of another run")
+
+    return check
+
+
+@pytest.mark.parametrize(
+    ("check", "outcome", "names"),
+    [
+        (judge(), LAST, {LAST, PREVIOUS}),
+        (judge(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
+        (
+            judge(damaged=[0, 1]),
+            r"1 is bad\): restore .*; nor .*previous\.ckpt",
+            {LAST, PREVIOUS},
+        ),
+        (judge(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
+        (judge(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
+    ],
+)
+def test_one_that_is_judged_damaged_is_replaced_too(
+    check: Any, outcome: str, names: set[str], tmp_path: Path
+) -> None:
+    for number in range(2):
+        save(tmp_path / LAST, number)
+    if outcome in names:
+        path, found = read_last(tmp_path, check)
+        assert (path.name, found["number"]) == (outcome, int(outcome == LAST))
+    else:
+        with pytest.raises(CheckpointError, match=outcome) as got:
+            read_last(tmp_path, check)
+        assert "\n" not in str(got.value)
+    assert {p.name for p in tmp_path.iterdir()} == names
+
+
+def killed_while_saving(folder: Path, *, kills: int, seed: int, **environment: str) -> str:
+    program = str(Path(__file__).with_name("kill_while_saving.py"))
+    done = subprocess.run(
+        [sys.executable, program, str(folder), str(kills), str(seed)],
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_kills_lose_no_checkpoint(tmp_path: Path) -> None:
+    assert killed_while_saving(tmp_path, kills=5, seed=0).startswith("5 kills")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_many_kills_lose_no_checkpoint(tmp_path: Path, elsewhere: bool) -> None:
+    """Also where the folder for temporary files is on another file system."""
+    if elsewhere and not Path("/dev/shm").is_dir():
+        pytest.skip("there is no /dev/shm here")
+    environment = {"TMPDIR": "/dev/shm"} if elsewhere else {}
+    told = killed_while_saving(tmp_path, kills=100, seed=int(elsewhere), **environment)
+    in_the_middle = int(told.split(",")[2].split()[0])
+    assert in_the_middle >= 10, told
+
+
+def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
+    plugin = PlainCheckpointIO()
+    plugin.save_checkpoint(state(4), tmp_path / LAST)
+    assert plugin.load_checkpoint(tmp_path / LAST)["number"] == 4
+    plugin.remove_checkpoint(tmp_path / LAST)
+    assert not (tmp_path / LAST).exists()
+    assert files.TEMPORARY not in "".join(p.name for p in tmp_path.iterdir())

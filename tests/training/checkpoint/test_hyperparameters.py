@@ -1,0 +1,142 @@
+"""Hostile checkpoints: what their hyperparameters name is neither imported nor called."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TINY, TinyNet
+
+from revzoo.data import Digits
+from revzoo.training import Classifier
+from revzoo.training.checkpoint.files import CheckpointError, write_checkpoint
+
+SHARED = {"name": "constant", "_target_": "hostile.act"}
+
+
+@pytest.fixture
+def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A module ``hostile`` that makes files when imported or called; returns their folder."""
+    traces = tmp_path / "traces"
+    traces.mkdir()
+    (tmp_path / "hostile.py").write_text(
+        "from pathlib import Path\n"
+        f"folder = Path({str(traces)!r})\n"
+        "(folder / 'imported').touch()\n"
+        "def act(*args, **kwargs):\n"
+        "    (folder / 'called').touch()\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "hostile", raising=False)
+    return traces
+
+
+def checkpoint(path: Path, hyper: Any, **others: Any) -> Path:
+    version = {"pytorch-lightning_version": pl.__version__}
+    state = {"state_dict": Classifier(TINY).state_dict(), "hyper_parameters": hyper}
+    write_checkpoint({**version, **state, **others}, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("hyper", "key"),
+    [
+        ({"model": TINY, "_target_": "hostile.act"}, "_target_"),
+        ({"model": {**TINY, "_target_": "hostile.act"}}, "model._target_"),
+        ({"model": {**TINY, "norm": {"_target_": "hostile.act"}}}, "model.norm"),
+        ({"model": {**TINY, "units": [1, {"_target_": "hostile.act"}]}}, "model.units"),
+        ({"model": {**TINY, "norm": "hostile.act"}}, "model.norm"),
+        ({"model": {**TINY, "name": "hostile"}}, "model.name"),
+        ({"model": {**TINY, "norm": "${hostile}"}}, "model.norm"),
+        ({"model": {**TINY, "checkpoint_path": "hostile"}}, "model.checkpoint_path"),
+        ({"model": {**TINY, "pretrained": True}}, "model.pretrained"),
+        ({"model": TINY, "optim": {"name": "hostile.act"}}, "optim.name"),
+        ({"model": TINY, "optim": {"schedule": SHARED}}, "optim.schedule._target_"),
+        (
+            {"model": SHARED, "optim": {"schedule": SHARED}},
+            "optim.schedule._target_|model._target_",
+        ),
+        ({"model": TINY, "_instantiator": "hostile.act"}, "_instantiator"),
+        ({"model": TINY, "_class_path": "hostile.act"}, "_class_path"),
+    ],
+)
+def test_references_are_refused_before_anything_is_imported(
+    hyper: Any, key: str, hostile: Path, tmp_path: Path
+) -> None:
+    path = checkpoint(tmp_path / "a.ckpt", hyper)
+    with pytest.raises(CheckpointError, match=f"hyperparameter ({key}) is refused"):
+        Classifier.load_from_checkpoint(path)
+    assert "hostile" not in sys.modules
+    assert list(hostile.iterdir()) == []
+
+
+@pytest.mark.parametrize("key", ["hparams", "module_arguments", "hparams_name", "hparams_type"])
+def test_other_places_for_hyperparameters_are_not_looked_at(
+    key: str, hostile: Path, tmp_path: Path
+) -> None:
+    content: Any = {"_instantiator": "hostile.act"} if key[-1] == "s" else "hostile.act"
+    path = checkpoint(tmp_path / "a.ckpt", {"model": TINY}, **{key: content})
+    assert Classifier.load_from_checkpoint(path).model.num_classes == 2
+    assert list(hostile.iterdir()) == []
+
+
+def test_pickled_calls_are_not_made(hostile: Path, tmp_path: Path) -> None:
+    class Call:
+        def __reduce__(self) -> Any:
+            return Path.touch, (hostile / "called",)
+
+    torch.save({"state_dict": {}, "hyper_parameters": {"model": Call()}}, tmp_path / "a.ckpt")
+    with pytest.raises(CheckpointError, match="more than plain values"):
+        Classifier.load_from_checkpoint(tmp_path / "a.ckpt")
+    for reader in ({"weights_only": False}, {"hparams_file": "hparams.yaml"}):
+        with pytest.raises(ValueError, match="read as plain data only"):
+            Classifier.load_from_checkpoint(tmp_path / "a.ckpt", **reader)
+    assert list(hostile.iterdir()) == []
+    torch.load(tmp_path / "a.ckpt", weights_only=False)
+    assert (hostile / "called").exists()  # what would have happened
+
+
+def test_arguments_go_before_those_of_the_file(tmp_path: Path) -> None:
+    path = checkpoint(tmp_path / "a.ckpt", {"model": TINY, "optim": {"lr": 0.3}})
+    assert Classifier.load_from_checkpoint(path).optim.lr == 0.3
+    assert Classifier.load_from_checkpoint(path, optim={"lr": 0.1}).optim.lr == 0.1
+    state = Classifier(net := TinyNet()).state_dict()
+    write_checkpoint({"state_dict": state, "hyper_parameters": {"optim": {}}}, path)
+    with pytest.raises(CheckpointError, match="no hyperparameters of a model"):
+        Classifier.load_from_checkpoint(path)
+    loaded = Classifier.load_from_checkpoint(path, model=TinyNet(), weights_only=True)
+    assert torch.equal(loaded.model.head.weight, net.head.weight)
+
+
+def test_data_are_not_made_from_a_checkpoint(tmp_path: Path, hostile: Path) -> None:
+    hyper = {"datamodule_hyper_parameters": {"_instantiator": "hostile.act"}}
+    path = checkpoint(tmp_path / "a.ckpt", {"model": TINY}, **hyper)
+    with pytest.raises(NotImplementedError, match=r"make Digits\(...\)"):
+        Digits.load_from_checkpoint(path)
+    assert list(hostile.iterdir()) == []
+
+
+def test_a_name_of_weights_is_kept_as_its_architecture(tmp_path: Path) -> None:
+    module = Classifier({"name": "irevnet13.digits", "in_chans": 1})
+    assert module.hparams["model"]["name"] == "irevnet13"
+    write_checkpoint(
+        {"state_dict": module.state_dict(), "hyper_parameters": dict(module.hparams)},
+        tmp_path / "a.ckpt",
+    )
+    assert Classifier.load_from_checkpoint(tmp_path / "a.ckpt").model.num_classes == 10
+
+
+def test_a_subclass_is_given_its_own_again(tmp_path: Path) -> None:
+    class Own(Classifier):
+        def __init__(self, model: Any, alpha: float = 0.5, **options: Any) -> None:
+            super().__init__(model, **options)
+            self.alpha = alpha
+
+    path = checkpoint(tmp_path / "a.ckpt", {"model": TINY, "alpha": 0.7})
+    with pytest.raises(CheckpointError, match=r"load_from_checkpoint again: alpha=\.\.\."):
+        Own.load_from_checkpoint(path)
+    assert Own.load_from_checkpoint(path, alpha=0.7).alpha == 0.7

@@ -1,0 +1,149 @@
+"""Hostile checkpoints: each reader refuses what does not fit, by name and with its own error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_task import TINY, TinyNet
+from torch import nn
+
+from revzoo.models import create_model
+from revzoo.training import Classifier
+from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.checkpoint.restore import restore
+from revzoo.weights.errors import WeightsError
+
+FIRST, BIAS = "model.stem.steps.0.conv.weight", "model.fc.bias"
+DATA = {"classes": ["left", "right"], "normalisation": {"mean": [0.0], "std": [1.0]}}
+
+
+def from_zoo(path: Path) -> nn.Module:
+    return create_model(**TINY, checkpoint_path=path)
+
+
+def save(path: Path, hyper: Any = None, **parts: Any) -> Path:
+    """A checkpoint of :data:`TINY`, with some ``parts`` of it replaced."""
+    whole = {"state_dict": Classifier(TINY).state_dict(), "Data": DATA}
+    hyper = {"hyper_parameters": {"model": {**TINY, **(hyper or {})}}}
+    torch.save({**whole, **hyper, **parts}, path)
+    return path
+
+
+READERS = {Classifier.load_from_checkpoint: CheckpointError, restore: CheckpointError}
+
+
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor:UserWarning")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop(FIRST), rf"1 missing: .*{FIRST[6:]}"),
+        (lambda s: s.update({"model.z": torch.ones(1)}), r"1 unexpected: (model\.)?z"),
+        (lambda s: s.update({FIRST: torch.ones(7)}), r"another shape.*conv.weight \(file: \(7,\)"),
+        (lambda s: s.update({FIRST: s[FIRST].long()}), "int64.* float32"),
+        (lambda s: s.update({FIRST: s[FIRST].to(torch.complex64)}), "complex64.* float32"),
+        (lambda s: s.update({FIRST: torch.ones(4, 0, 3, 3)}), r"\(4, 0, 3, 3\)"),
+        (lambda s: s.update({FIRST: "hello"}), "other things than tensors: .*conv.weight"),
+        (lambda s: s.update({FIRST: s[FIRST].to_sparse()}), "expected a state_dict: a dense"),
+        (lambda s: s.update({FIRST: s[FIRST].to("meta")}), "expected a state_dict: a dense"),
+        (lambda s: s.update({1: s[FIRST]}), "other things than tensors: 1|no tensors by name"),
+        (lambda s: (s.clear(), s.update({1: 2})), "expected a state_dict"),
+        (lambda s: s[BIAS].fill_(float("nan")), r"NaN or Inf in .*fc.bias \(2 of 2 values\)"),
+        (lambda s: s[BIAS][1:].fill_(float("inf")), r"NaN or Inf in .*fc.bias \(1 of 2 values\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(
+    change: Callable[[Any], Any], message: str, tmp_path: Path
+) -> None:
+    change(state := Classifier(TINY).state_dict())
+    path = save(tmp_path / "a.ckpt", state_dict=state)
+    for read, error in {**READERS, from_zoo: WeightsError}.items():
+        with pytest.raises(error, match=rf"(?s)a\.ckpt.*{message}"):
+            read(path)
+
+
+@pytest.mark.parametrize("state", [None, 5, [torch.ones(1)]])
+def test_no_state_dict_at_all_is_refused(state: Any, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt", state_dict=state)
+    for read, error in {**READERS, from_zoo: WeightsError}.items():
+        with pytest.raises(error, match=r"a\.ckpt .*state_dict"):
+            read(path)
+
+
+def test_what_is_not_strict_is_held_against_shapes_alone(tmp_path: Path) -> None:
+    state = Classifier(TINY).state_dict()
+    bias = state.pop(BIAS) + 1
+    path = save(tmp_path / "a.ckpt", state_dict={**state, "model.z": bias})
+    loaded = Classifier.load_from_checkpoint(path, strict=False).state_dict()
+    assert all(torch.equal(loaded[key], value) for key, value in state.items())
+    path = save(path, state_dict={**state, BIAS: torch.ones(7)})
+    with pytest.raises(CheckpointError, match=r"fc.bias \(file: \(7,\)"):
+        Classifier.load_from_checkpoint(path, strict=False)
+
+
+def test_a_state_that_is_no_tensor_is_its_modules_own(tmp_path: Path) -> None:
+    class Net(TinyNet):
+        word = "new"
+
+        def get_extra_state(self) -> Any:
+            return {"word": self.word}
+
+        def set_extra_state(self, state: Any) -> None:
+            self.word = state["word"]
+
+    net = Net()
+    net.word = "kept"
+    path = save(tmp_path / "a.ckpt", state_dict=Classifier(net).state_dict())
+    assert Classifier.load_from_checkpoint(path, model=Net()).model.word == "kept"
+
+
+@pytest.mark.parametrize(
+    ("hyper", "message"),
+    [
+        *[({"name": v}, "model.name is refused: got") for v in (["revnet38"], 3, None)],
+        *[({"in_chans": v}, "in_chans=.* positive whole") for v in ("x", 0, [1], 1.5)],
+        *[({"num_classes": v}, "num_classes=.* positive whole") for v in ("ten", -1)],
+        ({"foo": 1}, "takes no keyword 'foo'"),
+        ({"units": 5}, "one positive whole number per stage"),
+        ({"stem_width": 10**15}, "cannot be made"),
+    ],
+)
+def test_models_that_cannot_be_made_are_told(hyper: Any, message: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt", hyper)
+    for read in READERS:
+        with pytest.raises(CheckpointError, match=message):
+            read(path)
+    name, channels = hyper.get("name", "revnet38"), hyper.get("in_chans", 1)
+    if not isinstance(name, str | None) or channels in ("x", 0, [1], 1.5):
+        with pytest.raises(WeightsError, match=r"a\.ckpt is of a model with name=.*in_chans="):
+            from_zoo(path)
+
+
+def test_what_the_caller_gives_is_the_callers_error(tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    with pytest.raises(ValueError, match=r"optim\.lr"):
+        Classifier.load_from_checkpoint(path, optim={"lr": "x"})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"classes": ["a", "b", "c"]}, "expected a list of 2 names, by label, not 3"),
+        ({"classes": 5}, "classes is 5, expected a list"),
+        ({"normalisation": {"mean": "x"}}, "normalisation is .*, expected mean and std"),
+        ({"normalisation": {"_target_": "os.system"}}, "expected mean and std"),
+        ({"normalisation": {"mean": [0.5], "std": [0.0]}}, "std above 0"),
+        ({"normalisation": {"mean": [0.5] * 3, "std": [1.0] * 3}}, "of 1 channels"),
+        ({"image_size": "big"}, "image_size is 'big', expected a side"),
+        ({"in_chans": 3}, "in_chans is 3, expected 1"),
+    ],
+)
+def test_data_that_no_run_has_are_refused(data: Any, message: str, tmp_path: Path) -> None:
+    path = save(tmp_path / "a.ckpt")
+    assert restore(path).classes == DATA["classes"]
+    save(path, Data={**DATA, **data})
+    with pytest.raises(CheckpointError, match=rf"a\.ckpt cannot be used: .*{message}"):
+        restore(path)

@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_task import TINY, trainer
+
+from revzoo.data import Digits
+from revzoo.training import Classifier
+from revzoo.training.checkpoint.files import (
+    CheckpointError,
+    PlainCheckpointIO,
+    read_checkpoint,
+    write_checkpoint,
+)
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
+from revzoo.training.checkpoint.restore import restore
+
+NET = {**TINY, "num_classes": 10}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Classifier, Digits]:
+    folder = tmp_path_factory.mktemp("run")
+    runner = trainer(folder, max_epochs=1, limit_train_batches=1, plugins=[PlainCheckpointIO()])
+    module, data = Classifier(NET), Digits()
+    runner.fit(module, datamodule=data)
+    runner.save_checkpoint(folder / "a.ckpt", weights_only=False)
+    return folder / "a.ckpt", module, data
+
+
+def test_model_classes_and_normalisation_come_back(saved: Any) -> None:
+    path, module, data = saved
+    restored = restore(path)
+    assert restored.classes == data.classes
+    assert restored.data_state["normalisation"] == data.normalisation.state_dict()
+    assert (restored.image_size, restored.in_chans) == (8, 1)
+    images = torch.randn(2, 1, 8, 8)
+    with torch.no_grad():
+        assert torch.equal(restored.module(images), module.eval()(images))
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("_target_",), "os.system"),
+        (("data",), {}),
+        (("model", "_target_"), "os.system"),
+        (("model", "units"), {"_target_": "os.system"}),
+        (("model", "units"), [[{"_target_": "os.system"}]]),
+        (("model", "name"), "${oc.env:HOME}"),
+        (("model", "name"), "antigravity.Model"),
+        (("model", "name"), "no_such_model"),
+        (("model", "callback"), 1),
+        (("model", "__class__"), 1),
+        (("optim", "_partial_"), True),
+        (("optim", "name"), "torch.optim.SGD"),
+        (("optim", "schedule", "_target_"), "os.system"),
+        (("optim", "schedule", "name"), "${optim.name}"),
+        (("optim", "schedule"), "os.system"),
+        (("channels_last",), "yes"),
+    ],
+)
+def test_anything_but_plain_options_is_refused(path: Any, value: Any, saved: Any) -> None:
+    state = copy.deepcopy(read_checkpoint(saved[0]))
+    section = state["hyper_parameters"]
+    for key in path[:-1]:
+        section = section[key]
+    section[path[-1]] = value
+    bad = saved[0].with_name("bad.ckpt")
+    write_checkpoint(state, bad)
+    before = set(sys.modules)
+    with pytest.raises(CheckpointError):
+        restore(bad)
+    assert set(sys.modules) == before
+
+
+def test_an_aliased_section_is_checked_too() -> None:
+    shared: dict[str, Any] = {"name": "constant", "_target_": "os.system"}
+    with pytest.raises(CheckpointError, match=r"optim\.schedule\._target_"):
+        check_hyperparameters({"model": NET, "optim": {"schedule": shared}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: s.pop("hyper_parameters"), "no hyperparameters"),
+        (lambda s: s.pop("Digits"), "which classes"),
+        (lambda s: s["state_dict"].clear(), "do not fit the model"),
+    ],
+)
+def test_incomplete_checkpoints_are_refused(change: Any, message: str, saved: Any) -> None:
+    state = read_checkpoint(saved[0])
+    change(state)
+    bad = saved[0].with_name("bad.ckpt")
+    write_checkpoint(state, bad)
+    with pytest.raises(CheckpointError, match=message):
+        restore(bad)

@@ -1,0 +1,104 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_task import TINY
+
+from revzoo.data import Digits
+from revzoo.training import Classifier
+from revzoo.training.tuning import batch_size_finder
+from revzoo.training.tuning.batch_size_finder import (
+    FIXED_COPIES,
+    NoRoomError,
+    _Search,
+    find_batch_size,
+)
+
+TEN = {**TINY, "num_classes": 10, "memory": "invert"}
+CPU: dict[str, Any] = {"trainer": {"accelerator": "cpu"}}
+
+
+@pytest.fixture
+def data() -> Digits:
+    digits = Digits()
+    digits.setup("fit")
+    return digits
+
+
+@pytest.fixture
+def module() -> Classifier:
+    return Classifier(TEN)
+
+
+def with_room(monkeypatch: pytest.MonkeyPatch, room: int, taken: Any = None) -> None:
+    monkeypatch.setattr(batch_size_finder, "room_on", lambda device, max_bytes: room)
+    monkeypatch.setattr(_Search, "taken", taken or (lambda self: None))
+
+
+def fixed(module: Classifier) -> int:
+    return FIXED_COPIES * sum(p.nbytes for p in module.parameters())
+
+
+def test_the_count_ends_the_search(
+    data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    each = batch_size_finder.counted(module, data, {})
+    assert each["invert"] < each["store"]
+    with_room(monkeypatch, fixed(module) + int(20.5 * each["invert"]))
+    found = find_batch_size(module, data, **CPU)
+    assert (found.batch_size, found.limited_by) == (20, "memory")
+    assert found.largest["invert"] == 20
+    assert found.largest["store"] == int(20.5 * each["invert"] // each["store"])
+
+
+def test_what_a_trial_takes_ends_the_search(
+    data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The count says that all would fit; the process grows by more than that."""
+    with_room(monkeypatch, 45 * 10**6, lambda search: 10**6 * search._tried)
+    found = find_batch_size(module, data, **CPU)
+    assert (found.batch_size, found.limited_by) == (45, "memory")
+
+
+def test_other_limits(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_room(monkeypatch, 2**34)
+    found = find_batch_size(module, data, max_size=9, **CPU)
+    assert (found.batch_size, found.limited_by) == (9, "max_size")
+    monkeypatch.setattr(Digits, "train_count", 11)
+    found = find_batch_size(module, data, **CPU)
+    assert (found.batch_size, found.limited_by) == (11, "training images")
+
+
+def test_no_room_is_told(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_room(monkeypatch, fixed(module))
+    with pytest.raises(NoRoomError, match=r"raise tuner\.max_bytes"):
+        find_batch_size(module, data, **CPU)
+    monkeypatch.undo()
+    monkeypatch.setattr(batch_size_finder, "free_bytes", lambda device: None)
+    with pytest.raises(NoRoomError, match="on Linux alone"):
+        find_batch_size(module, data, **CPU)
+
+
+def test_what_is_given_stays_as_it_was(data: Digits, module: Classifier) -> None:
+    before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    find_batch_size(module, data, max_size=4, **CPU)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
+    assert (data.batch_size, data._order_seed, data.trainer) == (64, None, None)
+
+
+def test_float64_takes_twice_as_much(data: Digits, module: Classifier) -> None:
+    narrow = batch_size_finder.counted(module, data, {"precision": "32-true"})
+    wide = batch_size_finder.counted(module, data, {"precision": "64-true"})
+    assert wide == {mode: 2 * each for mode, each in narrow.items()}
+
+
+def test_the_room_is_what_is_left_of_max_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batch_size_finder, "resident_bytes", lambda: 300)
+    assert batch_size_finder.room_on(torch.device("cpu"), 1000) == 700
+    assert batch_size_finder.room_on(torch.device("cpu"), 200) == 0
+    monkeypatch.setattr(batch_size_finder, "free_bytes", lambda device: 1000)
+    assert batch_size_finder.room_on(torch.device("cpu"), None) == 800

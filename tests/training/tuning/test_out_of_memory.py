@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import re
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from small_task import TINY, loader, trainer
+
+from revzoo.cli.commands import train as train_module
+from revzoo.cli.commands.evaluate import main as evaluate_main
+from revzoo.cli.commands.train import train
+from revzoo.training import Classifier
+from revzoo.training.tuning import out_of_memory
+from revzoo.training.tuning.out_of_memory import (
+    NoMemoryError,
+    bytes_per_image,
+    is_out_of_memory,
+    memory_advice,
+    told_out_of_memory,
+)
+
+SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
+CPU = torch.device("cpu")
+CONFIGS = Path(__file__).parents[3] / "configs"
+SMALL = ("debug=smoke", "trainer=cpu")
+
+
+def test_reversible_modes_need_less() -> None:
+    needs = {m: bytes_per_image({**SPEC, "memory": m}, 32) for m in ("store", "invert")}
+    assert needs["store"] is not None
+    assert needs["invert"] is not None
+    assert needs["invert"] < needs["store"] / 4
+    # benchmarks/bench_activations.py: 2,981 KiB per image, gradients of weights included
+    assert needs["store"] == pytest.approx(2981 * 1024, rel=0.15)
+    assert bytes_per_image({**SPEC, "name": "resnet32", "memory": "invert"}, 32) is None
+
+
+@pytest.mark.parametrize(
+    ("memory", "free", "batch_size", "message"),
+    [
+        ("store", 2**30, 128, "memory=invert would fit: 1.000 GiB are free"),
+        ("store", 2**20, 128, "memory=invert needs least, but 0.001 GiB are free without the step"),
+        ("store", 2**20, 128, "lower data.batch_size (128) as well"),
+        ("invert", 2**30, 64, "No mode takes less than invert: lower data.batch_size (64)"),
+        ("store", None, 64, "Use memory=invert"),
+    ],
+)
+def test_the_advice(
+    memory: str, free: int | None, batch_size: int, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: free)
+    monkeypatch.setattr(out_of_memory, "MODES", ("store", "invert"))
+    said = advice(batch_size, memory=memory, units=[1, 1, 1])
+    assert message in said
+    assert f"with memory={memory}" in said
+
+
+def advice(batch_size: int, **spec: Any) -> str:
+    data: Any = SimpleNamespace(batch_size=batch_size, image_size=32)
+    return memory_advice(Classifier({**SPEC, **spec}), data, device=CPU)
+
+
+def test_a_mode_is_not_advised_that_needs_no_less_or_is_in_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(out_of_memory, "bytes_per_image", lambda *args: 2.0**20)
+    assert "No mode takes less than store: lower data.batch_size (64)" in advice(64, memory="store")
+    assert "less than store" in advice(64, name="resnet32", memory=None)
+    monkeypatch.setattr(out_of_memory, "bytes_per_image", fails)
+    assert advice(64, memory="invert").endswith("memory=invert; lower data.batch_size (64)")
+
+
+def fails(*args: Any) -> None:
+    raise MemoryError
+
+
+def test_what_failed_is_freed_before_the_advice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[weakref.ref[torch.Tensor]] = []
+
+    class Greedy(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            activations = self.model(batch[0])
+            kept.append(weakref.ref(activations))
+            try:
+                raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+            except RuntimeError as error:
+                raise MemoryError from error
+
+    alive: list[bool] = []
+
+    def look(*args: Any, **options: Any) -> str:
+        alive.append(kept[0]() is not None)
+        return "advice"
+
+    monkeypatch.setattr(out_of_memory, "memory_advice", look)
+    module, runner = Greedy(TINY), trainer(tmp_path)
+    data: Any = None
+    with (
+        pytest.raises(NoMemoryError, match="step 0: advice"),
+        told_out_of_memory(runner, module, data),
+    ):
+        runner.fit(module, loader())
+    assert alive == [False]
+    callbacks = runner.callbacks  # type: ignore[attr-defined]
+    assert not [c for c in callbacks if isinstance(c, pl.callbacks.LambdaCallback)]
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (MemoryError(), True),
+        (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), True),
+        (RuntimeError("shapes do not fit"), False),
+        (ValueError(), False),
+    ],
+)
+def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+    assert is_out_of_memory(error) is expected
+
+
+def module_that_fails(kind: type[Exception], when: Callable[[Classifier], bool]) -> Any:
+    """``build_module`` with a model whose layers run out of memory at a time of its training."""
+    original = train_module.build_module
+
+    def build(*args: Any) -> Any:
+        module = original(*args)
+
+        def fail(layer: Any, inputs: Any) -> None:
+            if when(module):
+                raise kind("out of memory")
+
+        norms = [m for m in module.modules() if isinstance(m, torch.nn.BatchNorm2d)]
+        norms[3].register_forward_pre_hook(fail)
+        return module
+
+    return build
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, MemoryError])
+def test_a_run_ends_with_the_advice(
+    kind: type[Exception], compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = compose(*SMALL, "memory=store")
+    build = module_that_fails(kind, lambda module: module.training)
+    monkeypatch.setattr(train_module, "build_module", build)
+    with pytest.raises(SystemExit) as end:
+        train(config, run_dir=tmp_path)
+    message = str(end.value)
+    assert message.startswith("revzoo: step 0: out of memory at a peak of ")
+    assert "GiB" in message
+    # of images this small the weights need more than the activations
+    assert re.search("memory=(invert|recompute|exact) would fit", message)
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert message == f"revzoo: {summary['stopped']}"
+
+
+EVALUATING = "evaluating 512 images at once: lower "
+
+
+@pytest.mark.parametrize("stage", ["validate", "test"])
+def test_an_evaluation_ends_with_advice_of_its_own(
+    stage: str, compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build = module_that_fails(
+        torch.OutOfMemoryError, lambda module: module.trainer.state.stage == stage
+    )
+    monkeypatch.setattr(train_module, "build_module", build)
+    with pytest.raises(SystemExit) as end:
+        train(compose(*SMALL), run_dir=tmp_path)
+    message = str(end.value)
+    assert message.startswith("revzoo: out of memory at a peak of ")
+    assert message.endswith(EVALUATING + "data.eval_batch_size")
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert summary["stopped"] == message.removeprefix("revzoo: ")
+    assert ("val/acc" in summary["metrics"]) == (stage == "test")
+
+
+def test_so_does_revzoo_eval(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    train(compose(*SMALL, "+model.units=[1,1,1]"), run_dir=tmp_path)
+
+    monkeypatch.setattr(Classifier, "test_step", fails)
+    with pytest.raises(SystemExit) as end:
+        evaluate_main(
+            [f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"], config_dir=CONFIGS
+        )
+    assert str(end.value).endswith(EVALUATING + "batch_size")
