@@ -11,13 +11,15 @@ NOTE [ Threads ]
        per module.
     3. No wait is endless: a branch may itself wait for another thread (synchronised statistics of
        ranks that are threads), and a backward pass inside a forward pass may run in a thread of
-       autograd's. The wait for random numbers ends after ``_patience`` seconds, half of it the
+       autograd's. The wait for random numbers ends after ``_PATIENCE`` seconds, half of it the
        next time, and the thread goes on unlocked; the wait for a module ends in an error.
     4. Nothing rests on rule 1 alone: :class:`Sections` tells whether another thread was under way,
        and then a replay must leave the random state as the forward pass left it, or not have
        touched it. Otherwise the numbers are not those of the forward pass, and it raises.
 
-    Threads that draw outside revzoo's steps are not locked out; rule 4 does not see them.
+    Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) are not
+    locked out, and rule 4 does not see them; the drift guard sees most of what they spoil. Give
+    such threads a ``torch.Generator`` of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +32,6 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-Lock = threading.RLock  # a function, to mypy
 _PATIENCE = 10.0  # seconds; forward passes of single steps are far from it
 
 
