@@ -1,6 +1,8 @@
 """Each test tells one fault that was once there."""
 
+import gc
 import math
+import weakref
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.core.checkpoint import Tape
 from revzoo.core.guard import sample
 from revzoo.models.foreign import read_tensors
 from revzoo.profiling.live import LiveMemory
@@ -995,3 +998,38 @@ def test_the_mode_of_a_sequence_inside_a_branch_is_that_of_the_forward_pass():
     loss = net(x).square().sum()
     set_memory(net, "store")
     assert error(torch.autograd.grad(loss, [x, *net.parameters()]), expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_dropped_graph_whose_weights_came_from_its_own_chain(mode):
+    """The conditions of a step held the weights, whose graph held the step's slots."""
+    net = linear_net()
+    set_memory(net, mode)
+    alive = weakref.WeakSet()
+
+    class Counted(Tape):
+        def __init__(self, *args):
+            super().__init__(*args)
+            alive.add(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("revzoo.core.checkpoint.Tape", Counted)
+        patch.setattr("revzoo.core.checkpoint.Tape.ending_with", staticmethod(Tape.ending_with))
+        y = net(*vectors().chunk(2, dim=1))
+        weights = {k: v + y[0].mean() for k, v in net.named_parameters()}
+        z = torch.func.functional_call(net, weights, y)
+        gc.disable()
+        try:
+            loss = sum(t.square().sum() for t in z)
+            results = torch.autograd.grad(loss, list(net.parameters()), retain_graph=True)
+            assert alive
+            del y, z, weights, loss
+            assert not alive
+        finally:
+            gc.enable()
+    set_memory(net, "store")
+    y = net(*vectors().chunk(2, dim=1))
+    weights = {k: v + y[0].mean() for k, v in net.named_parameters()}
+    z = torch.func.functional_call(net, weights, y)
+    loss = sum(t.square().sum() for t in z)
+    assert error(results, torch.autograd.grad(loss, list(net.parameters()))) < 1e-12

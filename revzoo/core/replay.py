@@ -113,7 +113,10 @@ class Conditions:
                 self._carried.extend((m._buffers, name) for name in m.carried)
             for name, p in m._parameters.items():
                 if p is not None:
-                    self._held.append(_Held(m._parameters, name, p, version_of(p), p.requires_grad))
+                    # One computed from this very chain would hold the graph that holds us.
+                    kept = p if p.is_leaf else p.detach().requires_grad_(p.requires_grad)
+                    version = version_of(p)
+                    self._held.append(_Held(m._parameters, name, kept, version, p.requires_grad))
             if m._buffers:
                 self._capture_buffers(m)
         for name, value in (context or {}).items():
