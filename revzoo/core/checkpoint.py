@@ -62,11 +62,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
 from revzoo.core.guard import Guard
-from revzoo.core.invertible import State, Step, as_state, name_of, plain_call
-from revzoo.core.memory import check_mode
-from revzoo.core.offload import offloaded
+from revzoo.core.invertible import State, Step, as_state, plain_call
 from revzoo.core.recording import (
     DIFFERENTIATES_INSIDE,
     Entry,
@@ -76,12 +73,9 @@ from revzoo.core.recording import (
     call_without_changing_hooks,
     explained,
     outside_recordings,
-    refuse_changed_inputs,
     unpack,
-    versions_of,
 )
 from revzoo.core.replay import (
-    beside_replays,
     is_replaying,
     parameters_of,
     tensors_of,
@@ -96,63 +90,34 @@ except ImportError:  # to assume so costs one retained state, see rule 5
         return True
 
 
-def run_step(step: Step, state: State, /, **context: Any) -> State:
-    """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
+def record(
+    step: Step, state: State, context: Mapping[str, Any], *, inverts: bool, drift_limit: float
+) -> Any:
+    """Call ``step`` under hooks that put slots in the place of its activations.
 
-    This is the plain call where there is nothing to differentiate; inside ``torch.func``
-    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
-    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
-    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
-
-    Raises:
-        RuntimeError: the step changed its input in place, or a hook on it changed its streams.
-        ValueError: the step takes another number of streams; a grid is set and a stream is neither
-            float32 nor float64.
+    Args:
+        step: the step.
+        state: its input.
+        context: its keyword arguments.
+        inverts: whether the tape recovers the input from the output; if not, it keeps the input.
+        drift_limit: largest relative error that the guard accepts of a replay.
     """
-    return as_state(run_alone(step, state, context), step)
-
-
-def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    """As :func:`run_step`; a single tensor comes as the step returned it, bare or in a tuple."""
-    if len(state) != step.streams:
-        raise ValueError(
-            f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
-            f"or set streams = {len(state)} on the step"
-        )
-    if step.grid is not None:
-        state = put_on_grid(state, step.grid)
-    watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
-    versions = versions_of(watched)
-    if not _differentiates(step, state, context) or step.memory == "store":
-        with beside_replays(step):
-            outputs = plain_call(step, *state, **context)
-    elif step.memory == "offload":
-        with beside_replays(step), offloaded(step), explained(name_of(step)):
-            outputs = plain_call(step, *state, **context)
-    else:
-        outputs = _record(step, state, context)
-    refuse_changed_inputs(name_of(step), watched, versions)
-    if step.grid is not None:
-        mark_on_grid(as_state(outputs, step), step.grid)
-    return outputs
-
-
-def _record(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    invert = check_mode(step.memory) in ("invert", "exact") and step.invertible
-    tape = Tape.ending_with(state) if invert else Tape(state)
-    entry = Entry(step, state, context)
+    tape = Tape.ending_with(state) if inverts else Tape(state)
+    entry = Entry(step, state, context, drift_limit)
     tape.close()  # steps that this one runs on its own input are no part of this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     with entry.conditions, packed, explained(entry.name):
-        returned = (call_without_changing_hooks if invert else plain_call)(step, *state, **context)
+        call = call_without_changing_hooks if inverts else plain_call
+        returned = call(step, *state, **context)
     outputs = as_state(returned, step)
-    entry.observe(*(outputs, state) if invert else (state, outputs))
+    entry.observe(*(outputs, state) if inverts else (state, outputs))
     entry.observe_outputs(state, outputs)
-    tape.append(entry, outputs if invert else None)
+    tape.append(entry, outputs if inverts else None)
     return returned
 
 
-def _differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
+def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
+    """Whether the step's call is recorded by autograd, outside transforms and captured graphs."""
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:

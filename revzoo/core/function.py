@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.core.checkpoint import run_step
 from revzoo.core.invertible import Invertible, State
+from revzoo.core.modes import run_step
 
 
 def invertible_checkpoint(

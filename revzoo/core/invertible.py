@@ -99,7 +99,7 @@ class Step(nn.Module):
 
         A container, whose members run in theirs, replaces this by ``nn.Module``'s own.
         """
-        from revzoo.core.checkpoint import run_alone  # which is built on steps
+        from revzoo.core.modes import run_alone  # which is built on steps
 
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)

@@ -266,7 +266,9 @@ class Entry:
         "strides",
     )
 
-    def __init__(self, step: Step, inputs: State, context: Mapping[str, Any]) -> None:
+    def __init__(
+        self, step: Step, inputs: State, context: Mapping[str, Any], drift_limit: float
+    ) -> None:
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
@@ -274,7 +276,7 @@ class Entry:
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
-        self.limit = 0.0 if step.memory == "exact" else step.drift_limit
+        self.limit = drift_limit
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.extremes: list[Extremes] = []
