@@ -17,7 +17,7 @@ from measure import MIB, environment, growth, in_own_process, interleaved
 from torch import nn
 
 import revzoo
-from revzoo.core.memory import MODES
+from revzoo.core.modes import MODES
 
 FLOOR = "store and one more forward pass"
 

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from revzoo._files import replacing
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.save import pack

@@ -30,7 +30,7 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.save import Saved

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torchvision.ops import StochasticDepth
 
-from revzoo.core.memory import MODES, set_memory
+from revzoo.core.modes import MODES, set_memory
 from revzoo.models import create_model
 
 NAMES = ("resnet32", "resnet164", "revnet38", "revnet164")
