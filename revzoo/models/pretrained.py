@@ -107,8 +107,6 @@ def load_weights(
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
-    if not allow_nonfinite:
-        check_finite(tensors, file.where)
     _adapt_input(network, tensors)
     head = _fresh_head(network, own, tensors)
     if head:
@@ -119,6 +117,8 @@ def load_weights(
         )
     fitted = {**tensors, **head}
     check_fit(own, fitted, file.where)
+    if not allow_nonfinite:
+        check_finite(file.tensors, file.where)  # after the shapes: it costs memory
     network.load_state_dict(fitted)
 
 
@@ -143,8 +143,10 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
     return (
-        head.shape[0] if head is not None and head.dim() == 2 else None,
-        first.shape[1] if first is not None and first.dim() == 4 else file.in_chans,
+        head.shape[0] if head is not None and head.dim() == 2 and head.numel() else None,
+        first.shape[1]
+        if first is not None and first.dim() == 4 and first.numel()
+        else file.in_chans,
     )
 
 
