@@ -6,12 +6,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.order import EpochSampler, TrainLoader
-from revzoo.data.workers import available_cpus
 
 _MOST_WORKERS = 8
 
@@ -37,7 +37,7 @@ def train_loader(
     overfits = trainer is not None and any_trainer.overfit_batches  # the same few in every epoch
     sampler = EpochSampler(len(images), seed=seed, processes=processes, rank=rank)
     loader = TrainLoader(
-        **_options(images, batch_size, workers),
+        **_options(images, batch_size, workers, trainer),
         sampler=None if overfits else sampler,
         drop_last=True,
     )
@@ -61,14 +61,21 @@ def check_batch_size(batch_size: int, images: int, processes: int) -> None:
         )
 
 
-def eval_loader(images: ImageSet, *, batch_size: int, workers: int | None) -> DataLoader[Batch]:
+def eval_loader(
+    images: ImageSet, *, batch_size: int, workers: int | None, trainer: pl.Trainer | None
+) -> DataLoader[Batch]:
     """All images, in their order."""
-    return DataLoader(**_options(images, batch_size, workers))
+    return DataLoader(**_options(images, batch_size, workers, trainer))
 
 
-def _options(images: ImageSet, batch_size: int, workers: int | None) -> dict[str, Any]:
+def _options(
+    images: ImageSet, batch_size: int, workers: int | None, trainer: pl.Trainer | None
+) -> dict[str, Any]:
     if workers is None:
-        workers = 0 if images.in_memory else min(_MOST_WORKERS, available_cpus())
+        # The processes of one machine share its CPUs; each trains on one device.
+        processes = 1 if trainer is None else trainer.num_devices
+        most = min(_MOST_WORKERS, suggested_max_num_workers(processes))
+        workers = 0 if images.in_memory else most
     return {
         "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
         "batch_size": batch_size,

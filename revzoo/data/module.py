@@ -32,14 +32,13 @@ from torch.utils.data import DataLoader
 
 from revzoo._checks import check_count, check_number
 from revzoo.data.augment import Augment
-from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.state import BYTE_MAX, check_state, normalisation_for
+from revzoo.data.state import BYTE_MAX, check_same_classes, check_state, normalisation_for
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
@@ -73,8 +72,9 @@ class ImageData(pl.LightningDataModule, ABC):
     Args:
         batch_size: training images per step and process; an incomplete last batch is dropped.
         eval_batch_size: images per validation, test and prediction step.
-        num_workers: processes that load; None for 0 where the set is in memory, else one per CPU,
-            at most 8.
+        num_workers: processes that load for each process that trains; None for 0 where the set is
+            in memory, else the CPUs of the machine but one, shared among the processes that train
+            on it, at most 8 each.
         val_fraction: share of the training images held back for validation, where the set has no
             validation split of its own.
         split_seed: the only source of chance for that split.
@@ -245,7 +245,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _evaluated(self, split: Split) -> DataLoader[Batch]:
         images, size = self._images(split), self.eval_batch_size
-        return eval_loader(images, batch_size=size, workers=self.num_workers)
+        return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from revzoo._checks import is_count
@@ -11,6 +11,7 @@ from revzoo.data.errors import DataError
 
 BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+_LISTED = 20  # names of a long list of classes
 LARGEST = 1e9  # number, and 1 / LARGEST the least scale: normalised pixels then fit into float32
 
 
@@ -100,3 +101,28 @@ def crop_of(state: Mapping[str, Any]) -> float | None:
     if "in_memory" in state:  # checkpoints from before crop_pct
         return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
     return state.get("crop_pct")
+
+
+def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse data whose class names, by label, are not those of training.
+
+    Raises:
+        DataError: with both lists, and what is in one alone.
+    """
+    if list(trained) == list(found):
+        return
+    lacking, new = sorted({*trained} - {*found}), sorted({*found} - {*trained})
+    differ = (
+        f"only trained on: {_brief(lacking)}; only in the data: {_brief(new)}"
+        if lacking or new
+        else "the same names in another order"
+    )
+    raise DataError(
+        f"the model was trained on {len(trained)} classes {_brief(trained)}, "
+        f"this data has {len(found)}: {_brief(found)}; {differ}. Give data with the classes, and "
+        "the names of class folders, that it was trained on"
+    )
+
+
+def _brief(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "") or "none"

@@ -6,11 +6,11 @@ safetensors files hold bytes and shapes only. torch's own files are read by
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
@@ -40,13 +40,13 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     """
     try:
         tensors = load(data)
-    except (SafetensorError, ValueError) as error:
+    except Exception as error:  # its own error, or a KeyError for a type that torch does not have
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
-    in_chans = int(channels) if channels.isdecimal() else None
+    in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
 

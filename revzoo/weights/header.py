@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from revzoo.weights.entry import WeightsEntry, entry_from, read_entry
+from revzoo.weights.entry import WeightsEntry, entry_from, parse_json, read_entry
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.hub import CONFIG_FILE
 
@@ -29,9 +29,10 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
     """
     size = int.from_bytes(data[:8], "little")
     try:
+        # ValueError: no JSON; TypeError, AttributeError: another kind of value than an object
         if len(data) < 8 + size:
             raise ValueError(f"{len(data)} bytes, and a header of {size}")
-        found = dict(json.loads(data[8 : 8 + size]).get("__metadata__", {}))
+        found = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
@@ -61,7 +62,7 @@ def entry_of_file(path: Path) -> WeightsEntry:
         return entry
     data = path.read_bytes()
     try:
-        known = json.loads(metadata_of(data, str(path))[KEY])
+        known = parse_json(metadata_of(data, str(path))[KEY])
     except (KeyError, ValueError):
         known = None
     if not isinstance(known, Mapping):
@@ -88,6 +89,6 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 def _file_in(path: Path) -> Any:
     """The file that an entry names; None for what is no entry, as any ``config.json`` may be."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["file"]
+        return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):
         return None
