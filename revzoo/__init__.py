@@ -1,7 +1,12 @@
 """revzoo: reversible networks whose training memory does not grow with depth."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+_here = Path(__file__).parent
+if not (_here / "configs").is_dir():  # in a checkout revzoo.configs lies beside the package
+    __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
     from revzoo.api import *  # noqa: F403  # its __all__ is the list
