@@ -13,9 +13,7 @@ tar files of torch 0.1.
 from __future__ import annotations
 
 import pickle
-import tarfile
 import types
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -156,25 +154,9 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 def _read(path: Path) -> Any:
     path.stat()  # a missing file is an OSError
     try:
-        if path.is_file():
-            _refuse_programs(path)
         return read_torch_file(path, fallback_pickle=_RESTRICTED)
     except UnreadableWeightsError as error:
         raise ConversionError(str(error)) from None
-
-
-def _refuse_programs(path: Path) -> None:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist()):
-                raise ConversionError(
-                    f"{path} is a TorchScript archive, which holds a program: save the module's "
-                    "state_dict with torch.save instead"
-                )
-    elif tarfile.is_tarfile(path):
-        raise ConversionError(
-            f"{path} is a tar file, the format of torch 0.1: load and save it with torch 0.2 to 1.5"
-        )
 
 
 def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:

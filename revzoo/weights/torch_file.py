@@ -17,6 +17,7 @@ Not imported by :mod:`revzoo.weights` itself, which works without torch.
 from __future__ import annotations
 
 import logging
+import tarfile
 import warnings
 import zipfile
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,10 @@ def read_torch_file(
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
     is_archive = not bare_pickles or _is_archive(path)
+    if not is_archive and tarfile.is_tarfile(path):
+        raise UnreadableWeightsError(
+            f"{path} is a tar file, the format of torch 0.1: load and save it with torch 0.2 to 1.5"
+        )
     if not (is_archive and check_archive(path)):
         log.warning(
             "%s has no checksums, so damage in it would go unnoticed: save it again with torch.save"
@@ -110,6 +115,7 @@ def check_archive(path: Path) -> bool:
             overlap = sum(entry.file_size for entry in entries) > size
             summed = any(entry.CRC for entry in entries)
             readable = not (compressed or overlap)
+            program = any(e.filename.endswith("/constants.pkl") for e in entries)
             damaged = archive.testzip() if summed and readable else None
             calls = readable and any(_allocates(archive, entry) for entry in entries)
     except Exception as error:  # a damaged archive fails in any way
@@ -117,6 +123,11 @@ def check_archive(path: Path) -> bool:
             f"{path} is cut off or no checkpoint at all ({size:,} bytes, {error}): it was not "
             f"loaded; {_REMEDY}"
         ) from None
+    if program:
+        raise UnreadableWeightsError(
+            f"{path} is a TorchScript archive, which holds a program: save the module's state_dict "
+            "with torch.save instead"
+        )
     if compressed:
         raise UnreadableWeightsError(
             f"{path} is compressed, which nothing that torch saves is: it was not loaded; save it "

@@ -22,7 +22,7 @@ from revzoo.interop.foreign import ConversionError, read_tensors
 from revzoo.models import create_model
 from revzoo.models.tensors import read_checkpoint
 from revzoo.training.checkpoint import files
-from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.errors import UnreadableWeightsError, WeightsError
 from revzoo.weights.torch_file import check_archive
 
 WEIGHT = torch.arange(1000.0)
@@ -189,6 +189,22 @@ def test_files_without_checksums_are_read_with_a_warning(
         assert caplog.messages == []
         read(tmp_path / "old.pt")
         assert "old.pt has no checksums, so damage in it would go unnoticed" in caplog.text
+
+
+def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
+    """The names and versions in an archive's directory, too, ended in errors of ``zipfile``."""
+    path, rng = tmp_path / "a.pt", random.Random(0)
+    whole = save(path)
+    directory = whole.index(b"PK\x01\x02")
+    for _ in range(300):
+        damaged = bytearray(whole)
+        damaged[rng.randrange(directory, len(whole))] = rng.randrange(256)
+        path.write_bytes(damaged)
+        for read, error in ((read_checkpoint, WeightsError), (read_tensors, ConversionError)):
+            try:
+                read(path)
+            except error as caught:
+                assert str(path) in str(caught)  # noqa: PT017
 
 
 def test_flipped_bits_of_bare_pickles_are_read_or_refused_by_name(tmp_path: Path) -> None:
