@@ -17,6 +17,7 @@ Not imported by :mod:`revzoo.weights` itself, which works without torch.
 from __future__ import annotations
 
 import logging
+import re
 import tarfile
 import warnings
 import zipfile
@@ -70,9 +71,10 @@ def read_torch_file(
     try:
         content = _load(path, map_location, fallback_pickle)
     except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
-        # torch advises weights_only=False before it names the object
+        # Not torch's whole message, which first advises weights_only=False.
+        named = re.search(r"GLOBAL (\S+)", str(error))
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
-        reason = " ".join(reason.split())[:200]
+        reason = f"it names {named[1]}" if named else " ".join(reason.split())[:200]
         raise UnreadableWeightsError(
             f"{path} is damaged, or holds more than plain values and tensors: it was not loaded, "
             f"since loading it could run code ({type(error).__name__}: {reason})"
