@@ -1,8 +1,8 @@
 """The one reader of files that ``torch.save`` wrote: as plain data, and no larger than the file.
 
 ``torch.load`` checks neither the end of its archive nor its checksums. It also believes the shapes
-that a file announces: a tensor may repeat one value without end (stride 0), or make torch enlarge
-its storage, so that a file of 2 kB takes gigabytes once something reads the tensor.
+that a file announces: a tensor may repeat one value without end (stride 0), so that a file of 2 kB
+takes gigabytes once something computes with the tensor.
 
 Three formats are read:
 
@@ -31,7 +31,7 @@ from torch import Tensor
 from revzoo.weights.errors import UnreadableWeightsError
 
 _MAGIC = b"PK\x03\x04"  # what torch.load takes for an archive begins with this
-_MOST_VALUES = 1_000_000  # in the containers of one file; a training state of ResNet-152 has 5,000
+_MOST_VALUES = 1_000_000  # in the containers of one file; the state of a run has thousands
 _DEEPEST = 50
 _BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")  # GLOBAL opcodes
 _REMEDY = "use another copy of it, or another checkpoint of the run"
@@ -112,39 +112,28 @@ def check_archive(path: Path) -> bool:
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-            compressed = any(entry.compress_type != zipfile.ZIP_STORED for entry in entries)
-            overlap = sum(entry.file_size for entry in entries) > size
-            summed = any(entry.CRC for entry in entries)
-            readable = not (compressed or overlap)
-            program = any(e.filename.endswith("/constants.pkl") for e in entries)
-            damaged = archive.testzip() if summed and readable else None
-            calls = readable and any(_allocates(archive, entry) for entry in entries)
+            summed = any(entry.CRC for entry in archive.infolist())
+            fault = _fault_of(archive, size, summed=summed)
     except Exception as error:  # a damaged archive fails in any way
-        raise UnreadableWeightsError(
-            f"{path} is cut off or no checkpoint at all ({size:,} bytes, {error}): it was not "
-            f"loaded; {_REMEDY}"
-        ) from None
-    if program:
-        raise UnreadableWeightsError(
-            f"{path} is a TorchScript archive, which holds a program: save the module's state_dict "
-            "with torch.save instead"
-        )
-    if compressed:
-        raise UnreadableWeightsError(
-            f"{path} is compressed, which nothing that torch saves is: it was not loaded; save it "
-            "again with torch.save"
-        )
-    if overlap or calls:
-        raise UnreadableWeightsError(
-            f"{path} would take more memory than its {size:,} bytes, which nothing that torch "
-            f"saves does: it was not loaded; {_REMEDY}"
-        )
-    if damaged is not None:
-        raise UnreadableWeightsError(
-            f"{path} is damaged, the sum of {damaged} does not match: it was not loaded; {_REMEDY}"
-        )
+        fault = f"is cut off or no checkpoint at all ({size:,} bytes, {error})"
+    if fault:
+        raise UnreadableWeightsError(f"{path} {fault}: it was not loaded; {_REMEDY}")
     return summed
+
+
+def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | None:
+    entries = archive.infolist()
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        return "is a TorchScript archive, which holds a program; save the module's state_dict"
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return "is compressed, which nothing that torch saves is"
+    larger = sum(entry.file_size for entry in entries) > size  # entries share bytes
+    if larger or any(_allocates(archive, entry) for entry in entries):
+        return (
+            f"would take more memory than its {size:,} bytes, which nothing that torch saves does"
+        )
+    damaged = archive.testzip() if summed else None
+    return damaged and f"is damaged, the sum of {damaged} does not match"
 
 
 def _allocates(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
