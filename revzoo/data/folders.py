@@ -54,8 +54,8 @@ def scan(root: Path) -> Tree:
     classes = _class_names(root / there[0])
     if len(classes) == 1:
         raise DataError(
-            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: a classifier "
-            f"tells at least two apart, each with a folder of its own; {_LAYOUT}"
+            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: expected at "
+            f"least two, each with its own folder; {_LAYOUT}"
         )
     for name in there[1:]:
         _check_same_classes(root, name, there[0], classes)
@@ -123,12 +123,12 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
 
 @dataclass(frozen=True)
 class FolderReport:
-    """What :func:`check_folder` finds.
+    """The result of :func:`check_folder`.
 
     Attributes:
         images: number of image files.
         bad: an error message for each that cannot be decoded, sorted by path.
-        layout: what is wrong with the folders of splits and classes; None if nothing is.
+        layout: the fault in the folders of splits and classes; None if there is none.
     """
 
     images: int

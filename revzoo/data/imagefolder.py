@@ -1,9 +1,9 @@
 """Any folder of images: ``ROOT/train/CLASS/*.jpg``, optionally ``ROOT/val/`` and ``ROOT/test/``.
 
-Why not torchvision's ``ImageFolder`` alone: it opens and decodes every image again in each epoch.
-A set that fits under ``cache_bytes`` once decoded and resized is decoded once and then read like
-any set in memory (60,000 JPEGs of 32x32: 15 to 18 s on 2 busy cores). A larger one is read
-from its files by worker processes. Nothing is written to disk.
+torchvision's ``ImageFolder`` opens and decodes every image again in each epoch. Here a set that,
+decoded and resized, fits under ``cache_bytes`` is decoded once and then read like any set in memory
+(60,000 JPEGs of 32x32: 15 to 18 s on 2 busy cores). Worker processes read a larger one from its
+files. Nothing is written to disk.
 """
 
 import logging
@@ -31,11 +31,11 @@ class ImageFolder(ImageData):
 
     Args:
         root: folder with ``train/`` and, optionally, ``val/`` and ``test/``. Without ``val/`` a
-            share of the training images is held back. For the evaluation of what a checkpoint
-            holds, the split that is evaluated is enough.
+            share of the training images is held back. To evaluate a checkpoint, only the evaluated
+            split must exist.
         image_size: side in pixels that images are resized (shorter side) and cropped (centre) to;
-            None for that of the checkpoint, where one is evaluated, else for the size they have, if
-            they all have the same and are square.
+            None for the checkpoint's, where one is evaluated, else for the size of the images, if
+            all have the same and are square.
         in_chans: 3 for RGB, 1 for grey; images are converted.
         cache_bytes: the largest set, over all its splits, that is held in memory.
         on_error: ``"raise"``, or ``"skip"`` to leave out images that cannot be read, with a warning
@@ -44,8 +44,8 @@ class ImageFolder(ImageData):
         **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
             (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
             counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
-            and the middle cut out. What a checkpoint holds is evaluated on images cut as its own
-            were, wherever they are read from.
+            and the middle cut out. A checkpoint is evaluated on images cut as in its training,
+            wherever they are read from.
     """
 
     def __init__(
@@ -112,10 +112,10 @@ class ImageFolder(ImageData):
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))
         size = self._given_size or common_size(files.paths, self._skipped.get(split))
-        said = crop_of(self._state or {})
-        if said is None:
-            said = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
-        return size, said
+        crop_pct = crop_of(self._state or {})
+        if crop_pct is None:
+            crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
+        return size, crop_pct
 
     @property
     def _given_size(self) -> int | None:

@@ -35,7 +35,7 @@ class FileImages(Dataset[Batch]):
         files: paths and labels.
         classes: names, by label.
         channels: 3 (RGB) or 1 (grey).
-        size: side in pixels of what is returned.
+        size: side in pixels of the images that are returned.
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.

@@ -1,4 +1,4 @@
-"""How the loaders of training images, and of those that are evaluated, are made."""
+"""The loaders for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _MOST_WORKERS = 8
 def train_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, seed: int, trainer: pl.Trainer | None
 ) -> TrainLoader:
-    """This process's share of the images, in an order of its own in each epoch.
+    """The loader of this process's share of the images, in another order in each epoch.
 
     Args:
         images: of training.
         batch_size: images per step and process; an incomplete last batch is dropped.
         workers: as in ``ImageData``.
-        seed: with the epoch, what decides the order.
-        trainer: what the loader is for; None for a loop of one's own, in one process.
+        seed: decides the order, together with the epoch.
+        trainer: the trainer that will use the loader; None for your own loop in one process.
 
     Raises:
         DataError: there are fewer images than in a batch.
@@ -48,10 +48,10 @@ def train_loader(
 
 
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
-    """Refuse batches larger than what each process has of the training images.
+    """Refuse batches that are larger than each process's share of the training images.
 
     Raises:
-        DataError: naming the largest that would do.
+        DataError: with the largest valid size.
     """
     share = images // processes
     if share < batch_size:

@@ -62,7 +62,7 @@ class Placeholder:
 
 
 class _Rebuild:
-    """What a pickle may call. No plain function: a pickle may set the attributes of one."""
+    """A call that a pickle may make. No plain function: a pickle may set the attributes of one."""
 
     __slots__ = ()
 
@@ -105,7 +105,7 @@ _MOST_MODULES, _DEEPEST = 100_000, 50
 
 
 class _Unpickler(pickle._Unpickler):
-    """Python's own: the one in C makes room for as many values as the file says it has."""
+    """Python's unpickler: the one in C allocates its memo for the largest index in the file."""
 
     # A bytearray is filled with zeros before it is read, however large the file says it is.
     dispatch: ClassVar = {k: v for k, v in pickle._Unpickler.dispatch.items() if k != BYTEARRAY8}
@@ -120,7 +120,7 @@ def _load(file: Any, **options: Any) -> Any:
     return _Unpickler(file, **options).load()
 
 
-# What torch.load expects of a pickle module.
+# As torch.load expects a pickle module to be.
 _RESTRICTED = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler, load=_load)
 
 

@@ -24,7 +24,7 @@ PICKLED = (".pt", ".pth", ".ckpt")
 
 
 class TensorFile(NamedTuple):
-    """Tensors by name, what they are called in errors, and what is known of their network."""
+    """Tensors by name, their name in errors, and what the file says about their network."""
 
     tensors: dict[str, Tensor]
     where: str
@@ -116,7 +116,7 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse what is no ``state_dict`` of a model: names, and a dense tensor for each.
+    """Refuse anything but a ``state_dict`` of a model: a dense tensor by each name.
 
     Raises:
         UnreadableWeightsError: naming the others.

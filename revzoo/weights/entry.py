@@ -41,12 +41,12 @@ class WeightsEntry:
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
-        crop_pct: share of the shorter side that is cut out of the middle of an image, to be
-            evaluated, when it was resized to ``input_size / crop_pct``; 1 where all of it is kept.
+        crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and cut
+            ``input_size`` out of the middle; 1 keeps all of it.
         license: SPDX identifier of the weights' licence.
         recipe: the exact command that trained them.
         metrics: measured figures by name, in parts of one.
-        measured_on: what they were measured on: set, split, number of images, precision.
+        measured_on: set, split, number of images and precision of the measurement.
         folder: where the entry was read; no part of the JSON.
 
     Raises:
@@ -91,7 +91,7 @@ class WeightsEntry:
         return [name for name in names if not getattr(self, name)]
 
     def plain(self) -> dict[str, Any]:
-        """As plain containers for JSON, without what is left out."""
+        """As plain containers for JSON, without empty fields."""
         values = {k: v for k, v in asdict(self).items() if k != "folder"}
         return {k: v for k, v in values.items() if v not in (None, {}, False)}
 
@@ -103,7 +103,7 @@ class WeightsEntry:
         if not _NAME.fullmatch(self.name):
             yield f"name={self.name!r}, expected architecture.dataset_recipe"
         elif self.name.partition(".")[0] != self.architecture:
-            yield f"architecture={self.architecture!r} is not what the name begins with"
+            yield f"architecture={self.architecture!r} is not the beginning of the name"
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
         if not all(map(_is_number, self.metrics.values())):

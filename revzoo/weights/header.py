@@ -1,8 +1,8 @@
-"""What a safetensors file says of itself: the header's strings, and the entry among them.
+"""The header of a safetensors file: its strings, and the entry among them.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON), then the tensors
 (https://github.com/huggingface/safetensors#format). Its ``__metadata__`` maps strings to strings;
-``entry`` there is the JSON of what an entry knows before the file's own hash and place.
+``entry`` there is the JSON of an entry without the file's hash and place.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def entry_of_file(path: Path) -> WeightsEntry:
 
     Raises:
         EntryError: it is not valid.
-        UnreadableWeightsError: the file is damaged, or says nothing of the model's options.
+        UnreadableWeightsError: the file is damaged, or has no entry.
     """
     if (entry := entry_beside(path)) is not None:
         return entry
@@ -87,7 +87,7 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 
 
 def _file_in(path: Path) -> Any:
-    """The file that an entry names; None for what is no entry, as any ``config.json`` may be."""
+    """The file that an entry names; None if it is no entry, as any ``config.json`` may be."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -57,7 +57,7 @@ def test_what_is_left_out_is_told(tmp_path):
         ({"sha256": "A" * 64}, "in lower case"),
         ({"sha256": 7}, "sha256=7, expected a string"),
         ({"name": "revnet38/x"}, "expected architecture.dataset_recipe"),
-        ({"name": "revnet110.x"}, "is not what the name begins with"),
+        ({"name": "revnet110.x"}, "is not the beginning of the name"),
         ({"file": None}, "file and url are both missing"),
         ({"file": "../x.safetensors"}, "without folders"),
         ({"file": "x.pt"}, r"\.safetensors file"),
