@@ -34,6 +34,7 @@ class Command(Protocol):
 COMMANDS: dict[str, Row] = {
     "list": Row("list", "names of models, or of pretrained weights"),
     "info": Row("info", "a model's weights, parameters, FLOPs and memory"),
+    "check": Row("check", "every image of a folder: which cannot be read"),
     "convert": Row("convert", "published weights of other programs to ours"),
     "export": Row("export", "a network as a file: torch.export, ONNX or safetensors"),
     "pack": Row("pack", "weights and their entry from a checkpoint of training"),
