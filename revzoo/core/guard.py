@@ -25,7 +25,13 @@ SAMPLES = 32  # values compared per stream
 
 
 class DriftError(RuntimeError):
-    """Recomputed activations differ from those of the forward pass, so gradients are wrong."""
+    """Recomputed activations differ from those of the forward pass, so gradients are wrong.
+
+    Attributes:
+        step: the first step beyond its limit; None if unknown.
+    """
+
+    step: Step | None = None
 
 
 class RangeError(RuntimeError):
@@ -177,7 +183,9 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         drift.step.drift = max(drift.step.drift or 0.0, error)
     for drift, error in zip(drifts, errors, strict=True):
         if not error <= drift.limit:
-            raise DriftError(_explain(drift, error, max(errors)))
+            failure = DriftError(_explain(drift, error, max(errors)))
+            failure.step = drift.step
+            raise failure
 
 
 def _explain(drift: _Drift, error: float, worst: float) -> str:

@@ -32,6 +32,7 @@ from revzoo.training.epoch_figures import EpochFigures
 from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
+from revzoo.training.redo import Redo
 from revzoo.training.repeats import count_own
 
 Batch = tuple[Tensor, Tensor]
@@ -76,6 +77,7 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         self.metrics = make_metrics(class_count(self.model))
+        self.redo = Redo(self)
 
     def lay_out(self, *, channels_last: bool) -> None:
         """Choose the memory format of weights and images; under bfloat16 it decides rounding."""
@@ -161,12 +163,24 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        if self.redo.running:  # its figures are counted
+            return loss
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         update_metrics(self._metrics_of("train"), loss, logits, labels)
         return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass; a step whose activations drifted is computed again.
+
+        Raises:
+            DriftError: they drift again, where nothing is inverted.
+        """
+        backward = super().backward
+        self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The logits (B, num_classes), for callbacks that show them."""

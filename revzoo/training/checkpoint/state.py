@@ -55,14 +55,23 @@ class RunState(pl.Callback):
 
     Attributes:
         figures: the figures that the run had when it was saved; empty in a run from the start.
+        notes: what the user must know at the end of the run, by topic.
+        recomputed: steps of the model that inverted with too large a drift, and are recomputed.
     """
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        self.recomputed: list[str] = []
         self._trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
+
+    @staticmethod
+    def of(trainer: pl.Trainer) -> list[RunState]:
+        """The callback of a run; an empty list for other trainers."""
+        return [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
@@ -79,6 +88,8 @@ class RunState(pl.Callback):
             "metrics": {name: _state(metric) for name, metric in self._half_made().items()},
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
+            "notes": dict(self.notes),
+            "recomputed": list(self.recomputed),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -93,12 +104,18 @@ class RunState(pl.Callback):
             self._check_same_length(state_dict)
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])
+        self.notes = dict(state_dict.get("notes", {}))
+        self.recomputed = list(state_dict.get("recomputed", []))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._planned_steps = self._plan()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore late: what sets the run up may draw, too."""
+        for name in self.recomputed:
+            step = pl_module.get_submodule(name)
+            if getattr(step, "memory", None) == "invert":  # another mode may have been chosen since
+                step.memory = "recompute"
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None

@@ -32,7 +32,7 @@ SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient 
 STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 # not in all that earlier versions have saved
-LATER = ("least_loss", "pixel_max", "order_seed")
+LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed")
 
 # what is needed to tell whose state it is
 PARTS: dict[str, Any] = {
