@@ -24,9 +24,8 @@ from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.max_steps import LastStep
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
-from revzoo.training.checkpoint.loading import load_tensors
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.epoch_figures import EpochFigures
 from revzoo.training.metrics import log_metrics, make_metrics, update_metrics

@@ -5,6 +5,7 @@ Each entry takes the run's folder and the options of its configuration.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from revzoo.training.callbacks.finetune import Finetuning, Unfreeze
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
+
+log = logging.getLogger(__name__)
 
 CONFUSION_FILE = "confusion.csv"
 
@@ -178,8 +181,11 @@ def build_callbacks(
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint of a trainer's run; None if none was kept."""
+    """The best checkpoint of a trainer's run; None if none was kept, or if it is gone."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, BestCheckpoint) and callback.best_model_path:
-            return Path(callback.best_model_path)
+            path = Path(callback.best_model_path)
+            if path.is_file():
+                return path
+            log.error("%s is gone: the last weights are used instead", path)
     return None
