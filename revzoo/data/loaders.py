@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
-from revzoo.data.order import EpochSampler, TrainLoader
+from revzoo.data.order import EpochSampler, SteadyLoader, TrainLoader
 from revzoo.data.workers import available_cpus
 
 _MOST_WORKERS = 8
@@ -63,7 +63,7 @@ def check_batch_size(batch_size: int, images: int, processes: int) -> None:
 
 def eval_loader(images: ImageSet, *, batch_size: int, workers: int | None) -> DataLoader[Batch]:
     """All images, in their order."""
-    return DataLoader(**_options(images, batch_size, workers))
+    return SteadyLoader(**_options(images, batch_size, workers))
 
 
 def _options(images: ImageSet, batch_size: int, workers: int | None) -> dict[str, Any]:

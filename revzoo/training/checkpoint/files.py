@@ -41,6 +41,8 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"
+MAPPINGS = (dict, OrderedDict, Counter)  # all of which torch reads as plain
+CONTAINERS = (*MAPPINGS, list, tuple)
 PLAIN = (str, int, float, bool, type(None), bytes)
 DEEPEST, MOST = 50, 2_000_000  # levels and items of a state; random states of 1,000 processes fit
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
@@ -62,37 +64,58 @@ class UnwritableCheckpoint(CheckpointError):
 def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
     """Everything in ``value`` that is no container, and each key that is no plain one; by place.
 
-    Exactly these containers count: a subclass is written as itself, and reading it runs its code.
+    Only these containers count: a subclass is written as itself, and reading it runs its code.
 
     Raises:
-        CheckpointError: containers nest deeper than :data:`DEEPEST`, or hold more than
-            :data:`MOST` items; one that holds another ten times counts it ten times.
+        CheckpointError: containers nest too much, see :func:`check_nesting`.
     """
-    items = 0
-    open_ones: list[tuple[str, Iterator[tuple[str, Any]]]] = [(key, iter([("", value)]))]
-    while open_ones:
-        where, rest = open_ones[-1]
-        for place, item in rest:
-            items += 1
-            at, kind = where + place, type(item)
-            if items > MOST or len(open_ones) > DEEPEST:
-                raise CheckpointError(
-                    f"{at[:100]} nests too much: expected at most {DEEPEST} levels and "
-                    f"{MOST:,} items in a checkpoint; use one that this program has written"
+    check_nesting(value, key)
+    yield from _leaves(value, key)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if type(value) in MAPPINGS:
+        for name, item in value.items():
+            if type(name) not in PLAIN:
+                yield f"{key}: the key {reprlib.repr(name)}", name
+            yield from _leaves(item, f"{key}[{reprlib.repr(name)}]")
+    elif type(value) in (list, tuple):
+        for index, item in enumerate(value):
+            yield from _leaves(item, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def check_nesting(value: Any, key: str) -> None:
+    """Refuse containers that take forever to walk through.
+
+    A list that holds another one ten times costs a file nothing, and forty levels of such lists
+    have 10**40 items. Sizes are summed up here without walking through a container twice.
+
+    Raises:
+        CheckpointError: more than :data:`DEEPEST` levels or :data:`MOST` items; names the place.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, key: str, level: int) -> int:
+        if id(value) not in sizes:
+            items = value.items() if type(value) in MAPPINGS else enumerate(value)
+            if level < DEEPEST:
+                sizes[id(value)] = sum(
+                    size(item, f"{key}[{reprlib.repr(name)}]", level + 1)
+                    if type(item) in CONTAINERS
+                    else 1
+                    for name, item in items
                 )
-            if kind in (dict, OrderedDict, Counter):  # all of which torch reads as plain
-                for name in item:
-                    if type(name) not in PLAIN:
-                        yield f"{at}: the key {reprlib.repr(name)}", name
-                inside = ((f"[{reprlib.repr(name)}]", v) for name, v in item.items())
-                open_ones.append((at, inside))
-                break
-            if kind in (list, tuple):
-                open_ones.append((at, ((f"[{i}]", v) for i, v in enumerate(item))))
-                break
-            yield at, item
-        else:
-            open_ones.pop()
+            if sizes.get(id(value), MOST) >= MOST:
+                raise CheckpointError(
+                    f"{key[:100]} nests too much: expected less than {DEEPEST} levels and {MOST:,} "
+                    "items in a checkpoint; use one that this program has written"
+                )
+        return sizes[id(value)]
+
+    if type(value) in CONTAINERS:
+        size(value, key, 0)
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
