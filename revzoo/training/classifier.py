@@ -28,6 +28,7 @@ from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.epoch_figures import EpochFigures
+from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
@@ -232,7 +233,7 @@ class Classifier(pl.LightningModule):
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         logits = at_least_float32(self(images))
-        loaders = getattr(self._trainer, f"{split}_dataloaders", None)
+        loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         if own := count_own(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:own], labels[:own])
             update_metrics(self._metrics_of(split), loss, logits[:own], labels[:own])

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.base import UndoneAfterFit
+from revzoo.training.lightning_compat import batches_of_run
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +65,7 @@ class BatchNormMomentum(UndoneAfterFit):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        least = 9 / (10 + trainer.fit_loop.total_batch_idx)
+        least = 9 / (10 + (batches_of_run(trainer) - 1))
         for norm, momentum in self._warmed.items():
             norm.momentum = max(momentum, least)
         if least <= min(self._warmed.values(), default=1):

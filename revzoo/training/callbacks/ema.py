@@ -22,14 +22,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
 from revzoo.training.callbacks.base import UndoneAfterFit
+from revzoo.training.lightning_compat import OpenWeightAveraging
 
 
-class AveragedWeights(UndoneAfterFit, WeightAveraging):
+class AveragedWeights(UndoneAfterFit, OpenWeightAveraging):
     """Validates with, tests and saves the average; running statistics are averaged, too.
 
     Args:
@@ -52,7 +52,8 @@ class AveragedWeights(UndoneAfterFit, WeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # what a checkpoint says is loaded after this
-            self._latest_update_step, self._in_place = 0, False
+            self.forget_steps()
+            self._in_place = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         super().on_train_end(trainer, pl_module)
@@ -60,12 +61,13 @@ class AveragedWeights(UndoneAfterFit, WeightAveraging):
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._in_place:
-            self._copy_average_to_current(pl_module)
+            self.copy_average(pl_module)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._in_place:  # at the end of a training both are the average
-            self._swap_models(pl_module)
-        self._average_model, self._in_place = None, False
+            self.exchange(pl_module)
+        self.forget_average()
+        self._in_place = False
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -73,8 +75,8 @@ class AveragedWeights(UndoneAfterFit, WeightAveraging):
         if trainer.state.fn == TrainerFn.FITTING:
             super().on_load_checkpoint(trainer, pl_module, checkpoint)
 
-    def _swap_models(self, pl_module: pl.LightningModule) -> None:
-        super()._swap_models(pl_module)
+    def exchange(self, pl_module: pl.LightningModule) -> None:
+        super().exchange(pl_module)
         self._in_place = not self._in_place
 
     def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:

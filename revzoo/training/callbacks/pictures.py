@@ -196,6 +196,8 @@ class Reconstructions(Shown):
             back = torch.cat(found)
         else:
             back, step = given_back(trainer, module.model, images), trainer.global_step - 1
+            # a resumed run drops what was logged from its step on: no row for each stop
+            step += trainer.interrupted
         difference = (back - images).abs()
         error = float(difference.max() / images.abs().max())
         own = difference.flatten(1).amax(1) / images.abs().max()

@@ -18,6 +18,8 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
 
 
 def random_states() -> dict[str, Any]:
@@ -75,14 +77,14 @@ class RunState(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
-        # where max_steps is given, Lightning 2.6 would go on from the end of an epoch by ending it
-        # again: its number is counted twice, and all later epochs draw other images
-        assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+        count_epochs(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None, "setup() comes first"
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
+        row = row_to_come(self._trainer)
+        for logger in self._trainer.loggers:
+            logger.save()  # what was logged before this state is not logged again
         return {
             "random": _of_all_processes(random_states()),
             "metrics": {name: _state(metric) for name, metric in self._half_made().items()},
@@ -90,6 +92,7 @@ class RunState(pl.Callback):
             "planned_steps": self._planned_steps,
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
+            "row": None if row is None else [row[0], row[1]],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -119,6 +122,12 @@ class RunState(pl.Callback):
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None
+        if (row := state.get("row")) is not None:
+            tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
+            if any([table.restore_row(*row) for table in tables]):
+                for logger in trainer.loggers:
+                    if logger not in tables:
+                        logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # the saved states are the sums over all processes
             for name, metric in self._metrics().items():
                 _set_state(metric, state["metrics"].get(name, {}))
@@ -149,8 +158,7 @@ class RunState(pl.Callback):
     def _half_made(self) -> dict[str, Metric]:
         """The training metrics, unless the epoch has ended: the next one begins with none."""
         assert self._trainer is not None, "setup() comes first"
-        epochs: Any = self._trainer.fit_loop.epoch_progress.current
-        return self._metrics() if epochs.processed == epochs.completed else {}
+        return self._metrics() if epoch_is_open(self._trainer) else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""

@@ -19,20 +19,19 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.loops.fit_loop import _FitLoop
 from torch import Tensor
 
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.checkpoint.files import DamagedCheckpoint
 from revzoo.training.checkpoint.state import RunState, random_states_of_cpu
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 
 SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient scaler
-STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 # not in all that earlier versions have saved
-LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed")
+LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
 
 # what is needed to tell whose state it is
 PARTS: dict[str, Any] = {
@@ -54,9 +53,8 @@ def check_parts(state: Mapping[str, Any]) -> None:
     Raises:
         DamagedCheckpoint: naming the first place.
     """
-    loop = _FitLoop(None)  # type: ignore[arg-type]  # a trainer is needed to run it alone
-    _refuse(unlike({**PARTS, "loops": {"fit_loop": loop.state_dict()}}, state, ""))
-    steps = state["loops"]["fit_loop"][STEPS]["optimizer"]["step"]["total"]["completed"]
+    _refuse(unlike({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
+    steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
         raise DamagedCheckpoint(f"global_step is {state['global_step']}, its loops counted {steps}")
 

@@ -233,7 +233,7 @@ class Ended(pl.Callback):
 
 @pytest.mark.parametrize(
     ("way", "batches", "step", "now"),
-    [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 3), ("error", 2, 0, 0)],
+    [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 4), ("error", 2, 0, 0)],
 )
 def test_an_end_that_nobody_knew_of_is_shown(
     tmp_path: Path, way: str, batches: int, step: int, now: int
