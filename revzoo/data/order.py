@@ -118,8 +118,8 @@ class SteadyLoader(DataLoader[Batch]):
             if restarts > RESTARTS:
                 raise DataError(
                     f"workers were killed {restarts} times in a row at batch {done}, mostly for "
-                    f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 loads without "
-                    "worker processes)"
+                    f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 "
+                    "loads without worker processes)"
                 )
             log.warning("%s: starting the workers again, at batch %d", reason, done)
             self._iterator = None  # a persistent one would be asked again

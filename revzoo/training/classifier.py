@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
+from revzoo.data import DataError, ImageData
+from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.finite import FiniteLoss
@@ -27,13 +29,17 @@ from revzoo.training.callbacks.max_steps import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
 from revzoo.training.checkpoint.state import RunState
-from revzoo.training.epoch_figures import EpochFigures
 from revzoo.training.lightning_compat import trainer_of
-from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
+from revzoo.training.metrics import (
+    EpochFigures,
+    count_own,
+    log_metrics,
+    make_metrics,
+    update_metrics,
+)
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
 from revzoo.training.redo import Redo
-from revzoo.training.repeats import count_own
 
 Batch = tuple[Tensor, Tensor]
 
@@ -142,6 +148,8 @@ class Classifier(pl.LightningModule):
             ) from None
         module.on_load_checkpoint(state)
         load_tensors(module, state["state_dict"], where, strict=strict)
+        found = data_states(state)
+        module.learn_from(found[0] if len(found) == 1 and _describes(found[0], module) else None)
         return module
 
     def setup(self, stage: str) -> None:
@@ -156,6 +164,17 @@ class Classifier(pl.LightningModule):
                 f"the model has num_classes={class_count(self.model)}, the data have {classes} "
                 f"classes: give the model num_classes={classes}"
             )
+
+    def on_train_start(self) -> None:
+        """Let the network know its data, which :meth:`save_pretrained` writes down."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
+
+    def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
+        """Describe the network's data by the state of their module; None if they are unknown."""
+        if isinstance(self.model, ImageNetwork):
+            facts = {} if data_state is None else facts_of(data_state, self.model)
+            self.model.trained_on, self.model.fresh_head = facts, False
 
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W)."""
@@ -284,6 +303,33 @@ def class_count(model: nn.Module) -> int:
             "num_classes, the number of its logits"
         )
     return count
+
+
+def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states of data modules in a checkpoint; Lightning files them by the name of the class."""
+    needed = {"classes", "normalisation"}
+    return [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+
+
+def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
+    """The fields of an entry that the state of a data module tells; mean and std of [0, 1]."""
+    size = data_state.get("image_size") or network.image_size
+    return {
+        "classes": tuple(data_state["classes"]),
+        **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
+        "crop_pct": crop_of(data_state),
+        "input_size": (network.in_chans, size, size),
+    }
+
+
+def _describes(data_state: Mapping[str, Any], module: Classifier) -> bool:
+    """Whether a file's state of data is valid, and of images that the model takes."""
+    channels = getattr(module.model, "in_chans", None)
+    try:
+        check_state(data_state, num_classes=class_count(module.model), in_chans=channels)
+    except DataError:
+        return False
+    return True
 
 
 def at_least_float32(logits: Tensor) -> Tensor:

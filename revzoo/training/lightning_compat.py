@@ -10,10 +10,10 @@ import subprocess
 from typing import Any
 
 import pytorch_lightning as pl
+from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 from pytorch_lightning.callbacks import WeightAveraging
 from pytorch_lightning.loops.fit_loop import _FitLoop
 from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
 
 OPTIMISER_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 

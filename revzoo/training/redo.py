@@ -21,7 +21,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
 

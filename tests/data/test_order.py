@@ -137,6 +137,8 @@ def test_a_killed_worker_changes_nothing(evaluates: bool, caplog: pytest.LogCapt
 def test_workers_that_are_always_killed_end_the_pass_with_the_cause() -> None:
     """... in 4 of 9 cases with "cannot write best.ckpt: free space": named rightly."""
     before = signal.getsignal(signal.SIGCHLD)
-    with pytest.raises(DataError, match=r"killed 4 times in a row at batch [67].*lower data.num_workers"):
+    with pytest.raises(
+        DataError, match=r"killed 4 times in a row at batch [67].*lower data.num_workers"
+    ):
         list(eval_loader(Deadly(bad=60, times=9), batch_size=8, workers=1))
     assert signal.getsignal(signal.SIGCHLD) == before  # nothing raises in the middle of a save

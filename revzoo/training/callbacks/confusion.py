@@ -14,10 +14,8 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._files import replacing
-from revzoo.training.callbacks.drawing import matrix
-from revzoo.training.callbacks.pictures import Shown, add_image, class_names
-from revzoo.training.metrics import true_classes
-from revzoo.training.repeats import count_own
+from revzoo.training.callbacks.pictures import Shown, add_image, class_names, matrix
+from revzoo.training.metrics import count_own, true_classes
 
 
 class ConfusionMatrix(Shown):

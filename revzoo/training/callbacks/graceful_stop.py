@@ -174,7 +174,9 @@ class GracefulStop(pl.Callback):
         """Let all processes know of a signal to one; all of them come here at the same point."""
         requested = self.requested  # a signal may come in at any instant
         if trainer.world_size > 1:
-            rank = torch.tensor(float(PREFERRED.index(requested)), device=trainer.strategy.root_device)
+            rank = torch.tensor(
+                float(PREFERRED.index(requested)), device=trainer.strategy.root_device
+            )
             requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op=ReduceOp.MAX))]
         if self.agreed is None and requested is not None:
             self.agreed, self._since = requested, self._since or time.monotonic()

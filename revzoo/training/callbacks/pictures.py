@@ -28,8 +28,8 @@ from revzoo._checks import check_count
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
-from revzoo.training.callbacks.drawing import Words, captioned
 from revzoo.training.callbacks.graceful_stop import RunStopped
+from revzoo.training.callbacks.pictures import Words, captioned
 from revzoo.training.metrics import true_classes
 
 COLUMNS = 8  # images in a row
