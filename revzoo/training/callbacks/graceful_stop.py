@@ -119,8 +119,8 @@ class GracefulStop(pl.Callback):
             raise RunStopped(signum)
         name = signal.Signals(signum).name
         log.warning(
-            "%s: stopping after this batch; up to %.0f s later if an optimiser step or a validation is "
-            "not finished (Ctrl-C again: at once)",
+            "%s: stopping after this batch; up to %.0f s later if an optimiser step or a validation "
+            "is not finished (Ctrl-C again: at once)",
             name,
             PATIENCE,
         )

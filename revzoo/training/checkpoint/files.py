@@ -219,8 +219,8 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
         reason = " ".join(str(error).split())[:300]
         raise DamagedCheckpoint(
             f"{path} holds more than plain values and tensors, or is damaged "
-            f"({type(error).__name__}: {reason}): it was not loaded, as loading could run its code; "
-            "use a checkpoint that this program has written"
+            f"({type(error).__name__}: {reason}): it was not loaded, as loading could run its "
+            "code; use a checkpoint that this program has written"
         ) from None
     _check_size(state, path)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):

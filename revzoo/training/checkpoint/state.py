@@ -124,10 +124,10 @@ class RunState(pl.Callback):
         state, self._loaded = self._loaded, None
         if (row := state.get("row")) is not None:
             tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
-            if any([table.restore_row(*row) for table in tables]):
-                for logger in trainer.loggers:
-                    if logger not in tables:
-                        logger.log_metrics(row[1], row[0])
+            missing = [table.restore_row(*row) for table in tables]
+            for logger in trainer.loggers if any(missing) else ():
+                if logger not in tables:
+                    logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # the saved states are the sums over all processes
             for name, metric in self._metrics().items():
                 _set_state(metric, state["metrics"].get(name, {}))
