@@ -1,5 +1,8 @@
 """The names that users rely on, gathered from the floors; :mod:`revzoo` hands them out."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from revzoo.core.check import check_inverse
 from revzoo.core.function import invertible_checkpoint
 from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
@@ -26,6 +29,16 @@ from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable
+
+if TYPE_CHECKING:
+    from revzoo.training.callbacks.registry import register_callback
+    from revzoo.training.optim.optimizers import register_optimizer
+
+# These modules import Lightning, for which users of models need not wait.
+_LATER = {
+    "register_callback": "revzoo.training.callbacks.registry",
+    "register_optimizer": "revzoo.training.optim.optimizers",
+}
 
 __all__ = [
     "ActNorm",
@@ -63,6 +76,15 @@ __all__ = [
     "is_replaying",
     "list_models",
     "load_published",
+    "register_callback",
+    "register_optimizer",
     "set_drift_limit",
     "set_memory",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'revzoo.api' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_LATER[name]), name)
+    return value

@@ -70,7 +70,7 @@ def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
     if not figures:
         return None
     step = loop._batches_that_stepped - at_epoch_end
-    return step, {**figures, "epoch": float(trainer.current_epoch)}  # type: ignore[dict-item]
+    return step, {**figures, "epoch": float(trainer.current_epoch)}
 
 
 def started_processes(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:

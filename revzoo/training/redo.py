@@ -70,17 +70,17 @@ class Redo:
         if attempt is None:
             try:
                 run(loss)
-            except DriftError as error:
-                raise self._final(error) from error
+            except DriftError as drift:
+                raise self._final(drift) from drift
             return
         params = list(self.module.parameters())
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         while (failure := self._failure(loss, run)) is not None:
-            error, drifted = failure
+            failed, drifted = failure
             switched = self._switch(drifted)
             if not switched:
-                raise self._final(error) from error
-            self._report(switched, error)
+                raise self._final(failed) from failed
+            self._report(switched, failed)
             loss = self._forward(attempt)
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = None if gradient is None else gradient.clone()

@@ -28,7 +28,6 @@ from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from torch.distributed import ReduceOp
 
 from revzoo.training.checkpoint.resume_point import can_resume_here
 from revzoo.training.lightning_compat import started_processes
@@ -119,8 +118,8 @@ class GracefulStop(pl.Callback):
             raise RunStopped(signum)
         name = signal.Signals(signum).name
         log.warning(
-            "%s: stopping after this batch; up to %.0f s later if an optimiser step or a validation "
-            "is not finished (Ctrl-C again: at once)",
+            "%s: stopping after this batch; up to %.0f s later if an optimiser step or a "
+            "validation is not finished (Ctrl-C again: at once)",
             name,
             PATIENCE,
         )
@@ -177,7 +176,7 @@ class GracefulStop(pl.Callback):
             rank = torch.tensor(
                 float(PREFERRED.index(requested)), device=trainer.strategy.root_device
             )
-            requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op=ReduceOp.MAX))]
+            requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
         if self.agreed is None and requested is not None:
             self.agreed, self._since = requested, self._since or time.monotonic()
 

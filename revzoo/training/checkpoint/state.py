@@ -17,6 +17,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torchmetrics import Metric
 
+from revzoo.core.invertible import Step
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
@@ -115,9 +116,9 @@ class RunState(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore late: what sets the run up may draw, too."""
-        for name in self.recomputed:
-            step = pl_module.get_submodule(name)
-            if getattr(step, "memory", None) == "invert":  # another mode may have been chosen since
+        for name, step in pl_module.named_modules():
+            # another mode than invert may have been chosen since
+            if name in self.recomputed and isinstance(step, Step) and step.memory == "invert":
                 step.memory = "recompute"
         if self._loaded is None:
             return

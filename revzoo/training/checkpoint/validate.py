@@ -33,6 +33,8 @@ SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient 
 # not in all that earlier versions have saved
 LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
 
+WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is known here
+
 # what is needed to tell whose state it is
 PARTS: dict[str, Any] = {
     "epoch": 0,
@@ -163,7 +165,7 @@ def _wrong_optimizer(
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
     # frozen parameters have none, nor have those of which each step was left out by the scaler
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
-    if module.optim.momentum and state["global_step"]:
+    if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:
         kept = {i: buffer for i, buffer in buffers.items() if i in found["state"] or not partial}
         yield from unlike(kept, found["state"], f"{key}['state']")
     if more := [index for index in found["state"] if index not in buffers]:
@@ -183,6 +185,11 @@ def _wrong_callbacks(
     if not isinstance(processes, list) or not processes:
         yield f"{place}['random'] holds no random states"
         return
+    notes, names, row = (saved.get(part) for part in ("notes", "recomputed", "row"))
+    if not isinstance(notes or {}, dict) or not isinstance(names or [], list):
+        yield f"{place}['notes'] or {place}['recomputed'] is of another type than saved by a run"
+    if row is not None:
+        yield from unlike([0, {}], row, f"{place}['row']")
     expected = {**random_states_of_cpu(), "cuda": None}
     yield from unlike([expected] * len(processes), processes, f"{place}['random']")
     metrics = {
