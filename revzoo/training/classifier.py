@@ -1,11 +1,11 @@
 """Image classification as a Lightning module: loss, metrics, optimiser.
 
-The model is given as a plain specification (what :func:`revzoo.models.create_model` takes) or as a
-finished module. Specifications are kept in the checkpoint as plain containers, so a checkpoint is
-loaded with ``weights_only=True`` and no configuration library is needed to read it.
+The model is a plain specification (the arguments of :func:`revzoo.models.create_model`) or a module
+passed as an instance. Checkpoints keep specifications as plain containers, so they load with
+``weights_only=True`` and without a configuration library.
 
 The training loss may be smoothed (``label_smoothing``); validation and test losses never are, so
-that they compare across recipes.
+they compare across recipes.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Classifier(pl.LightningModule):
         self.redo = Redo(self)
 
     def lay_out(self, *, channels_last: bool) -> None:
-        """Choose the memory format of weights and images; under bfloat16 it decides rounding."""
+        """Choose the memory format of weights and images; under bfloat16 it changes rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
 
@@ -104,11 +104,11 @@ class Classifier(pl.LightningModule):
         Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
 
         Args:
-            checkpoint_path: what a run has saved.
+            checkpoint_path: a checkpoint that a run saved.
             map_location: where the tensors are put.
             strict: whether the checkpoint must have every tensor of the module, and no other.
-            given: arguments of the constructor, before those in the file; ``model`` is needed for
-                a checkpoint of a module that was handed over finished. ``weights_only`` may be
+            given: arguments of the constructor, which replace those in the file; ``model`` is
+                needed for a checkpoint of a module passed as an instance. ``weights_only`` may be
                 given, but is always true.
 
         Raises:
@@ -120,7 +120,7 @@ class Classifier(pl.LightningModule):
         if given.pop("weights_only", True) is False or given.pop("hparams_file", None) is not None:
             raise ValueError(
                 "weights_only=False and hparams_file are refused, as a checkpoint is read as plain "
-                "data only: leave them out, and give what is to differ as model=... or optim=..."
+                "data only: leave them out, and give other options as model=... or optim=..."
             )
         state = read_checkpoint(checkpoint_path, map_location=map_location)
         module = cls.from_state(state, str(checkpoint_path), strict=strict, **given)
@@ -131,7 +131,7 @@ class Classifier(pl.LightningModule):
     def from_state(
         cls, state: dict[str, Any], where: str, *, strict: bool = True, **given: Any
     ) -> Self:
-        """As :meth:`load_from_checkpoint`, of the content of the checkpoint ``where``; on the CPU.
+        """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU.
 
         Raises:
             CheckpointError, ValueError: as there.
@@ -153,10 +153,10 @@ class Classifier(pl.LightningModule):
         return module
 
     def setup(self, stage: str) -> None:
-        """Compare with the data.
+        """Compare the number of classes with the data's.
 
         Raises:
-            ValueError: these have another number of classes.
+            ValueError: they differ.
         """
         classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
         if isinstance(classes, int) and classes != class_count(self.model):
@@ -214,18 +214,15 @@ class Classifier(pl.LightningModule):
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """What every run needs, whoever made its trainer.
-
-        To log its figures, to stop at NaN, to be validated at its end, and to go on exactly.
-        """
+        """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
         return [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
-        """The metrics that gather an epoch's training figures, by name."""
+        """The metrics of the training epoch, by name."""
         return self._metrics_of("train")
 
     def planned_steps(self) -> float | None:
-        """Optimiser steps that the rates are laid out over; None where these are constant."""
+        """The optimiser steps that the schedule covers; None for constant rates."""
         if isinstance(make_schedule(self.optim.schedule), ConstantSchedule):
             return None
         return self.trainer.estimated_stepping_batches
@@ -236,7 +233,7 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: if the run has no end, so that no schedule can be laid out.
         """
-        total = self.planned_steps() or 1  # of no meaning to a constant rate
+        total = self.planned_steps() or 1  # a constant rate ignores it
         if total == float("inf"):
             raise ValueError(
                 "the run has no end that the schedule of the learning rate could be laid out to: "
@@ -280,7 +277,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification that a checkpoint keeps: it brings its own weights, of the same shapes."""
+    """The specification for a checkpoint, which has weights of its own."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
@@ -291,10 +288,10 @@ def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 
 
 def class_count(model: nn.Module) -> int:
-    """The number of classes a model says it has.
+    """The number of classes of a model.
 
     Raises:
-        ValueError: if it says nothing.
+        ValueError: it has no attribute ``num_classes``.
     """
     count = getattr(model, "num_classes", None)
     if not isinstance(count, int):
@@ -333,5 +330,5 @@ def _describes(data_state: Mapping[str, Any], module: Classifier) -> bool:
 
 
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits of autocast regions in float32, float64 as it is: losses are summed up in these."""
+    """Logits for a loss: float32 after autocast, float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

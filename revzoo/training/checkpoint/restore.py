@@ -1,4 +1,4 @@
-"""A trained model back from a checkpoint or from weights, with its classes and normalisation."""
+"""Load a trained model from a checkpoint or from weights, with its classes and normalisation."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ UNIT = 1  # largest value of a pixel in the numbers of an entry
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained classifier and what its data were.
+    """A trained classifier and its data.
 
     Attributes:
         module: in evaluation mode, on the CPU.
@@ -41,13 +41,13 @@ class Restored:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an entry of these weights would say of their data: of pixels in [0, 1]."""
+        """The fields of an entry that describe the data, for pixels in [0, 1]."""
         assert isinstance(self.module.model, ImageNetwork), "hyperparameters name models of the zoo"
         return facts_of(self.data_state, self.module.model)
 
 
 def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
-    """A trained classifier, ready for evaluation, by what holds it.
+    """A trained classifier, ready for evaluation.
 
     Args:
         source: a checkpoint that a run has written (``.ckpt``); a safetensors file, or a folder of
@@ -77,7 +77,7 @@ def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
     module = Classifier.from_state(state, str(path))
     data = _data_state(state, path)
-    module.lay_out(channels_last=False)  # whatever that of the training was
+    module.lay_out(channels_last=False)  # whatever the training used
     network = module.model
     assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
     try:

@@ -1,4 +1,4 @@
-"""Where in an epoch a run can be stopped such that Lightning goes on from there exactly."""
+"""Where in an epoch a run can be saved such that Lightning resumes exactly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
 
 
 def can_resume_here(trainer: pl.Trainer) -> bool:
-    """Whether a state saved at the end of the present batch continues as if never stopped.
+    """Whether a state saved at the end of this batch resumes as if never stopped.
 
-    Not between the batches of one optimiser step, as gradients are not saved; and not where a
-    validation or the end of the epoch is due, as Lightning would go on behind it.
+    It does not between the batches of one optimiser step, as gradients are not saved; nor where a
+    validation or the end of the epoch is due, as Lightning would resume behind it.
     """
     return batches_of_epoch(trainer) % trainer.accumulate_grad_batches == 0 and not _is_pause(
         trainer, batches_of_epoch(trainer), trainer.global_step

@@ -1,8 +1,8 @@
-"""What else a run needs to go on exactly: random states, half-made averages, the last figures.
+"""State that a run needs to resume exactly: random states, metrics of half an epoch, figures.
 
-Lightning restores weights, optimiser, schedule, callbacks and its counters; not the states of the
-random generators, nor the metrics of an epoch in progress. A run goes on exactly if it is as long
-as it was, and computed by as many processes; another one is refused.
+Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
+of the random generators nor the metrics of an epoch in progress. A run of another length or with
+another number of processes cannot resume exactly, and is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def random_states_of_cpu() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put :func:`random_states` back; those of devices that are not there are left out."""
+    """Restore :func:`random_states`; states of missing devices are ignored."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
@@ -88,7 +88,7 @@ class RunState(pl.Callback):
             logger.save()  # what was logged before this state is not logged again
         return {
             "random": _of_all_processes(random_states()),
-            "metrics": {name: _state(metric) for name, metric in self._half_made().items()},
+            "metrics": {name: _state(metric) for name, metric in self._open_metrics().items()},
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "notes": dict(self.notes),
@@ -97,11 +97,11 @@ class RunState(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a saved state; what is put back is put back when the training starts.
+        """Take a saved state, to restore it when the training starts.
 
         Raises:
-            CheckpointError: if it is of a run by another number of processes, or of another number
-                of steps where the learning rates depend on it.
+            CheckpointError: the run has another number of processes, or of steps where the
+                learning rates depend on that number.
         """
         assert self._trainer is not None, "setup() comes first"
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -115,7 +115,7 @@ class RunState(pl.Callback):
         self._planned_steps = self._plan()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore late: what sets the run up may draw, too."""
+        """Restore late: setting the run up may draw, too."""
         for name, step in pl_module.named_modules():
             # another mode than invert may have been chosen since
             if name in self.recomputed and isinstance(step, Step) and step.memory == "invert":
@@ -140,7 +140,7 @@ class RunState(pl.Callback):
         if before != now:
             raise CheckpointError(
                 f"{path} is of a run with devices * num_nodes = {before}, this run has {now}: give "
-                "as many, as each process goes on with its own images and random numbers"
+                "as many, as each process resumes with its own images and random numbers"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
         if planned is not None and steps is not None and planned != steps:
@@ -151,13 +151,13 @@ class RunState(pl.Callback):
             )
 
     def _plan(self) -> float | None:
-        """How many optimiser steps the run has, if that matters to the module."""
+        """The optimiser steps of the run, if the module's rates depend on them."""
         assert self._module is not None, "setup() comes first"
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
 
-    def _half_made(self) -> dict[str, Metric]:
-        """The training metrics, unless the epoch has ended: the next one begins with none."""
+    def _open_metrics(self) -> dict[str, Metric]:
+        """The training metrics, unless the epoch is over: the next one begins without any."""
         assert self._trainer is not None, "setup() comes first"
         return self._metrics() if epoch_is_open(self._trainer) else {}
 

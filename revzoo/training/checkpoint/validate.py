@@ -1,12 +1,12 @@
-"""What the state of a run must have to be gone on from: judged whole, before training starts.
+"""Validates a checkpoint before a run resumes.
 
-Lightning takes what it finds and leaves the rest as it was: without ``loops`` a run counts from 0
-again, without ``callbacks`` other random numbers are drawn, and a buffer of another shape fails in
-the first step. Here a state is held against what a run of its own hyperparameters would save. The
-model is built on torch's ``meta`` device, which gives names and shapes and holds no values.
+Lightning loads what it finds and ignores what is missing: without ``loops`` a run counts from 0
+again, without ``callbacks`` it draws other random numbers, and a buffer of another shape fails in
+the first step. Here a state is compared with one that a run of its hyperparameters would save. The
+model is built on torch's ``meta`` device, which has names and shapes but no values.
 
-What differs though nothing is damaged (another model, recipe, length or number of processes) is
-not looked at here.
+A good checkpoint of another run (model, recipe, length, number of processes) passes; ``resume`` and
+:class:`~revzoo.training.checkpoint.state.RunState` refuse it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 
 SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient scaler
 
-# not in all that earlier versions have saved
+# missing in checkpoints of earlier versions
 LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
 
 WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is known here
 
-# what is needed to tell whose state it is
+# the parts that the checks of hyperparameters and data need
 PARTS: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,
@@ -47,10 +47,10 @@ PARTS: dict[str, Any] = {
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks a part, or has something else in its place.
+    """Refuse a state that lacks a part or has another type in its place.
 
     Args:
-        state: what :func:`revzoo.training.checkpoint.files.read_checkpoint` returns.
+        state: from :func:`revzoo.training.checkpoint.files.read_checkpoint`.
 
     Raises:
         DamagedCheckpoint: naming the first place.
@@ -64,12 +64,12 @@ def check_parts(state: Mapping[str, Any]) -> None:
 def check_contents(
     state: Mapping[str, Any], *, data: str, callbacks: Sequence[pl.Callback] = ()
 ) -> None:
-    """Refuse a state whose parts do not fit each other.
+    """Refuse a state whose parts do not fit together.
 
     Args:
         state: one that has passed :func:`check_parts`, of hyperparameters that may be used.
         data: name of the data module's class, under which its state is kept.
-        callbacks: those of the run, new; what they would save must be there.
+        callbacks: new ones of the run; the state must have what they would save.
 
     Raises:
         DamagedCheckpoint: naming the first place.
@@ -80,7 +80,7 @@ def check_contents(
             module = Classifier(**hyper)
     except (ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise DamagedCheckpoint(f"hyper_parameters are of no model ({reason})") from None
+        raise DamagedCheckpoint(f"hyper_parameters describe no model ({reason})") from None
     _refuse(_wrong_weights(module, state, callbacks))
     _refuse(_wrong_optimizer(module, state, callbacks))
     _refuse(_wrong_callbacks(module, state["callbacks"], callbacks))

@@ -34,10 +34,10 @@ DECAYED = (_ConvNd, nn.Linear)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """How a model is optimised: the rate, the decay, the loss's smoothing and the schedule.
+    """The optimiser of a run: rate, decay, label smoothing and schedule.
 
     Attributes:
-        name: ``sgd`` or ``muon`` (see :mod:`revzoo.training.optim.muon`).
+        name: ``sgd``, ``muon`` (see :mod:`revzoo.training.optim.muon`) or a registered one.
         lr: the peak learning rate; with Muon, of the weights that it makes orthogonal.
         sgd_lr: with Muon, the peak rate of all other parameters.
         momentum: in [0, 1).
