@@ -37,9 +37,15 @@ from revzoo.weights.table import WeightsTable
 
 if TYPE_CHECKING:
     from revzoo.data.registry import register_data
+    from revzoo.training.callbacks.registry import register_callback
+    from revzoo.training.optim.optimizers import register_optimizer
 
 # These modules import Lightning, for which users of models need not wait.
-_LATER = {"register_data": "revzoo.data.registry"}
+_LATER = {
+    "register_callback": "revzoo.training.callbacks.registry",
+    "register_data": "revzoo.data.registry",
+    "register_optimizer": "revzoo.training.optim.optimizers",
+}
 
 __all__ = [
     "ActNorm",
@@ -77,8 +83,10 @@ __all__ = [
     "is_replaying",
     "list_models",
     "load_published",
+    "register_callback",
     "register_data",
     "register_model",
+    "register_optimizer",
     "set_drift_limit",
     "set_memory",
 ]

@@ -49,7 +49,13 @@ _draw = random.Random(0)  # of places; nobody else's random numbers
 
 
 class DriftError(RuntimeError):
-    """Recomputed activations differ from those of the forward pass, so gradients are wrong."""
+    """Recomputed activations differ from those of the forward pass, so gradients are wrong.
+
+    Attributes:
+        step: the first step beyond its limit; None if unknown.
+    """
+
+    step: Step | None = None
 
 
 class RangeError(RuntimeError):
@@ -289,11 +295,17 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         drift.step.drift = max(drift.step.drift or 0.0, errors[drift])
     for drift in drifts:
         if not errors[drift] <= drift.limit:
-            raise DriftError(_explain(drift, errors[drift], max(errors.values())))
+            raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
     for drift in drifts:
         # Half of the digits that the limit leaves to a stream must be left to each channel.
         if drift.used and not lost[drift] <= math.sqrt(drift.limit):
-            raise DriftError(_explain_lost(drift, lost[drift]))
+            raise _failure(drift, _explain_lost(drift, lost[drift]))
+
+
+def _failure(drift: _Drift, message: str) -> DriftError:
+    error = DriftError(message)
+    error.step = drift.step
+    return error
 
 
 def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:

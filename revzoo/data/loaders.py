@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
-from revzoo.data.order import EpochSampler, TrainLoader
+from revzoo.data.order import EpochSampler, SteadyLoader, TrainLoader
 
 _MOST_WORKERS = 8
 
@@ -65,7 +65,7 @@ def eval_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, trainer: pl.Trainer | None
 ) -> DataLoader[Batch]:
     """All images, in their order."""
-    return DataLoader(**_options(images, batch_size, workers, trainer))
+    return SteadyLoader(**_options(images, batch_size, workers, trainer))
 
 
 def _options(

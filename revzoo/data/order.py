@@ -11,6 +11,9 @@ the states over while it builds the loaders, and a schedule that asks for the nu
 it build them before it restores the checkpoint.
 """
 
+import logging
+import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -21,7 +24,12 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
 
+from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
+
+log = logging.getLogger(__name__)
+
+RESTARTS = 3  # in a row
 
 
 def mixed(*numbers: int) -> int:
@@ -80,7 +88,70 @@ class EpochSampler(DistributedSampler[int]):
         self.epoch += 1
 
 
-class TrainLoader(DataLoader[Batch]):
+class SteadyLoader(DataLoader[Batch]):
+    """A loader that starts its workers again where one was killed.
+
+    The pass continues with the batch that the workers owed, so its order stays the same. Workers
+    that are killed :data:`RESTARTS` times in a row, without a batch in between, end the pass.
+
+    Raises:
+        DataError: at that end.
+    """
+
+    def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
+        yield from self._steadily(0)
+
+    def _steadily(self, done: int) -> Iterator[Batch]:
+        epoch = getattr(self.sampler, "epoch", 0)
+        restarts = 0
+        while True:
+            try:
+                for batch in self._start(done):
+                    yield batch
+                    done, restarts = done + 1, 0
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                if not self._lost_worker(error):
+                    raise
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+            restarts += 1
+            if restarts > RESTARTS:
+                raise DataError(
+                    f"workers were killed {restarts} times in a row at batch {done}, mostly for "
+                    f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 "
+                    "loads without worker processes)"
+                )
+            log.warning("%s: starting the workers again, at batch %d", reason, done)
+            self._iterator = None  # a persistent one would be asked again
+            if hasattr(self.sampler, "epoch"):
+                self.sampler.epoch = epoch  # which the pass so far may have left behind
+
+    def _lost_worker(self, error: Exception) -> bool:
+        """Whether a worker was killed, and did not raise the error itself."""
+        if not self.num_workers or str(error).startswith("Caught "):
+            return False
+        if isinstance(error, RuntimeError):
+            return str(error).startswith("DataLoader worker (pid")
+        return isinstance(error, ConnectionError | EOFError | FileNotFoundError)  # its pipes
+
+    def _start(self, first: int) -> Iterator[Batch]:
+        """The batches from number ``first`` on."""
+        return islice(self._unwatched(), first, None)
+
+    def _unwatched(self) -> Iterator[Batch]:
+        """The batches, without torch's handler of SIGCHLD.
+
+        The handler raises wherever the main thread is when a worker dies, such as in the middle of
+        an optimiser step or of a save. Without it the loader itself finds out, within 5 s.
+        """
+        before = signal.getsignal(signal.SIGCHLD)
+        batches: Iterator[Batch] = super().__iter__()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, before)
+        return batches
+
+
+class TrainLoader(SteadyLoader):
     """A loader whose pass over an epoch begins at the batch that ``first_batch`` names.
 
     Nothing is drawn or loaded before the first batch, as Lightning makes the iterator before it
@@ -94,15 +165,16 @@ class TrainLoader(DataLoader[Batch]):
     first_batch: Callable[[], int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        skipped = self.first_batch() if self.first_batch is not None else 0
+        yield from self._steadily(self.first_batch() if self.first_batch is not None else 0)
+
+    def _start(self, first: int) -> Iterator[Batch]:
         if not isinstance(self.sampler, EpochSampler):
-            yield from islice(super().__iter__(), skipped, None)
-            return
+            return super()._start(first)
         assert self.batch_size is not None
-        self.sampler.start = skipped * self.batch_size
+        self.sampler.start = first * self.batch_size
         if self.dataset.augments_itself:
             self.dataset.begin_epoch(self.sampler.epoch_seed)
-        yield from super().__iter__()
+        return self._unwatched()
 
     def state_dict(self) -> dict[str, Any]:
         """Empty: the position is Lightning's count of batches. Says that a pass can be resumed."""

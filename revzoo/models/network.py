@@ -137,7 +137,7 @@ class ImageNetwork(Saved, ABC):
             ValueError: ``num_classes`` is no positive whole number.
         """
         check_count("num_classes", num_classes)
-        self.num_classes = num_classes
+        self.num_classes, self.fresh_head = num_classes, True
         like = next(self.parameters())
         classifier = _linear(self.num_features, num_classes).train(self.training)
         self.fc = classifier.to(like.device, like.dtype)

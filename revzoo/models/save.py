@@ -21,8 +21,9 @@ from revzoo.weights.errors import EntryError
 from revzoo.weights.header import metadata_for
 from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 
-# what stays true of weights when a network made from them is trained on
-_INHERITED = ("classes", "mean", "std", "crop_pct")
+# what an entry says of the data; it describes a network as long as nothing of that has changed
+_OF_DATA = ("classes", "mean", "std", "crop_pct", "input_size")
+_NEEDED = ("classes", "mean", "std")
 
 
 class Spec(NamedTuple):
@@ -39,13 +40,26 @@ class Saved(nn.Module):
         num_classes: number of logits.
         in_chans: channels of the images.
         spec: how it was made; None for a network built from its class.
-        entry: the weights it was created with, if any.
+        trained_on: fields of an entry that describe the data it was trained on since it was
+            created, empty if those are unknown; None if it was not trained. Training sets it.
+        fresh_head: whether the classifier was replaced since ``entry`` or ``trained_on`` was set.
     """
 
     num_classes: int
     in_chans: int
     spec: Spec | None = None
-    entry: WeightsEntry | None = None
+    trained_on: Mapping[str, Any] | None = None
+    fresh_head: bool = False
+    _entry: WeightsEntry | None = None
+
+    @property
+    def entry(self) -> WeightsEntry | None:
+        """The weights that the network was created with, if any."""
+        return self._entry
+
+    @entry.setter
+    def entry(self, entry: WeightsEntry | None) -> None:
+        self._entry, self.fresh_head = entry, False
 
     @property
     @abstractmethod
@@ -58,13 +72,14 @@ class Saved(nn.Module):
         Args:
             folder: created if missing; files of these names in it are replaced.
             facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`: ``license``, ``recipe``,
-                ``metrics`` and so on. ``classes``, ``mean``, ``std`` and ``crop_pct`` come from
-                the weights that the network was created with, unless given; ``input_size`` from
-                the architecture.
+                ``metrics`` and so on. ``classes``, ``mean``, ``std``, ``crop_pct`` and
+                ``input_size`` come from the data it was trained on or, if it was not trained, from
+                the weights that it was created with.
 
         Raises:
             EntryError: a fact is unknown or not valid, or ``create_model`` did not make the
-                network; nothing is written.
+                network, or its classifier, its image channels or its data are others than those of
+                its weights and ``facts`` do not say which; nothing is written.
         """
         return _save(self, Path(folder), facts, source=Path(folder).name)
 
@@ -107,7 +122,7 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
         "options": options,
         "num_classes": network.num_classes,
         "input_size": (network.in_chans, network.image_size, network.image_size),
-        **_inherited(network),
+        **_known(network, given=facts),
         **facts,
     }
     fixed = {"architecture": architecture, "sha256": "0" * 64, "file": file}
@@ -124,15 +139,32 @@ def json_of(entry: WeightsEntry) -> bytes:
     return (json.dumps(entry.plain(), indent=2) + "\n").encode()
 
 
-def _inherited(network: Saved) -> dict[str, Any]:
-    entry = network.entry
-    if entry is None:
-        return {}
-    facts = {name: getattr(entry, name) for name in _INHERITED}
-    if entry.num_classes != network.num_classes:
-        facts["classes"] = None
-    if entry.in_chans != network.in_chans:
-        facts["mean"] = facts["std"] = None
-    else:
-        facts["input_size"] = entry.input_size
+def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What is known of the data of the network's weights.
+
+    Raises:
+        EntryError: the weights it was created with say something that is no longer true, and
+            ``given`` does not say what is.
+    """
+    entry, trained_on = network.entry, network.trained_on
+    facts = {} if entry is None else {name: getattr(entry, name) for name in _OF_DATA}
+    untrue: tuple[str, ...] = ()
+    if trained_on is not None:
+        untrue = () if trained_on or entry is None else _NEEDED
+        facts = dict(trained_on)
+    elif entry is not None and entry.num_classes != network.num_classes:
+        untrue = _NEEDED
+    elif entry is not None and entry.in_chans != network.in_chans:
+        untrue = ("mean", "std")
+    if network.fresh_head and facts:
+        untrue = _NEEDED
+    if missing := [name for name in untrue if name not in given]:
+        raise EntryError(
+            f"the network was changed or trained since its weights were loaded, and their "
+            f"{', '.join(missing)} may be wrong now: give save_pretrained "
+            f"{', '.join(f'{name}=...' for name in missing)} of the data it was trained on (None "
+            "if unknown)"
+        )
+    if network.in_chans != facts.get("input_size", (network.in_chans,))[0]:
+        del facts["input_size"]
     return facts

@@ -1,11 +1,11 @@
 """Image classification as a Lightning module: loss, metrics, optimiser.
 
-The model is given as a plain specification (what :func:`revzoo.models.create_model` takes) or as a
-finished module. Specifications are kept in the checkpoint as plain containers, so a checkpoint is
-loaded with ``weights_only=True`` and no configuration library is needed to read it.
+The model is a plain specification (the arguments of :func:`revzoo.models.create_model`) or a module
+passed as an instance. Checkpoints keep specifications as plain containers, so they load with
+``weights_only=True`` and without a configuration library.
 
 The training loss may be smoothed (``label_smoothing``); validation and test losses never are, so
-that they compare across recipes.
+they compare across recipes.
 """
 
 from __future__ import annotations
@@ -20,19 +20,26 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
+from revzoo.data import DataError, ImageData
+from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.max_steps import LastStep
-from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
-from revzoo.training.checkpoint.loading import load_tensors
 from revzoo.training.checkpoint.state import RunState
-from revzoo.training.epoch_figures import EpochFigures
-from revzoo.training.metrics import log_metrics, make_metrics, update_metrics
+from revzoo.training.lightning_compat import trainer_of
+from revzoo.training.metrics import (
+    EpochFigures,
+    count_own,
+    log_metrics,
+    make_metrics,
+    update_metrics,
+)
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import ConstantSchedule, make_schedule
-from revzoo.training.repeats import count_own
+from revzoo.training.redo import Redo
 
 Batch = tuple[Tensor, Tensor]
 
@@ -76,9 +83,10 @@ class Classifier(pl.LightningModule):
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
         self.metrics = make_metrics(class_count(self.model))
+        self.redo = Redo(self)
 
     def lay_out(self, *, channels_last: bool) -> None:
-        """Choose the memory format of weights and images; under bfloat16 it decides rounding."""
+        """Choose the memory format of weights and images; under bfloat16 it changes rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
 
@@ -96,11 +104,11 @@ class Classifier(pl.LightningModule):
         Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
 
         Args:
-            checkpoint_path: what a run has saved.
+            checkpoint_path: a checkpoint that a run saved.
             map_location: where the tensors are put.
             strict: whether the checkpoint must have every tensor of the module, and no other.
-            given: arguments of the constructor, before those in the file; ``model`` is needed for
-                a checkpoint of a module that was handed over finished. ``weights_only`` may be
+            given: arguments of the constructor, which replace those in the file; ``model`` is
+                needed for a checkpoint of a module passed as an instance. ``weights_only`` may be
                 given, but is always true.
 
         Raises:
@@ -112,7 +120,7 @@ class Classifier(pl.LightningModule):
         if given.pop("weights_only", True) is False or given.pop("hparams_file", None) is not None:
             raise ValueError(
                 "weights_only=False and hparams_file are refused, as a checkpoint is read as plain "
-                "data only: leave them out, and give what is to differ as model=... or optim=..."
+                "data only: leave them out, and give other options as model=... or optim=..."
             )
         state = read_checkpoint(checkpoint_path, map_location=map_location)
         module = cls.from_state(state, str(checkpoint_path), strict=strict, **given)
@@ -123,7 +131,7 @@ class Classifier(pl.LightningModule):
     def from_state(
         cls, state: dict[str, Any], where: str, *, strict: bool = True, **given: Any
     ) -> Self:
-        """As :meth:`load_from_checkpoint`, of the content of the checkpoint ``where``; on the CPU.
+        """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU.
 
         Raises:
             CheckpointError, ValueError: as there.
@@ -140,13 +148,15 @@ class Classifier(pl.LightningModule):
             ) from None
         module.on_load_checkpoint(state)
         load_tensors(module, state["state_dict"], where, strict=strict)
+        found = data_states(state)
+        module.learn_from(found[0] if len(found) == 1 and _describes(found[0], module) else None)
         return module
 
     def setup(self, stage: str) -> None:
-        """Compare with the data.
+        """Compare the number of classes with the data's.
 
         Raises:
-            ValueError: these have another number of classes.
+            ValueError: they differ.
         """
         classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
         if isinstance(classes, int) and classes != class_count(self.model):
@@ -155,18 +165,41 @@ class Classifier(pl.LightningModule):
                 f"classes: give the model num_classes={classes}"
             )
 
+    def on_train_start(self) -> None:
+        """Let the network know its data, which :meth:`save_pretrained` writes down."""
+        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
+
+    def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
+        """Describe the network's data by the state of their module; None if they are unknown."""
+        if isinstance(self.model, ImageNetwork):
+            facts = {} if data_state is None else facts_of(data_state, self.model)
+            self.model.trained_on, self.model.fresh_head = facts, False
+
     def forward(self, images: Tensor) -> Tensor:
         """Logits (B, num_classes) of images (B, C, H, W)."""
         return self.model(images.contiguous(memory_format=self.memory_format))
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
+        if self.redo.running:  # its figures are counted
+            return loss
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         update_metrics(self._metrics_of("train"), loss, logits, labels)
         return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """The backward pass; a step whose activations drifted is computed again.
+
+        Raises:
+            DriftError: they drift again, where nothing is inverted.
+        """
+        backward = super().backward
+        self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
         """The logits (B, num_classes), for callbacks that show them."""
@@ -181,18 +214,15 @@ class Classifier(pl.LightningModule):
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
-        """What every run needs, whoever made its trainer.
-
-        To log its figures, to stop at NaN, to be validated at its end, and to go on exactly.
-        """
+        """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
         return [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
 
     def training_metrics(self) -> dict[str, Metric]:
-        """The metrics that gather an epoch's training figures, by name."""
+        """The metrics of the training epoch, by name."""
         return self._metrics_of("train")
 
     def planned_steps(self) -> float | None:
-        """Optimiser steps that the rates are laid out over; None where these are constant."""
+        """The optimiser steps that the schedule covers; None for constant rates."""
         if isinstance(make_schedule(self.optim.schedule), ConstantSchedule):
             return None
         return self.trainer.estimated_stepping_batches
@@ -203,7 +233,7 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: if the run has no end, so that no schedule can be laid out.
         """
-        total = self.planned_steps() or 1  # of no meaning to a constant rate
+        total = self.planned_steps() or 1  # a constant rate ignores it
         if total == float("inf"):
             raise ValueError(
                 "the run has no end that the schedule of the learning rate could be laid out to: "
@@ -219,7 +249,7 @@ class Classifier(pl.LightningModule):
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
         logits = at_least_float32(self(images))
-        loaders = getattr(self._trainer, f"{split}_dataloaders", None)
+        loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         if own := count_own(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:own], labels[:own])
             update_metrics(self._metrics_of(split), loss, logits[:own], labels[:own])
@@ -247,7 +277,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification that a checkpoint keeps: it brings its own weights, of the same shapes."""
+    """The specification for a checkpoint, which has weights of its own."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
@@ -258,10 +288,10 @@ def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any
 
 
 def class_count(model: nn.Module) -> int:
-    """The number of classes a model says it has.
+    """The number of classes of a model.
 
     Raises:
-        ValueError: if it says nothing.
+        ValueError: it has no attribute ``num_classes``.
     """
     count = getattr(model, "num_classes", None)
     if not isinstance(count, int):
@@ -272,6 +302,33 @@ def class_count(model: nn.Module) -> int:
     return count
 
 
+def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The states of data modules in a checkpoint; Lightning files them by the name of the class."""
+    needed = {"classes", "normalisation"}
+    return [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+
+
+def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
+    """The fields of an entry that the state of a data module tells; mean and std of [0, 1]."""
+    size = data_state.get("image_size") or network.image_size
+    return {
+        "classes": tuple(data_state["classes"]),
+        **{k: tuple(v) for k, v in normalisation_for(data_state, 1).items()},
+        "crop_pct": crop_of(data_state),
+        "input_size": (network.in_chans, size, size),
+    }
+
+
+def _describes(data_state: Mapping[str, Any], module: Classifier) -> bool:
+    """Whether a file's state of data is valid, and of images that the model takes."""
+    channels = getattr(module.model, "in_chans", None)
+    try:
+        check_state(data_state, num_classes=class_count(module.model), in_chans=channels)
+    except DataError:
+        return False
+    return True
+
+
 def at_least_float32(logits: Tensor) -> Tensor:
-    """Logits of autocast regions in float32, float64 as it is: losses are summed up in these."""
+    """Logits for a loss: float32 after autocast, float64 stays."""
     return logits.to(torch.promote_types(logits.dtype, torch.float32))

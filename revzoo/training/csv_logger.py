@@ -6,6 +6,7 @@ Why not Lightning's ``CSVLogger``: it deletes the figures of the run that it is 
 from __future__ import annotations
 
 import csv
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from pytorch_lightning.utilities import rank_zero_only
 
 from revzoo._files import replacing
 
+log = logging.getLogger(__name__)
+
 
 class MetricsCSV(Logger):
     """Writes ``path``; columns are ``step`` and the names of the figures, in order of appearance.
 
     Args:
         path: the file.
-        first_step: for a run that goes on: rows of this step and later ones, which will be logged
-            again, are removed. None for a run from the start, whose file begins empty.
+        first_step: of a resumed run, which logs the rows from this step on again: those in the
+            file are removed. None for a run from the start, which begins with an empty file.
     """
 
     def __init__(self, path: Path, *, first_step: int | None = None) -> None:
@@ -31,6 +34,7 @@ class MetricsCSV(Logger):
         self._first_step = first_step
         self._columns: list[str] | None = None  # None before the file has been looked at
         self._rows: list[dict[str, Any]] = []
+        self._failed = False  # whether the last attempt to write did
 
     @property
     def name(self) -> str:
@@ -50,21 +54,46 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def save(self) -> None:
+        """Append the new rows; after an error of the disk they wait for the next time."""
         if not self._rows:
             return
+        try:
+            self._append()
+        except OSError as error:
+            if not self._failed:
+                log.error("cannot write %s (%s): its rows wait until it can be", self.path, error)
+            self._failed = True
+        else:
+            self._failed = False
+
+    @rank_zero_only
+    def finalize(self, status: str) -> None:
+        self.save()
+
+    @rank_zero_only
+    def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:
+        """Whether a row was missing and is logged now: one that a checkpoint was saved with."""
+        if self._columns is None:
+            self._begin()
+        names = set(figures)
+        for row in self._read():
+            if int(row["step"]) == step and names <= {name for name, v in row.items() if v}:
+                return False
+        self.log_metrics(figures, step)
+        return True
+
+    def _append(self) -> None:
         if self._columns is None:
             self._begin()
         assert self._columns is not None
+        if not self.path.exists():  # someone removed it
+            self._write(self._columns, [])
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:
             self._write([*self._columns, *dict.fromkeys(new)], self._read())
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerows(self._rows)
         self._rows = []
-
-    @rank_zero_only
-    def finalize(self, status: str) -> None:
-        self.save()
 
     def _begin(self) -> None:
         kept = []

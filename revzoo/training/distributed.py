@@ -1,7 +1,7 @@
-"""Which of the processes of a run this one is, before Lightning has been asked.
+"""The processes of a run: which one this is, before Lightning knows, and how they end together.
 
-Processes are started by Lightning, by ``torchrun`` or by SLURM's ``srun``; each of them says so in
-the environment. One process of a run makes its folder, locks it and writes to it.
+Lightning, ``torchrun`` or SLURM's ``srun`` start the processes; each says so in the environment.
+One process of a run makes its folder, locks it and writes to it.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ import os
 import subprocess
 
 import pytorch_lightning as pl
-from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from torch import distributed
+
+from revzoo.training.lightning_compat import started_processes, stop_watching
 
 # as Lightning looks for them; those that are set by srun in batch scripts, too, come last
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
@@ -33,19 +34,13 @@ def started_together() -> int:
 def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
     """Leave the process group; wait for the processes that Lightning has started from this one.
 
-    Lightning watches them, and kills this process, too, when one of them ends with an error: also
-    while this one is ending in good order, for the same reason. So it is made to look no longer.
-
     Args:
-        trainer: of a run that has ended, in one way or another.
-        ask: send SIGTERM: this process may be the only one that knows of the end.
+        trainer: of a run that has ended.
+        ask: send them SIGTERM: this process may be the only one that knows of the end.
         wait: seconds, after which they are killed.
     """
-    launcher = trainer.strategy.launcher
-    started: list[subprocess.Popen[bytes]] = []
-    if isinstance(launcher, _SubprocessScriptLauncher):
-        started = list(launcher.procs)
-        launcher.procs.clear()
+    started = started_processes(trainer)
+    stop_watching(trainer)
     if distributed.is_initialized() and distributed.get_backend() == "gloo":
         distributed.destroy_process_group()  # Lightning itself leaves groups of other kinds
     for process in started:

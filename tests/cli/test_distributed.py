@@ -51,6 +51,14 @@ class SignalledInStep5(GracefulStop):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+class InterruptedInStep1(GracefulStop):
+    """Ctrl-C comes to the first process; the second one only agrees."""
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 1 and trainer.global_rank == 0:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
 class SignalledInValidation(GracefulStop):
     """SIGTERM comes to the first process alone, before anything is saved; it alone waits not."""
 
@@ -93,6 +101,7 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
         ("early", SignalledInValidation, False),
         ("early", GracefulStop, True),
         ("spoiled", SpoiledInStep5, False),
+        ("interrupted", InterruptedInStep1, False),
     ]
     told = []
     for port, (name, kind, again) in zip(ports, scenes, strict=True):
@@ -118,7 +127,7 @@ def free_ports(count: int) -> list[int]:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    mp.spawn(worker, (free_ports(6), folder), nprocs=WORLD)
+    mp.spawn(worker, (free_ports(7), folder), nprocs=WORLD)
     return folder
 
 
@@ -161,11 +170,17 @@ def test_one_folder_is_written_once(runs: Path) -> None:
         "stopped",
         "early",
         "spoiled",
+        "interrupted",
     }
 
 
 def test_a_signal_to_one_stops_all_with_the_state_saved(runs: Path) -> None:
     assert told(runs)[1] == [[143, 6], 143]
+
+
+def test_ctrl_c_ends_all_with_its_status(runs: Path) -> None:
+    """Ctrl-C on DDP exits 143."""
+    assert told(runs)[6] == [130, 130]
 
 
 def test_a_stop_in_a_validation_ends_all(runs: Path) -> None:

@@ -39,11 +39,13 @@ def test_a_network_trained_on_keeps_what_is_still_true(tmp_path):
     assert (entry.mean, entry.classes) == (FACTS["mean"], tuple("abcde"))
     assert (entry.recipe, entry.metrics, entry.license) == (None, {}, None)
     model.reset_classifier(3)
-    entry = model.save_pretrained(tmp_path / "classes")
+    entry = model.save_pretrained(tmp_path / "classes", classes=None, mean=None, std=None)
     assert (entry.num_classes, entry.classes) == (3, None)
     assert from_pretrained(tmp_path / "classes").num_classes == 3
     gray = create_model("revnet38", pretrained=True, in_chans=1, table=table)
-    entry = gray.save_pretrained(tmp_path / "gray")
+    with pytest.raises(EntryError, match=r"give save_pretrained mean=\.\.\., std=\.\.\. of"):
+        gray.save_pretrained(tmp_path / "gray")
+    entry = gray.save_pretrained(tmp_path / "gray", mean=None, std=None)
     assert (entry.mean, entry.in_chans) == (None, 1)
 
 
@@ -89,3 +91,17 @@ def test_a_push_uploads_what_a_folder_would_hold(monkeypatch):
     assert sorted(uploaded) == ["README.md", "config.json", "model.safetensors"]
     assert json.loads(uploaded["config.json"])["architecture"] == "revnet38"
     assert b'revzoo.from_pretrained("hf-hub:me/net")' in uploaded["README.md"]
+
+
+def test_a_new_head_asks_for_the_facts_of_its_data(tmp_path):
+    """A fine-tuned model saved with `save_pretrained` carries the mean, deviation and classes of
+    its pretraining."""
+    write_entry(tmp_path, classes=tuple("abcde"))
+    model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path))
+    model.reset_classifier(5)  # as many classes, but others
+    with pytest.raises(EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of the data"):
+        model.save_pretrained(tmp_path / "net")
+    assert not (tmp_path / "net").exists()
+    facts = {"classes": tuple("vwxyz"), "mean": (0.1,) * 3, "std": (0.5,) * 3}
+    entry = model.save_pretrained(tmp_path / "net", **facts)
+    assert (entry.classes, entry.mean, entry.std) == tuple(facts.values())

@@ -1,8 +1,20 @@
 from __future__ import annotations
 
 import csv
+import signal
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint
+from small_task import trainer
+
+from revzoo.data import Digits
+from revzoo.training import Classifier, Reconstructions, build_callbacks
+from revzoo.training.callbacks.graceful_stop import RunStopped
+from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
 from revzoo.training.csv_logger import MetricsCSV
 
 
@@ -46,3 +58,84 @@ def test_a_run_from_the_start_begins_anew(tmp_path: Path) -> None:
     write(path, (0, {"a": 1.0}))
     write(path, (0, {"a": 2.0}))
     assert rows(path) == [{"step": "0", "a": "2.0"}]
+
+
+IREVNET = {
+    "name": "irevnet13",
+    "num_classes": 10,
+    "in_chans": 1,
+    "units": [1, 1],
+    "memory": "invert",
+}
+
+
+class Killed(Checkpoint):
+    """Ends a run in its second epoch: at the end, once the state is saved, or by a signal."""
+
+    def __init__(self, way: str) -> None:
+        self.way = way
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.way == "kill" and trainer.current_epoch == 1:
+            raise RunStopped(signal.SIGTERM)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.way == "signal" and trainer.global_step == 4:
+            raise RunStopped(signal.SIGTERM)
+
+
+def fit(folder: Path, way: str, *, resume: bool = False) -> list[dict[str, str]]:
+    """The rows of a run of three epochs, each of two steps."""
+    pl.seed_everything(0, verbose=False)
+    path = folder / "checkpoints" / LAST
+    first = read_checkpoint(path)["global_step"] if resume else None
+    names = {"last_checkpoint": {}, "drift": {"every_n_steps": 1}}
+    callbacks = build_callbacks(names, run_dir=folder)
+    callbacks += [Reconstructions(count=2, every_n_epochs=5), Killed(way)]
+    runner = trainer(
+        folder,
+        max_epochs=3,
+        limit_train_batches=2,
+        callbacks=callbacks,
+        plugins=[PlainCheckpointIO()],
+        enable_checkpointing=True,
+        logger=MetricsCSV(folder / "metrics.csv", first_step=first),
+    )
+    module = Classifier(IREVNET, optim={"lr": 0.01})
+    data, ckpt = Digits(batch_size=32), path if resume else None
+    with nullcontext() if way == "none" else pytest.raises(RunStopped):
+        runner.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
+    return rows(folder / "metrics.csv")
+
+
+@pytest.mark.parametrize("way", ["kill", "signal"])
+def test_a_stop_leaves_no_trace(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """metrics.csv loses the last epoch's row when killed between checkpoint and row; each stop of
+    an i-RevNet adds a row."""
+    whole = fit(tmp_path / "whole", "none")
+    with monkeypatch.context() as patch:
+        if way == "kill":  # nothing is written after it
+            patch.setattr(MetricsCSV, "finalize", lambda *args: None)
+        fit(tmp_path / "broken", way)
+    assert fit(tmp_path / "broken", "none", resume=True) == whole
+    assert len([row for row in whole if "train/loss" in row]) == 3
+
+
+def test_a_disk_that_refuses_rows_ends_no_run(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Raw tracebacks where the folder, metrics.csv or the checkpoint folder cannot be written."""
+    path = tmp_path / "run" / "metrics.csv"
+    (tmp_path / "run").write_text("no folder")
+    logger = MetricsCSV(path)
+    for step in range(2):
+        logger.log_metrics({"a": float(step)}, step)
+        logger.save()
+    assert [m.startswith(f"cannot write {path}") for m in caplog.messages] == [True]
+    (tmp_path / "run").unlink()
+    logger.save()
+    assert [row["a"] for row in rows(path)] == ["0.0", "1.0"]
+    path.unlink()  # and is written anew
+    logger.log_metrics({"a": 2.0}, 2)
+    logger.save()
+    assert [row["a"] for row in rows(path)] == ["2.0"]

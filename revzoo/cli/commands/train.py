@@ -56,6 +56,7 @@ from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
+from revzoo.training.lightning_compat import batches_of_run
 from revzoo.training.tuning.out_of_memory import told_out_of_memory
 
 log = logging.getLogger(__name__)
@@ -215,7 +216,7 @@ def fit_and_test(
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
         asked = isinstance(error, RunStopped)
-        if asked or trainer.fit_loop.epoch_loop.batch_progress.total.ready:  # a batch has begun
+        if asked or batches_of_run(trainer):  # a batch has begun
             figures, stopped = figures or gathered(trainer), str(error)
         raise
     finally:

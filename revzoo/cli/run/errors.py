@@ -18,9 +18,9 @@ from revzoo.training.tuning.out_of_memory import NoMemoryError
 from revzoo.weights.errors import WeightsError
 
 # while a run is being prepared
-TOLD = (ValueError, DataError, CheckpointError, MisconfigurationException, WeightsError)
+TOLD = (ValueError, DataError, CheckpointError, MisconfigurationException, WeightsError, OSError)
 # what ends a training that has begun
-ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError)
+ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
 TOLD_IN_TRAINING = (*ENDINGS, CheckpointError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any

@@ -26,6 +26,7 @@ from revzoo.cli.config.overrides import ConfigError
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved
+from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)
@@ -157,6 +158,7 @@ def describe_run(
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "stopped": stopped,
+        "notes": [note for state in RunState.of(trainer) for note in state.notes.values()],
     }
 
 

@@ -1,4 +1,4 @@
-"""Callbacks that change a module for the time of a training, and undo that at any end of it."""
+"""Callbacks that change a module while it is trained and restore it however training ends."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
 
 
-class UndoneAfterFit(pl.Callback, ABC):
-    """Undoes what it has done when a training is over; Lightning tears down only after success."""
+class RestoresAfterFit(pl.Callback, ABC):
+    """Restores the module after ``fit``; Lightning calls ``teardown`` only after a success."""
 
     @abstractmethod
     def undo(self, pl_module: pl.LightningModule) -> None:
-        """Leave ``pl_module`` as it was; called once or twice, also where nothing was done yet."""
+        """Restore ``pl_module``; called once or twice, also if nothing was changed yet."""
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":

@@ -1,10 +1,8 @@
-"""How fast the running statistics of BatchNorm follow, early in a training.
+"""A warm-up of BatchNorm's momentum, so that short trainings are evaluated with fresh statistics.
 
-After t batches the statistics that a network began with still weigh ``(1 - momentum) ** t``: with
-the paper's momentum of 0.01 that is 45 % after 80, so that a network which is trained, or
-fine-tuned, for so short a time is evaluated with statistics that are not its own. A warm-up gives
-batch t at least the weight ``9 / (10 + t)``, as the warm-up of averaged weights does
-(:mod:`revzoo.training.callbacks.ema`); after 890 batches the paper's momentum is left as it is.
+After t batches the initial statistics still weigh ``(1 - momentum) ** t``: 45 % after 80 batches at
+the paper's momentum of 0.01. The warm-up gives batch t at least the weight ``9 / (10 + t)``, as the
+average of weights does (:mod:`revzoo.training.callbacks.ema`); it ends after 890 batches.
 """
 
 from __future__ import annotations
@@ -17,24 +15,25 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from revzoo._checks import check_number
-from revzoo.training.callbacks.base import UndoneAfterFit
+from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.lightning_compat import batches_of_run
 
 log = logging.getLogger(__name__)
 
 
-class BatchNormMomentum(UndoneAfterFit):
-    """Sets the momentum, in torch's sense, of all BatchNorms for the time of a training.
+class BatchNormMomentum(RestoresAfterFit):
+    """Sets the momentum, in torch's sense, of all BatchNorms during training.
 
-    A BatchNorm without one (None: it averages over all batches) is left alone. Inside of what
-    :class:`~revzoo.training.CompiledBranches` compiles there is no warm-up: each value of the
-    momentum would be compiled anew.
+    A BatchNorm with momentum None, which averages over all batches, is left alone. Modules that
+    :class:`~revzoo.training.CompiledBranches` compiles have no warm-up: each value of the momentum
+    would be compiled anew.
 
     Args:
-        momentum: the weight of a batch's statistics; None for that which each BatchNorm has.
+        momentum: the weight of a batch's statistics; None for each BatchNorm's own.
         warmup: begin with a larger one, see above.
 
     Raises:
-        ValueError: no number above 0, and at most 1.
+        ValueError: ``momentum`` is not in (0, 1].
     """
 
     def __init__(self, *, momentum: float | None = None, warmup: bool = True) -> None:
@@ -42,8 +41,8 @@ class BatchNormMomentum(UndoneAfterFit):
             check_number("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
         self.warmup = warmup
-        self._own: dict[str, float] = {}  # what is put back
-        self._warmed: dict[_BatchNorm, float] = {}  # what a warm-up leads to
+        self._own: dict[str, float] = {}  # restored after training
+        self._warmed: dict[_BatchNorm, float] = {}  # the momentum after the warm-up
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Not at setup, after which Lightning may put SyncBatchNorms in place of the others."""
@@ -64,11 +63,11 @@ class BatchNormMomentum(UndoneAfterFit):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        least = 9 / (10 + trainer.fit_loop.total_batch_idx)
+        least = 9 / (10 + (batches_of_run(trainer) - 1))
         for norm, momentum in self._warmed.items():
             norm.momentum = max(momentum, least)
         if least <= min(self._warmed.values(), default=1):
-            self._warmed = {}  # each has what it is to have
+            self._warmed = {}  # the warm-up is over
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         for name, momentum in self._own.items():

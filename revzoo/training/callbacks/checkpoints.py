@@ -1,13 +1,15 @@
-"""Which states of a run are kept: the last one, to go on from, and the best one, to use.
+"""The checkpoints of a run: ``last.ckpt`` to resume from, ``best.ckpt`` to use.
 
-Why not Lightning's ``ModelCheckpoint`` for the last one: it has no notion of where in an epoch a
-run can be resumed exactly, nor of being asked to stop.
+Why not Lightning's ``ModelCheckpoint`` for the last one: it does not know where in an epoch a run
+can be resumed exactly, nor that a signal asked the run to stop.
 """
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,24 +18,23 @@ from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.checkpoint.files import LAST
+from revzoo.training.checkpoint.files import LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
+from revzoo.training.checkpoint.state import RunState
 
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
+SAVE_AGAIN_AFTER = 60.0  # seconds, after a failed save
 
 
 class LastCheckpoint(Checkpoint):
-    """Keeps ``last.ckpt``: at the end of every epoch, when the run is stopped, and in between.
+    """Saves ``last.ckpt`` at the end of every epoch, at a stop, and every few minutes.
 
-    Optimiser steps of so many batches that a stop would not wait for them are saved one by one.
+    Optimiser steps so long that a stop would not wait for them are saved one by one.
 
     Args:
         folder: the folder of the checkpoints.
         minutes: the longest time of training that a kill may cost, in epochs longer than that.
-
-    Attributes:
-        saved_step: the optimiser steps done when the state was last saved.
     """
 
     def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
@@ -41,11 +42,9 @@ class LastCheckpoint(Checkpoint):
             raise ValueError(f"callbacks.last_checkpoint.minutes={minutes}: expected minutes > 0")
         self.path = folder / LAST
         self.minutes = minutes
-        self.saved_step = 0
         self._saved_at = self._step_began = time.monotonic()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.saved_step = trainer.global_step
         self._saved_at = time.monotonic()
 
     def on_train_batch_start(
@@ -76,18 +75,45 @@ class LastCheckpoint(Checkpoint):
     def _save(self, trainer: pl.Trainer) -> None:
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
-        self.saved_step = trainer.global_step
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = time.monotonic()
+        if not was_saved(trainer, self.path):
+            self._saved_at += SAVE_AGAIN_AFTER - self.minutes * 60
+            note_failed_save(trainer, self.path)
+
+
+def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
+    """Say in the run's summary that a checkpoint could not be written."""
+    for state in RunState.of(trainer):
+        state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """``best.ckpt``: of equally good validations, as small sets have many, that of the least loss.
+    """``best.ckpt``: the validation with the best ``monitor``; ties go to the lower ``val/loss``.
 
+    A best state that could not be written is no best one: a later one may still take its place.
     Paths in its state are relative: a run's folder may be moved.
     """
 
     _least_loss: float | None = None  # of the best validation
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self._undone_if_unsaved(trainer):
+            super().on_validation_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        with self._undone_if_unsaved(trainer):
+            super().on_train_epoch_end(trainer, pl_module)
+
+    @contextmanager
+    def _undone_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
+        before = self.state_dict()
+        yield
+        path = self._absolute(self.state_dict()["best_model_path"])
+        changed = self.state_dict()["best_model_score"] is not before["best_model_score"]
+        if changed and path and not was_saved(trainer, Path(path)):
+            self.load_state_dict(before)
+            note_failed_save(trainer, Path(path))
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         better = super().check_monitor_top_k(trainer, current)

@@ -1,12 +1,12 @@
-"""Compiled branches: ``torch.compile`` of each residual function, for the time of training.
+"""Compile each residual function with ``torch.compile`` during training.
 
 Compiling the whole model would trace through its memory mode and keep every activation. So the
-chain of steps stays eager, and what it calls is compiled, in place (``module.compile()``), so that
-no key of a ``state_dict`` changes. Branches of one shape share one compiled graph.
+chain of steps stays eager, and each branch is compiled in place (``module.compile()``), which
+changes no key of a ``state_dict``. Branches of one shape share one compiled graph.
 
-Known limits: the first steps wait for the compiler. A graph is made for each shape of branch, in
-training and in evaluation, more than torch allows one function by default: after the eighth it
-would go on uncompiled, with a warning alone. So that limit is raised until the end of training.
+Known limits: the first steps wait for the compiler. Each shape of branch needs a graph in training
+and one in evaluation, more than torch allows one function by default: from the ninth on it would
+only warn and not compile. So we raise that limit until the end of training.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import nn
 from revzoo._checks import did_you_mean
 from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
-from revzoo.training.callbacks.base import UndoneAfterFit
+from revzoo.training.callbacks.base import RestoresAfterFit
 
 # training and evaluation, each with batches of the usual and of any other size
 GRAPHS_PER_BRANCH = 4
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
-class CompiledBranches(UndoneAfterFit):
-    """Compile the residual functions of ``pl_module`` before training; undone after it.
+class CompiledBranches(RestoresAfterFit):
+    """Compiles the residual functions of ``pl_module`` for the training.
 
     Args:
         backend: one of ``torch.compiler.list_backends()``, or a debugging one, such as

@@ -1,6 +1,7 @@
-"""The confusion matrix of each validation, as a picture and as a table in the run's folder.
+"""The confusion matrix of a validation, as a picture and as a CSV file in the run's folder.
 
-torchmetrics counts, in all processes together; images that are repeated there count once.
+torchmetrics counts over all processes; images that a sampler repeats count once. Its own plot needs
+matplotlib, which is no requirement of the package; Pillow is one anyway.
 """
 
 from __future__ import annotations
@@ -14,20 +15,18 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._files import replacing
-from revzoo.training.callbacks.drawing import matrix
-from revzoo.training.callbacks.pictures import Shown, add_image, class_names
-from revzoo.training.metrics import true_classes
-from revzoo.training.repeats import count_own
+from revzoo.training.callbacks.pictures import Shown, add_image, class_names, matrix
+from revzoo.training.metrics import count_own, true_classes
 
 
 class ConfusionMatrix(Shown):
-    """How often each class was taken for each: tag ``confusion``, and a CSV file.
+    """Shows how often each class is taken for each other: tag ``confusion``, and a CSV file.
 
-    The file has a row per true class and a column per predicted one, of the last showing.
+    The file is of the last picture: a row per true class, a column per predicted one.
 
     Args:
         path: the file.
-        every_n_epochs: epochs between two showings.
+        every_n_epochs: epochs between two pictures.
     """
 
     def __init__(self, path: str | Path, *, every_n_epochs: int = 5) -> None:

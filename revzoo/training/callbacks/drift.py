@@ -10,11 +10,11 @@ from revzoo.core.guard import drift
 
 
 class DriftLogger(pl.Callback):
-    """Logs the relative drift of every replayed step: the curve over depth, as time goes on.
+    """Logs the relative drift of every replayed step: a curve over depth.
 
     Scalars ``drift/max`` and ``drift/PATH``, PATH being the step's place in the model; relative
-    to the largest sampled value (see :mod:`revzoo.core.guard`). Steps that are stored have none.
-    They are logged at the optimiser step's number, counted from 0 as for Lightning's own figures.
+    to the largest sampled value (see :mod:`revzoo.core.guard`). Steps
+    that are stored have none. The number of the optimiser step counts from 0, as Lightning's does.
 
     Args:
         every_n_steps: optimiser steps between two records.

@@ -1,8 +1,7 @@
-"""An early end that lasts: a run that it has ended is not trained further when it goes on.
+"""Early stopping that survives a resume: a run that it ended is not trained further.
 
-Why not Lightning's own callback alone: it saves what it has counted and that it has ended the run,
-but nothing looks at that after loading. A run that was killed in its test, and resumed for that,
-would be trained for another epoch first.
+Why not Lightning's callback alone: it saves that it ended the run but does not look at it after
+loading. A run that is killed in its test and resumed would train for another epoch first.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's, of the same name, as its state is filed under that in a checkpoint.
+    """Lightning's callback; the same class name keeps the name of its state in checkpoints.
 
-    A run that was to train for some epochs or steps at least goes on until it has, as before.
+    ``min_epochs`` and ``min_steps`` of the trainer still count.
     """
 
-    _ended = False  # according to what was loaded
+    _ended = False  # as the loaded checkpoint says
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._ended = False  # a training of which nothing is loaded begins anew
+        self._ended = False  # what a checkpoint says is loaded after this
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -19,9 +19,9 @@ FIGURES = {
 
 
 class EpochLog(pl.Callback):
-    """Log the figures of every epoch at level INFO, from the first process only.
+    """Logs the figures of every epoch at level INFO, from the first process only.
 
-    Those of a validation are in the line of the epoch that it came in.
+    The figures of a validation stand in the line of its epoch only.
     """
 
     def __init__(self) -> None:
@@ -37,9 +37,9 @@ class EpochLog(pl.Callback):
         figures = trainer.callback_metrics  # in all processes: they gather the figures together
         if not trainer.is_global_zero:
             return
-        told = [
+        parts = [
             f"{name.removeprefix('footprint/')} {form.format(float(figures[name]))}"
             for name, form in FIGURES.items()
             if name in figures and (self._validated or not name.startswith("val/"))
         ]
-        log.info("epoch %d: %s", trainer.current_epoch, ", ".join(told))
+        log.info("epoch %d: %s", trainer.current_epoch, ", ".join(parts))

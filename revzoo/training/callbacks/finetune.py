@@ -1,19 +1,19 @@
 """Fine-tuning: a frozen backbone under a new head, unfrozen from the last stage to the stem.
 
-Lightning's ``BackboneFinetuning`` adds parameter groups to the optimiser as it goes, behind the
-schedule's back, and with ``train_bn=False`` leaves the statistics of the frozen normalisations
-moving. Here the optimiser holds every parameter from the first step on, and a frozen one is merely
-without gradient, which optimisers pass over: no decay, no momentum. So the groups, their rates and
-the schedule are the same in every epoch, and what is frozen follows from the epoch alone: a run
-that goes on from a checkpoint needs nothing but its number.
+Why not Lightning's ``BackboneFinetuning``: it adds parameter groups to the optimiser during
+training, which the schedule does not know, and with ``train_bn=False`` the statistics of frozen
+BatchNorms still move. Here the optimiser holds every parameter from the first step on. A frozen
+parameter has no gradient, so optimisers skip it: no decay, no momentum. Groups, rates and schedule
+are the same in every epoch, and the epoch alone decides which part is frozen: a resumed run needs
+no other state.
 
-What is frozen is always the beginning of the network. It is in evaluation mode, so that running
-statistics stay and nothing is dropped; and as no tensor in it requires a gradient, it saves no
-activation and replays nothing.
+The frozen part is always the beginning of the network. It is in evaluation mode, so its running
+statistics stay and it drops nothing. As no tensor in it requires a gradient, it saves no activation
+and replays nothing.
 
-Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. Under
-Lightning's strategy ``ddp`` a frozen parameter is an unused one: take
-``ddp_find_unused_parameters_true``, as ``revzoo-train`` does by itself.
+Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. With
+Lightning's strategy ``ddp`` frozen parameters are unused ones: choose
+``ddp_find_unused_parameters_true``, as ``revzoo-train`` does.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from torch import nn
 
 from revzoo._checks import did_you_mean
 from revzoo.models.parts import parts
-from revzoo.training.callbacks.base import UndoneAfterFit
+from revzoo.training.callbacks.base import RestoresAfterFit
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
 log = logging.getLogger(__name__)
 
 
-class Finetuning(UndoneAfterFit):
-    """Train the classifier alone at first, then more and more of the network in front of it.
+class Finetuning(RestoresAfterFit):
+    """Trains the classifier alone at first, then more and more of the network before it.
 
-    It decides on every parameter of ``pl_module.model``, which leaves ``fit`` unfrozen.
+    It freezes and unfreezes all of ``pl_module.model``, which is unfrozen after ``fit``.
 
     Args:
         unfreeze: which part is the first to be trained from which epoch (counted from 0) on, such
@@ -88,7 +88,7 @@ class Finetuning(UndoneAfterFit):
         self._applies = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._apply(trainer, pl_module)  # an epoch that goes on from its middle does not start
+        self._apply(trainer, pl_module)  # an epoch resumed in its middle has no start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, pl_module)
@@ -103,7 +103,7 @@ class Finetuning(UndoneAfterFit):
             _freeze_before("stem", _network(pl_module))
 
     def freeze(self, network: nn.Module, *, epoch: int) -> None:
-        """Freeze what is not trained in ``epoch``, train the rest."""
+        """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
         _freeze_before(self.first_trained(network, epoch=epoch), network)
 
     def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

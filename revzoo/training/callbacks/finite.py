@@ -1,17 +1,29 @@
-"""Stops a run at the step whose loss is not finite, and never saves weights that are not.
+"""Ends a run whose loss is not finite, never saves such weights, and warns of a diverged loss.
 
-On the CPU each loss is looked at before its backward pass. On a GPU that would stall it: there the
-losses stay on the device, which notes the first step that is not finite, and the note is copied to
-the host without waiting; it is read some steps later, and always before a checkpoint is saved.
+On the CPU each loss is checked before its backward pass. On a GPU a check would stall it: there the
+device notes the first step that is not finite, and the note is copied to the host without waiting.
+It is read some steps later, and always before a checkpoint is saved.
+
+A finite loss counts as diverged when its mean over a whole epoch is above 10 times ln(classes), the
+loss of guessing. A network of random weights starts near that loss, and label smoothing, mixup and
+a few bad steps do not bring the mean of an epoch there; the mean is computed anyway.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from torch import Tensor
+
+from revzoo.training.checkpoint.state import RunState
+
+log = logging.getLogger(__name__)
+
+DIVERGED = 10
 
 
 class FiniteLoss(pl.Callback):
@@ -63,6 +75,25 @@ class FiniteLoss(pl.Callback):
                 pl_module, trainer.global_step, trainer.current_epoch, what=f"the parameter {name}"
             )
 
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn of an epoch whose mean training loss is :data:`DIVERGED` times that of guessing."""
+        figure = trainer.callback_metrics.get("train/loss")  # in all processes: they gather it
+        classes = getattr(getattr(pl_module, "model", None), "num_classes", None)
+        if figure is None or not isinstance(classes, int):
+            return
+        limit = DIVERGED * math.log(max(classes, 2))
+        loss, epoch = float(figure), trainer.current_epoch
+        if loss > limit:
+            for state in RunState.of(trainer):
+                note = (
+                    f"the mean training loss of epoch {epoch} is {loss:.3g}, more than {DIVERGED} "
+                    f"times that of guessing: training has diverged; lower optim.lr"
+                    f"{_rate(pl_module)}"
+                )
+                if "loss" not in state.notes and trainer.is_global_zero:
+                    log.warning("%s", note)
+                state.notes["loss"] = note
+
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(pl_module)
 
@@ -101,9 +132,12 @@ def diverged(
     module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
     """The error of a run that has diverged: where, and what to change."""
-    lr = getattr(getattr(module, "optim", None), "lr", None)
-    now = f" (now {lr:g})" if lr is not None else ""
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch}: training has diverged; lower "
-        f"optim.lr{now} or raise the precision. Checkpoints saved before are as they were"
+        f"optim.lr{_rate(module)} or raise the precision. Checkpoints saved before are as they were"
     )
+
+
+def _rate(module: pl.LightningModule) -> str:
+    lr = getattr(getattr(module, "optim", None), "lr", None)
+    return f" (now {lr:g})" if lr is not None else ""

@@ -1,11 +1,11 @@
-"""What a run costs: peak memory and throughput of each training epoch.
+"""Peak memory and throughput of each training epoch.
 
 Peak memory is the accelerator's (``torch.cuda.max_memory_allocated``, over the epoch) or, on the
 CPU, the process's high-water mark ``VmHWM`` of ``/proc/self/status`` (over the whole process):
 ``getrusage`` is no substitute, as a child's ``ru_maxrss`` starts at its parent's. Where neither
 exists, no memory is logged.
 
-Time is that of training steps; the clock stands still while the model is validated.
+The clock runs during training steps and stops during validation.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ def peak_bytes(device: torch.device) -> int | None:
 class Footprint(pl.Callback):
     """Log ``footprint/peak_bytes``, ``footprint/images_per_second``, ``footprint/epoch_seconds``.
 
-    Under data parallelism the images of all processes count, the memory is that of the first. Of
-    an epoch that a run has gone on in, the figures are those of the part since.
+    Under data parallelism the images of all processes count, and the memory of the first process.
+    In an epoch that is resumed, the figures are of the part after the resume.
     """
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Footprint(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self._since is None:  # a run that goes on within an epoch does not start it
+        if self._since is None:  # an epoch resumed in its middle has no start
             self._resume(pl_module)
 
     def on_train_batch_end(

@@ -1,7 +1,7 @@
-"""A run that ends after so many steps is validated at its end, wherever in an epoch that is.
+"""Validate a run that ends at ``max_steps``, also in the middle of an epoch.
 
-Lightning 2.6 leaves an epoch in its middle at ``max_steps`` without a validation: the last weights
-could never be the best, and the figures of an earlier epoch would stand for those of the end.
+Lightning 2.6 leaves the epoch without a validation: the last weights could never be the best, and
+the last figures would be of an earlier epoch.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import pytorch_lightning as pl
 
 
 class LastStep(pl.Callback):
-    """Asks for the end, and thereby for a validation, once ``max_steps`` are done.
+    """Asks the trainer to stop at ``max_steps``, which includes a validation.
 
-    There is none where the epoch would have had none (``limit_val_batches=0``,
-    ``check_val_every_n_epoch``).
+    An epoch without a validation (``limit_val_batches=0``, ``check_val_every_n_epoch``) still has
+    none.
     """
 
     def on_train_batch_end(

@@ -1,48 +1,57 @@
 """Pictures of a run for TensorBoard: sample predictions, and reconstructions of i-RevNets.
 
-They look at what validation computes anyway: the batches, and the logits that ``validation_step``
-returns, with the weights that are validated (a moving average, where there is one). Samples are the
-same in every validation, spread evenly over the split. Nothing is drawn at random, so that a run is
-bit for bit the same with and without; sanity checks and ``fast_dev_run`` show nothing.
+They use what validation computes anyway: the batches and the logits that ``validation_step``
+returns, of the validated weights (the moving average, if there is one). Samples are the same images
+in every validation, spread evenly over the split. Nothing is drawn at random, so a run is bit for
+bit the same without pictures. Sanity checks and ``fast_dev_run`` show nothing.
 
-Which validation is the last is known after it, as a run may be ended early, by time or by a signal.
-So every validation keeps the few images and logits, which costs next to nothing, and what does cost
-is computed for those that are shown.
+A validation does not know whether it is the last: time, early stopping or a signal may end the run.
+So every validation keeps the few images and logits, which costs next to nothing; inverses are
+computed only for the pictures that are shown.
 
-Known limits: under data parallelism the samples are of the first process's part of the split; of
-several validation loaders the first is shown, and only one whose length is known.
+They are drawn with Pillow and torchvision, which the package needs anyway.
+
+Known limits: under data parallelism the samples come from the first process's part of the split;
+of several validation loaders only the first is shown, and only if its length is known.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
+from PIL import Image, ImageDraw
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
+from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
+from torchvision.utils import make_grid
 
 from revzoo._checks import check_count
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
-from revzoo.training.callbacks.drawing import Words, captioned
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.metrics import true_classes
 
 COLUMNS = 8  # images in a row
+SIDE = 96  # pixels of a small image once it is enlarged, by a whole factor
+LINE = 14  # pixels of a line of words
+NAMED = 30  # classes up to which a matrix has room for names and numbers
+CELL = 40  # pixels of a cell of such a matrix
 COLOURS = ("red", "green")  # of a wrong prediction, of a right one
 
 
 class Shown(pl.Callback, ABC):
-    """Gathers in each validation of a training; shows every few epochs, and at the end.
+    """Gathers images in each validation; shows a picture every few epochs and at the end.
 
-    The end is also that by a signal, but not by an error.
+    A signal is an end, too; an error is none.
 
     Args:
-        every_n_epochs: epochs between two showings.
+        every_n_epochs: epochs between two pictures.
 
     Raises:
         ValueError: ``every_n_epochs`` is no positive whole number.
@@ -51,7 +60,7 @@ class Shown(pl.Callback, ABC):
     def __init__(self, *, every_n_epochs: int) -> None:
         check_count("every_n_epochs", every_n_epochs)
         self.every_n_epochs = every_n_epochs
-        self._step: int | None = None  # of what has been gathered and not yet shown
+        self._step: int | None = None  # of the gathered images that are not shown yet
 
     @abstractmethod
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
@@ -147,23 +156,23 @@ class Samples(Shown):
         words = []
         for label, found in zip(labels.tolist(), shares, strict=True):
             guess = int(found.argmax())
-            told = f"said {names[guess]}: {float(found[guess]):.2f}"
-            words.append((Words(f"true {names[label]}"), Words(told, COLOURS[guess == label])))
+            text = f"said {names[guess]}: {float(found[guess]):.2f}"
+            words.append((Words(f"true {names[label]}"), Words(text, COLOURS[guess == label])))
         add_image(trainer, "samples", captioned(images, words, columns=COLUMNS), step)
 
 
 class Reconstructions(Shown):
-    """What an i-RevNet gives back of images, the difference, and how large it is.
+    """Images, their reconstructions by an i-RevNet, and the differences.
 
     Each image stands above the inverse of its encoding and their absolute difference, which is
     brightened until its largest value is white. The figure, also logged as scalar
     ``reconstruction/error``, is the largest difference relative to the largest value of the images;
-    these are rounded to multiples of 2**-14 first, which mode ``exact`` gives back bit for bit. Of
-    networks that lose information nothing is shown, nor computed.
+    these are rounded to multiples of 2**-14 first, which mode ``exact`` reconstructs bit for bit.
+    Networks that lose information have no pictures.
 
-    Where the end comes between two showings, it is that of the network as it then is: after a
-    signal a few steps further, and not averaged; otherwise averaged, if ``AveragedWeights`` comes
-    first among the callbacks.
+    A run that ends between two pictures shows the network as it is then: after a signal a few steps
+    past the validation and not averaged, otherwise averaged if ``AveragedWeights`` comes first (see
+    ``ORDER`` in :mod:`revzoo.training.callbacks.registry`).
 
     Args:
         count: images.
@@ -184,7 +193,7 @@ class Reconstructions(Shown):
         if trainer.is_global_zero and chosen and invertible:
             images = round_to_grid(batch[0][chosen], DEFAULT_BITS)
             # now: an average is in the network's place only as long as it is validated
-            back = given_back(trainer, network, images) if self.due(trainer) else None
+            back = reconstruct(trainer, network, images) if self.due(trainer) else None
             self._seen.append((images, back))
 
     def show(self, trainer: pl.Trainer, module: Any, step: int) -> None:
@@ -195,13 +204,15 @@ class Reconstructions(Shown):
         if found:
             back = torch.cat(found)
         else:
-            back, step = given_back(trainer, module.model, images), trainer.global_step - 1
+            back, step = reconstruct(trainer, module.model, images), trainer.global_step - 1
+            # a resumed run drops what was logged from its step on: no row for each stop
+            step += trainer.interrupted
         difference = (back - images).abs()
         error = float(difference.max() / images.abs().max())
         own = difference.flatten(1).amax(1) / images.abs().max()
         brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
         rows = (pixels_of(trainer, images), pixels_of(trainer, back), brightened.float())
-        words = [[Words(told)] for told in [*["image"] * len(images), *["inverse"] * len(images)]]
+        words = [[Words(name)] for name in [*["image"] * len(images), *["inverse"] * len(images)]]
         words += [[Words(f"error {value:.1g}")] for value in own.tolist()]
         picture = captioned(torch.cat(rows), words, columns=len(images))
         add_image(trainer, "reconstructions", picture, step)
@@ -209,7 +220,7 @@ class Reconstructions(Shown):
             logger.log_metrics({"reconstruction/error": error}, step=step)
 
 
-def given_back(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
+def reconstruct(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
     """The inverse of the encoding of images, in evaluation mode and in the run's precision."""
     modes = {module: module.training for module in network.modules()}
     network.eval()
@@ -222,7 +233,7 @@ def given_back(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Te
 
 
 def _watched(trainer: pl.Trainer) -> bool:
-    """Whether this is a validation in the course of a training that leaves results."""
+    """Whether this is a validation of a training that leaves results."""
     fitting = trainer.state.fn == TrainerFn.FITTING
     return fitting and not trainer.sanity_checking and not trainer.fast_dev_run  # type: ignore[attr-defined]
 
@@ -250,7 +261,84 @@ def class_names(trainer: pl.Trainer, count: int) -> list[str]:
 
 
 def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None:
-    """Hand a picture (3, H, W) to TensorBoard, where the run writes for it."""
+    """Log a picture (3, H, W) to the run's TensorBoard logger, if any."""
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(tag, picture, step)
+
+
+class Words(NamedTuple):
+    """A line of text and its colour."""
+
+    text: str
+    colour: str = "black"
+
+
+def captioned(images: Tensor, words: Sequence[Sequence[Words]], *, columns: int) -> Tensor:
+    """Images in rows of ``columns``, each above its lines of words.
+
+    Args:
+        images: (N, C, H, W) in [0, 1], C being 1 or 3.
+        words: for each image as many lines as for the others.
+        columns: images in a row.
+    """
+    tiles = [_tile(image, lines) for image, lines in zip(images.cpu(), words, strict=True)]
+    return make_grid([pil_to_tensor(t) for t in tiles], nrow=columns, padding=2, pad_value=255)
+
+
+def _tile(image: Tensor, lines: Sequence[Words]) -> Image.Image:
+    picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
+    factor = max(1, -(-SIDE // max(picture.size)))
+    width, height = picture.width * factor, picture.height * factor
+    tile = Image.new("RGB", (width, height + LINE * len(lines)), "white")
+    tile.paste(picture.resize((width, height), Image.Resampling.NEAREST))
+    pen = ImageDraw.Draw(tile)
+    for i, line in enumerate(lines):
+        pen.text((1, height + LINE * i), line.text, fill=line.colour, font_size=LINE - 3)
+    return tile
+
+
+def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
+    """Counts (N, N) as blue cells, true classes from top to bottom, predicted ones across.
+
+    A cell is as dark as its share of the row, that is of the true class. More than 30 classes are
+    drawn without names and numbers.
+    """
+    count, named = len(names), len(names) <= NAMED
+    cell = CELL if named else max(2, NAMED * CELL // count)
+    margin = LINE * (8 if named else 2)
+    picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
+    shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
+    falling = torch.tensor((225, 180, 0))[:, None, None]  # of red, green and blue, with the share
+    cells = to_pil_image((255 - falling * shares).round().to(torch.uint8))
+    picture.paste(cells.resize((count * cell,) * 2, Image.Resampling.NEAREST), (margin, margin))
+    pen = ImageDraw.Draw(picture)
+    if named:
+        _number(pen, counts, shares, margin)
+        picture.paste(_axis(names, margin, cell), (0, margin))
+        upwards = _axis(names, margin, cell).transpose(Image.Transpose.ROTATE_90)
+        picture.paste(upwards, (margin, 0))
+    pen.text((2, 2), "true: down", fill="black", font_size=LINE - 4)
+    pen.text((2, 2 + LINE), "predicted: across", fill="black", font_size=LINE - 4)
+    return pil_to_tensor(picture)
+
+
+def _number(pen: ImageDraw.ImageDraw, counts: Tensor, shares: Tensor, margin: int) -> None:
+    """Frame each cell of ``counts`` (N, N), and write what is not zero into it."""
+    for row, values in enumerate(counts.tolist()):
+        for column, value in enumerate(values):
+            x, y = margin + column * CELL, margin + row * CELL
+            pen.rectangle((x, y, x + CELL, y + CELL), outline="lightgrey")
+            if value:
+                colour = "white" if shares[row, column] > 0.5 else "black"
+                middle = (x + CELL / 2, y + CELL / 2)
+                pen.text(middle, str(value), fill=colour, font_size=LINE - 3, anchor="mm")
+
+
+def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:
+    """The names one below the other, ``cell`` pixels each."""
+    picture = Image.new("RGB", (width, cell * len(names)), "white")
+    pen = ImageDraw.Draw(picture)
+    for i, name in enumerate(names):
+        pen.text((4, (i + 0.5) * cell), name, fill="black", font_size=LINE - 2, anchor="lm")
+    return picture

@@ -1,10 +1,11 @@
-"""The callbacks a run may ask for, by name: a table instead of import paths in configurations.
+"""The callbacks of a run by name: a table, where other frameworks import paths from configurations.
 
 Each entry takes the run's folder and the options of its configuration.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,13 @@ from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.epoch_log import EpochLog
 from revzoo.training.callbacks.finetune import Finetuning, Unfreeze
+from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
+from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
+
+log = logging.getLogger(__name__)
 
 CONFUSION_FILE = "confusion.csv"
 
@@ -42,7 +47,7 @@ def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max
 
 
 def last_checkpoint(run_dir: Path, *, minutes: float = 10.0) -> pl.Callback:
-    """``checkpoints/last.ckpt``: the state to go on from; a kill costs ``minutes`` at most."""
+    """``checkpoints/last.ckpt``: the state to resume from; a kill costs at most ``minutes``."""
     return LastCheckpoint(run_dir / CHECKPOINTS, minutes=minutes)
 
 
@@ -77,7 +82,7 @@ def samples(run_dir: Path, *, count: int = 16, every_n_epochs: int = 5) -> pl.Ca
 
 
 def reconstructions(run_dir: Path, *, count: int = 8, every_n_epochs: int = 5) -> pl.Callback:
-    """What an i-RevNet gives back of validation images, in TensorBoard."""
+    """Validation images as an i-RevNet reconstructs them, in TensorBoard."""
     return Reconstructions(count=count, every_n_epochs=every_n_epochs)
 
 
@@ -142,6 +147,42 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
 }
 
 
+# first, later, why: all constraints on the order of callbacks; a test holds them
+ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
+    (Footprint, EpochLog, "the line of an epoch has the figures that Footprint logs"),
+    (AveragedWeights, Samples, "pictures at the end show the average that it leaves in the module"),
+    (AveragedWeights, Reconstructions, "as for samples"),
+    (GracefulStop, LastCheckpoint, "all processes agree on a stop before they save together"),
+    (FiniteLoss, LastCheckpoint, "a loss that is not finite ends the run before it is saved"),
+    (Footprint, LastCheckpoint, "a state saved at the end of an epoch has the epoch's figures"),
+    (BestCheckpoint, LastCheckpoint, "the saved state knows the best checkpoint, written before"),
+)
+
+
+def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
+    """Let ``callbacks.NAME={...}`` choose a callback; it comes after those of the package.
+
+    Args:
+        name: a name that is free.
+        factory: takes the run's folder and, as keyword-only parameters, the options.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example::
+
+        def confetti(run_dir: Path, *, every_n_epochs: int = 1) -> pl.Callback:
+            return Confetti(every_n_epochs)
+
+        revzoo.register_callback("confetti", confetti)  # then: callbacks.confetti={}
+    """
+    if name in CALLBACKS:
+        raise ValueError(
+            f"a callback {name!r} exists already: choose another name than {', '.join(CALLBACKS)}"
+        )
+    CALLBACKS[name] = factory
+
+
 def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Refuse a callback or an option that does not exist.
 
@@ -167,19 +208,20 @@ def build_callbacks(
         ValueError: for a name or option that does not exist, naming the nearest.
     """
     check_callbacks(specs)
-    # in the table's order: epoch_log tells what footprint has logged before it, and
-    # reconstructions look at the average that ema leaves at the end
-    given = {name: specs[name] for name in CALLBACKS if name in specs}
+    ordered = {name: specs[name] for name in CALLBACKS if name in specs}  # see ORDER
     return [
         CALLBACKS[name](run_dir, **options)
-        for name, options in given.items()
+        for name, options in ordered.items()
         if options is not None
     ]
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint of a trainer's run; None if none was kept."""
+    """The best checkpoint of a trainer's run; None if none was kept, or if it is gone."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, BestCheckpoint) and callback.best_model_path:
-            return Path(callback.best_model_path)
+            path = Path(callback.best_model_path)
+            if path.is_file():
+                return path
+            log.error("%s is gone: the last weights are used instead", path)
     return None

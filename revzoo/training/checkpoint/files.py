@@ -1,31 +1,37 @@
-"""Checkpoint files: written so that a kill at any instant leaves a good one, read as plain data.
+"""Checkpoint files: a kill at any instant leaves a good one; reading one never runs code.
 
-Why not Lightning's own writer: it goes through a temporary file that may be on another file system,
-where moving it is a copy that a kill cuts short, and never asks the disk to keep it (no ``fsync``).
-Its reader runs a pickle's code unless told otherwise, and for addresses it is told otherwise.
+Why not Lightning's own writer: its temporary file may be on another file system, where moving it is
+a copy that a kill cuts short, and it never calls ``fsync``. Its reader runs the code of pickles
+unless ``weights_only=True``, and ignores that for addresses.
 
-NOTE [ What is good at every instant ]
-1. The new state is written to a temporary file in the folder of the checkpoint, and synced.
-2. If the file is ``last.ckpt``, the old one gets a second name, ``previous.ckpt``, in one rename.
-3. The temporary file takes the checkpoint's name, in one rename; the folder is synced.
-Before 3 the old file is complete, after it the new one is; a file that is not complete never has a
-name that ends in ``.ckpt``. Where the file system has no hard links, step 2 moves the old file:
-then ``previous.ckpt`` alone is complete for the time of one rename.
+NOTE [ A good checkpoint at every instant ]
+1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
+2. If the file is ``last.ckpt``, give the old one a second name, ``previous.ckpt``, in one rename.
+3. Rename the temporary file to the checkpoint, and sync the folder.
+Before 3 the old file is complete, after it the new one. An incomplete file never has a name that
+ends in ``.ckpt``. Without hard links, step 2 moves the old file: for the time of one rename only
+``previous.ckpt`` is complete.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import reprlib
+import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
-from torch import Tensor
+from pytorch_lightning.plugins import CheckpointIO
+from torch import Tensor, nn
 
+from revzoo.models.pretrained import check_fit
+from revzoo.models.tensors import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.torch_file import read_torch_file
@@ -35,47 +41,122 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"
+MAPPINGS = (dict, OrderedDict, Counter)  # all of which torch reads as plain
+CONTAINERS = (*MAPPINGS, list, tuple)
 PLAIN = (str, int, float, bool, type(None), bytes)
+DEEPEST, MOST = 50, 2_000_000  # levels and items of a state; random states of 1,000 processes fit
+RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
+GIVE_UP_AFTER = 3600.0  # seconds without a successful save that end a run
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that cannot be written or used; the message says what was found, what to do."""
+    """A checkpoint that cannot be written or used; the message says why and what to do."""
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is not there, or not as a run has saved it: another one may be good."""
+    """A checkpoint that is missing or not as a run saves it; another one may be good."""
 
 
-def not_plain(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, type]]:
-    """The places in ``value`` that hold anything but tensors, plain values and containers of them.
+class UnwritableCheckpoint(CheckpointError):
+    """The disk refuses a checkpoint; the ones written before are as they were."""
 
-    Exactly these types count: a subclass is written as itself, and reading it runs its code.
+
+def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
+    """Everything in ``value`` that is no container, and each key that is no plain one; by place.
+
+    Only these containers count: a subclass is written as itself, and reading it runs its code.
+
+    Raises:
+        CheckpointError: containers nest too much, see :func:`check_nesting`.
     """
-    kind = type(value)
-    if kind in (dict, OrderedDict, Counter):  # all of which torch reads as plain
+    check_nesting(value, key)
+    yield from _leaves(value, key)
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    if type(value) in MAPPINGS:
         for name, item in value.items():
             if type(name) not in PLAIN:
-                yield f"{key}: the key {name!r}", type(name)
-            yield from not_plain(item, f"{key}[{name!r}]")
-    elif kind in (list, tuple):
+                yield f"{key}: the key {reprlib.repr(name)}", name
+            yield from _leaves(item, f"{key}[{reprlib.repr(name)}]")
+    elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from not_plain(item, f"{key}[{index}]")
-    elif kind is not Tensor and kind not in PLAIN:
-        yield key, kind
+            yield from _leaves(item, f"{key}[{index}]")
+    else:
+        yield key, value
+
+
+def check_nesting(value: Any, key: str) -> None:
+    """Refuse containers that take forever to walk through.
+
+    A list that holds another one ten times costs a file nothing, and forty levels of such lists
+    have 10**40 items. Sizes are summed up here without walking through a container twice.
+
+    Raises:
+        CheckpointError: more than :data:`DEEPEST` levels or :data:`MOST` items; names the place.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, key: str, level: int) -> int:
+        if id(value) not in sizes:
+            items = value.items() if type(value) in MAPPINGS else enumerate(value)
+            if level < DEEPEST:
+                sizes[id(value)] = sum(
+                    size(item, f"{key}[{reprlib.repr(name)}]", level + 1)
+                    if type(item) in CONTAINERS
+                    else 1
+                    for name, item in items
+                )
+            if sizes.get(id(value), MOST) >= MOST:
+                raise CheckpointError(
+                    f"{key[:100]} nests too much: expected less than {DEEPEST} levels and {MOST:,} "
+                    "items in a checkpoint; use one that this program has written"
+                )
+        return sizes[id(value)]
+
+    if type(value) in CONTAINERS:
+        size(value, key, 0)
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
-    """Write ``state`` to ``path``; see NOTE [ What is good at every instant ].
+    """Write ``state`` to ``path``; see NOTE [ A good checkpoint at every instant ].
+
+    What the disk refuses is tried again after :data:`RETRY_AFTER`: network file systems report
+    errors (``EIO``, ``ESTALE``) that are over a second later.
 
     Raises:
-        CheckpointError: if it holds more than plain values and tensors (nothing is written then),
-            or if the disk refuses it (the old file is as it was).
+        CheckpointError: ``state`` holds more than plain values and tensors; nothing is written.
+        UnwritableCheckpoint: the disk refuses it each time; the old file is as it was.
     """
-    for key, kind in not_plain(state):
-        raise CheckpointError(
-            f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
-            "numbers, strings, lists and dictionaries only; convert it where the state is made"
-        )
+    for key, value in leaves(state):
+        kind = type(value)
+        if kind is not Tensor and (kind not in PLAIN or ": the key" in key):
+            raise CheckpointError(
+                f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
+                "numbers, strings, lists and dictionaries only; convert it where the state is made"
+            )
+    for seconds in (*RETRY_AFTER, None):
+        try:
+            _write(state, path)
+            return
+        except (OSError, RuntimeError) as error:
+            if not isinstance(error, OSError) and not _is_from_writer(error):
+                raise
+            if seconds is None:
+                raise UnwritableCheckpoint(
+                    f"cannot write {path} ({error}): the checkpoints that were there are as they "
+                    "were; free space there, or make the folder writable"
+                ) from error
+            log.warning("cannot write %s (%s): trying again in %g s", path, error, seconds)
+            time.sleep(seconds)
+
+
+def _is_from_writer(error: RuntimeError) -> bool:
+    """Whether torch's writer of archives failed; it reports a full disk in its own way."""
+    return any(mark in str(error) for mark in ("enforce fail", "PytorchStreamWriter"))
+
+
+def _write(state: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_stale(path.parent)
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
@@ -88,12 +169,9 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             _keep_previous(path)
         temporary.replace(path)
         _sync_folder(path.parent)
-    except (OSError, RuntimeError) as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(
-            f"cannot write {path} ({error}): free space or give another folder; "
-            "the checkpoints that were there are as they were"
-        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 def _keep_previous(path: Path) -> None:
@@ -116,7 +194,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove what a killed run has left unfinished: a run's folder has one writer at a time."""
+    """Remove unfinished files of a killed run; a run's folder has one writer at a time."""
     for path in folder.glob(f".*.ckpt{TEMPORARY}"):
         path.unlink(missing_ok=True)
 
@@ -125,7 +203,8 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     """The content of a checkpoint: plain values and tensors. Nothing in the file is executed.
 
     Raises:
-        DamagedCheckpoint: there is none, or it is cut off, damaged, or more than plain data.
+        DamagedCheckpoint: missing, cut off, damaged, with more than plain data, with containers
+            that nest too much, or with a tensor that is larger than its stored values.
     """
     path = Path(path)
     if not path.is_file():
@@ -143,23 +222,56 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     return state
 
 
+def load_tensors(
+    module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
+) -> None:
+    """Load the ``state_dict`` of a checkpoint; names, shapes and values are checked first.
+
+    Why not torch's ``load_state_dict`` alone: it raises many types of errors for wrong names and
+    values, and accepts NaN, and complex numbers for real ones.
+
+    Args:
+        module: its own state may hold more than tensors (``get_extra_state``); that part is loaded
+            unchecked.
+        state: from a file that may be anyone's.
+        where: the file, for errors.
+        strict: whether the names must be exactly those of ``module``.
+
+    Raises:
+        CheckpointError: names or shapes do not fit, a value is no tensor, or a tensor has NaN or
+            Inf; ``module`` is as it was.
+    """
+    known = module.state_dict()
+    own = {key: value for key, value in known.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in state.items() if key in own or key not in known}
+    try:
+        check_dense(tensors, where)
+        if not strict:
+            shared = own.keys() & tensors.keys()
+            own, tensors = ({key: of[key] for key in shared} for of in (own, tensors))
+        check_fit(own, tensors, where)
+        check_finite(tensors, where)
+        module.load_state_dict(state, strict=strict)
+    except RuntimeError as error:  # torch's, or one of weights
+        raise CheckpointError(str(error)) from None
+
+
 def has_saved(folder: Path) -> bool:
-    """Whether a run has saved a state to go on from."""
+    """Whether a run has saved a state that it can resume from."""
     return (folder / LAST).exists() or (folder / PREVIOUS).exists()
 
 
 def read_last(
     folder: Path, check: Callable[[dict[str, Any]], None] = lambda state: None
 ) -> tuple[Path, dict[str, Any]]:
-    """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` where that is damaged.
+    """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` if that is damaged.
 
-    A damaged ``last.ckpt`` is set aside under another name, so that it never becomes the previous
-    one.
+    A damaged ``last.ckpt`` is renamed, so that it never becomes the previous one.
 
     Args:
         folder: of the checkpoints.
-        check: raises a :class:`DamagedCheckpoint` for what is readable and yet no state to go on
-            from, and another error for what is to be refused, whatever else is there.
+        check: raises a :class:`DamagedCheckpoint` for a readable file that no run can resume from,
+            and another error for a state that must be refused even if another one is good.
 
     Returns:
         The path that was read and its content.
@@ -177,8 +289,8 @@ def read_last(
     try:
         state = _checked(previous, check)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{damage}; nor can the one before it be used: {error}") from None
-    log.warning("%s; going on from %s, which was saved before it", damage, previous)
+        raise DamagedCheckpoint(f"{damage}; the one before it is no better: {error}") from None
+    log.warning("%s; resuming from %s, which was saved before it", damage, previous)
     if last.exists() and is_first_process():
         last.replace(last.with_name(f"{LAST}.damaged"))
     return previous, state
@@ -198,12 +310,39 @@ def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, A
 
 
 class PlainCheckpointIO(CheckpointIO):
-    """What Lightning writes and reads checkpoints with in every run."""
+    """Writes and reads the checkpoints of every run for Lightning.
+
+    A failed save is logged as an error, and the training continues: the checkpoints before it are
+    good. It ends the run only if no save has succeeded for :data:`GIVE_UP_AFTER`.
+
+    Attributes:
+        failed: the reason why the last save of a path failed; paths without a failure are missing.
+    """
+
+    def __init__(self) -> None:
+        self.failed: dict[Path, str] = {}
+        self._failing_since: float | None = None
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        write_checkpoint(checkpoint, Path(path))
+        """Write ``checkpoint``, or note in ``failed`` why not.
+
+        Raises:
+            CheckpointError: it is no plain data, or saving has failed for too long.
+        """
+        path, now = Path(path), time.monotonic()
+        try:
+            write_checkpoint(checkpoint, path)
+        except UnwritableCheckpoint as error:
+            self.failed[path] = str(error)
+            self._failing_since = self._failing_since or now
+            if now - self._failing_since > GIVE_UP_AFTER:
+                raise
+            log.error("%s. The run continues without this checkpoint", error)
+        else:
+            self.failed.pop(path, None)
+            self._failing_since = None
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
@@ -213,3 +352,10 @@ class PlainCheckpointIO(CheckpointIO):
 
     def remove_checkpoint(self, path: str | Path) -> None:
         Path(path).unlink(missing_ok=True)
+
+
+def was_saved(trainer: pl.Trainer, path: Path) -> bool:
+    """Whether the last save to ``path`` succeeded; the same answer in all processes."""
+    failed = getattr(trainer.strategy.checkpoint_io, "failed", {})
+    saved = path not in failed
+    return trainer.strategy.broadcast(saved) if trainer.world_size > 1 else saved

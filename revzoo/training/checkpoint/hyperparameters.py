@@ -1,9 +1,9 @@
-"""What a checkpoint may say about the model it is of: held against an exact list before use.
+"""Validates the hyperparameters of a checkpoint against an exact list before they are used.
 
-A checkpoint may come from anyone, and must not choose what is imported, called or read. Lightning's
-``load_from_checkpoint`` hands hyperparameters to the constructor, follows ``_instantiator`` to its
-command line's class loader, and reads files from addresses with pickles enabled; here they are
-names of the zoo and plain values, or refused.
+A checkpoint may come from anyone and must not choose what is imported, called or read. Lightning's
+``load_from_checkpoint`` passes all hyperparameters to the constructor, lets ``_instantiator`` load
+classes, and reads addresses with pickles enabled. Here they are names of the zoo and plain values,
+or refused.
 """
 
 from __future__ import annotations
@@ -16,35 +16,34 @@ from revzoo.training.checkpoint.files import CheckpointError
 
 HYPERPARAMETERS = ("model", "optim", "channels_last")
 SCALARS = (str, int, float, bool, type(None))
-# keywords of create_model that say where a model's first weights are from
+# keywords of create_model that choose the initial weights
 WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 
 
 def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
-    """``given``, if it is what a classifier of the zoo takes, and nothing else.
+    """``given``, if a classifier of the zoo takes it.
 
-    Keywords and options are checked by what they are given to; here it is made sure that there is
-    nothing else: a model of the zoo, no other key, no mapping where a value belongs, no reference.
+    The zoo checks names and values of options. This function checks the rest: a model of the zoo,
+    no other key, no mapping where a value belongs, no reference.
 
     Args:
         given: ``hyper_parameters`` of a checkpoint.
-        replaced: keys that the caller gives anew: they may be missing, or others than a
-            classifier's.
+        replaced: keys that the caller gives: they may be missing, or unknown to a classifier.
 
     Raises:
         CheckpointError: naming the key.
     """
     if not isinstance(given, dict) or ("model" not in given and "model" not in replaced):
         raise CheckpointError(
-            "the checkpoint has no hyperparameters of a model: it was trained on a module that was "
-            "handed over finished; make that module again and give it as model=..."
+            "the checkpoint has no hyperparameters of a model: it was trained on a module passed "
+            "as an instance; make that module again and give it as model=..."
         )
     for key in given:
         if str(key) not in HYPERPARAMETERS and key not in replaced:
             raise _refused(
                 str(key),
-                f"expected only {', '.join(HYPERPARAMETERS)}; that of a subclass is to be given to "
-                f"load_from_checkpoint again: {key}=...",
+                f"expected only {', '.join(HYPERPARAMETERS)}; give those of a subclass to "
+                f"load_from_checkpoint: {key}=...",
             )
     if "model" in given:
         check_model_options(given["model"])

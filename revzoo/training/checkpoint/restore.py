@@ -1,4 +1,4 @@
-"""A trained model back from a checkpoint or from weights, with its classes and normalisation."""
+"""Load a trained model from a checkpoint or from weights, with its classes and normalisation."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.data.errors import DataError
-from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import MODELS
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
-from revzoo.training.classifier import Classifier
+from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
 from revzoo.weights.table import WeightsTable
@@ -23,7 +23,7 @@ UNIT = 1  # largest value of a pixel in the numbers of an entry
 
 @dataclass(frozen=True)
 class Restored:
-    """A trained classifier and what its data were.
+    """A trained classifier and its data.
 
     Attributes:
         module: in evaluation mode, on the CPU.
@@ -41,14 +41,13 @@ class Restored:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What an entry of these weights would say of their data: of pixels in [0, 1]."""
-        kept = normalisation_for(self.data_state, UNIT)
-        facts = {name: tuple(values) for name, values in kept.items()}
-        return {**facts, "classes": tuple(self.classes), "crop_pct": crop_of(self.data_state)}
+        """The fields of an entry that describe the data, for pixels in [0, 1]."""
+        assert isinstance(self.module.model, ImageNetwork), "hyperparameters name models of the zoo"
+        return facts_of(self.data_state, self.module.model)
 
 
 def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
-    """A trained classifier, ready for evaluation, by what holds it.
+    """A trained classifier, ready for evaluation.
 
     Args:
         source: a checkpoint that a run has written (``.ckpt``); a safetensors file, or a folder of
@@ -78,7 +77,7 @@ def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
     module = Classifier.from_state(state, str(path))
     data = _data_state(state, path)
-    module.lay_out(channels_last=False)  # whatever that of the training was
+    module.lay_out(channels_last=False)  # whatever the training used
     network = module.model
     assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
     try:
@@ -108,8 +107,7 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     """What the data module has saved; Lightning files it under the name of its class."""
-    needed = {"classes", "normalisation"}
-    found = [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
+    found = data_states(state)
     if len(found) != 1:
         raise CheckpointError(
             f"{path} does not say which classes and which normalisation it was trained with: "

@@ -1,29 +1,27 @@
-"""Where in an epoch a run can be stopped such that Lightning goes on from there exactly."""
+"""Where in an epoch a run can be saved such that Lightning resumes exactly."""
 
 from __future__ import annotations
 
 import pytorch_lightning as pl
 
+from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
+
 
 def can_resume_here(trainer: pl.Trainer) -> bool:
-    """Whether a state saved at the end of the present batch continues as if never stopped.
+    """Whether a state saved at the end of this batch resumes as if never stopped.
 
-    Not between the batches of one optimiser step, as gradients are not saved; and not where a
-    validation or the end of the epoch is due, as Lightning would go on behind it.
+    It does not between the batches of one optimiser step, as gradients are not saved; nor where a
+    validation or the end of the epoch is due, as Lightning would resume behind it.
     """
-    return _batches_done(trainer) % trainer.accumulate_grad_batches == 0 and not _is_pause(
-        trainer, _batches_done(trainer), trainer.global_step
+    return batches_of_epoch(trainer) % trainer.accumulate_grad_batches == 0 and not _is_pause(
+        trainer, batches_of_epoch(trainer), trainer.global_step
     )
 
 
 def is_last_chance(trainer: pl.Trainer) -> bool:
     """Whether the next optimiser step is followed by a validation or the end of the epoch."""
-    next_step = _batches_done(trainer) + trainer.accumulate_grad_batches
+    next_step = batches_of_epoch(trainer) + trainer.accumulate_grad_batches
     return _is_pause(trainer, next_step, trainer.global_step + 1)
-
-
-def _batches_done(trainer: pl.Trainer) -> int:
-    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
 def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
@@ -32,7 +30,7 @@ def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
     every = trainer.val_check_batch
     if every is None or every == float("inf"):
         return False
-    total = trainer.fit_loop.epoch_loop.batch_progress.total.ready  # if not counted by epochs
-    ahead = batches - _batches_done(trainer)
+    total = batches_of_run(trainer)  # if not counted by epochs
+    ahead = batches - batches_of_epoch(trainer)
     count = total + ahead if trainer.check_val_every_n_epoch is None else batches
     return count % int(every) < trainer.accumulate_grad_batches and count >= every

@@ -1,8 +1,8 @@
-"""What else a run needs to go on exactly: random states, half-made averages, the last figures.
+"""State that a run needs to resume exactly: random states, metrics of half an epoch, figures.
 
-Lightning restores weights, optimiser, schedule, callbacks and its counters; not the states of the
-random generators, nor the metrics of an epoch in progress. A run goes on exactly if it is as long
-as it was, and computed by as many processes; another one is refused.
+Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
+of the random generators nor the metrics of an epoch in progress. A run of another length or with
+another number of processes cannot resume exactly, and is refused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torchmetrics import Metric
 
+from revzoo.core.invertible import Step
 from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
 
 
 def random_states() -> dict[str, Any]:
@@ -40,7 +43,7 @@ def random_states_of_cpu() -> dict[str, Any]:
 
 
 def set_random_states(states: Mapping[str, Any]) -> None:
-    """Put :func:`random_states` back; those of devices that are not there are left out."""
+    """Restore :func:`random_states`; states of missing devices are ignored."""
     torch.set_rng_state(states["torch"].cpu())
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
@@ -55,53 +58,77 @@ class RunState(pl.Callback):
 
     Attributes:
         figures: the figures that the run had when it was saved; empty in a run from the start.
+        notes: what the user must know at the end of the run, by topic.
+        recomputed: steps of the model that inverted with too large a drift, and are recomputed.
     """
 
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
+        self.notes: dict[str, str] = {}
+        self.recomputed: list[str] = []
         self._trainer: pl.Trainer | None = None
         self._module: pl.LightningModule | None = None
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 
+    @staticmethod
+    def of(trainer: pl.Trainer) -> list[RunState]:
+        """The callback of a run; an empty list for other trainers."""
+        return [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
-        # where max_steps is given, Lightning 2.6 would go on from the end of an epoch by ending it
-        # again: its number is counted twice, and all later epochs draw other images
-        assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
-        trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+        count_epochs(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         assert self._trainer is not None, "setup() comes first"
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
+        row = row_to_come(self._trainer)
+        for logger in self._trainer.loggers:
+            logger.save()  # what was logged before this state is not logged again
         return {
             "random": _of_all_processes(random_states()),
-            "metrics": {name: _state(metric) for name, metric in self._half_made().items()},
+            "metrics": {name: _state(metric) for name, metric in self._open_metrics().items()},
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
+            "notes": dict(self.notes),
+            "recomputed": list(self.recomputed),
+            "row": None if row is None else [row[0], row[1]],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a saved state; what is put back is put back when the training starts.
+        """Take a saved state, to restore it when the training starts.
 
         Raises:
-            CheckpointError: if it is of a run by another number of processes, or of another number
-                of steps where the learning rates depend on it.
+            CheckpointError: the run has another number of processes, or of steps where the
+                learning rates depend on that number.
         """
         assert self._trainer is not None, "setup() comes first"
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_same_length(state_dict)
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])
+        self.notes = dict(state_dict.get("notes", {}))
+        self.recomputed = list(state_dict.get("recomputed", []))
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._planned_steps = self._plan()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore late: what sets the run up may draw, too."""
+        """Restore late: setting the run up may draw, too."""
+        for name, step in pl_module.named_modules():
+            # another mode than invert may have been chosen since
+            if name in self.recomputed and isinstance(step, Step) and step.memory == "invert":
+                step.memory = "recompute"
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None
+        if (row := state.get("row")) is not None:
+            tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
+            missing = [table.restore_row(*row) for table in tables]
+            for logger in trainer.loggers if any(missing) else ():
+                if logger not in tables:
+                    logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # the saved states are the sums over all processes
             for name, metric in self._metrics().items():
                 _set_state(metric, state["metrics"].get(name, {}))
@@ -113,7 +140,7 @@ class RunState(pl.Callback):
         if before != now:
             raise CheckpointError(
                 f"{path} is of a run with devices * num_nodes = {before}, this run has {now}: give "
-                "as many, as each process goes on with its own images and random numbers"
+                "as many, as each process resumes with its own images and random numbers"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
         if planned is not None and steps is not None and planned != steps:
@@ -124,16 +151,15 @@ class RunState(pl.Callback):
             )
 
     def _plan(self) -> float | None:
-        """How many optimiser steps the run has, if that matters to the module."""
+        """The optimiser steps of the run, if the module's rates depend on them."""
         assert self._module is not None, "setup() comes first"
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
 
-    def _half_made(self) -> dict[str, Metric]:
-        """The training metrics, unless the epoch has ended: the next one begins with none."""
+    def _open_metrics(self) -> dict[str, Metric]:
+        """The training metrics, unless the epoch is over: the next one begins without any."""
         assert self._trainer is not None, "setup() comes first"
-        epochs: Any = self._trainer.fit_loop.epoch_progress.current
-        return self._metrics() if epochs.processed == epochs.completed else {}
+        return self._metrics() if epoch_is_open(self._trainer) else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""

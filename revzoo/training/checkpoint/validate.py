@@ -1,12 +1,12 @@
-"""What the state of a run must have to be gone on from: judged whole, before training starts.
+"""Validates a checkpoint before a run resumes.
 
-Lightning takes what it finds and leaves the rest as it was: without ``loops`` a run counts from 0
-again, without ``callbacks`` other random numbers are drawn, and a buffer of another shape fails in
-the first step. Here a state is held against what a run of its own hyperparameters would save. The
-model is built on torch's ``meta`` device, which gives names and shapes and holds no values.
+Lightning loads what it finds and ignores what is missing: without ``loops`` a run counts from 0
+again, without ``callbacks`` it draws other random numbers, and a buffer of another shape fails in
+the first step. Here a state is compared with one that a run of its hyperparameters would save. The
+model is built on torch's ``meta`` device, which has names and shapes but no values.
 
-What differs though nothing is damaged (another model, recipe, length or number of processes) is
-not looked at here.
+A good checkpoint of another run (model, recipe, length, number of processes) passes; ``resume`` and
+:class:`~revzoo.training.checkpoint.state.RunState` refuse it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,23 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import WeightAveraging
-from pytorch_lightning.loops.fit_loop import _FitLoop
 from torch import Tensor
 
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.checkpoint.files import DamagedCheckpoint
 from revzoo.training.checkpoint.state import RunState, random_states_of_cpu
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 
 SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient scaler
-STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
-# not in all that earlier versions have saved
-LATER = ("least_loss", "pixel_max", "order_seed")
+# missing in checkpoints of earlier versions
+LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
 
-# what is needed to tell whose state it is
+WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is known here
+
+# the parts that the checks of hyperparameters and data need
 PARTS: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,
@@ -46,17 +47,16 @@ PARTS: dict[str, Any] = {
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks a part, or has something else in its place.
+    """Refuse a state that lacks a part or has another type in its place.
 
     Args:
-        state: what :func:`revzoo.training.checkpoint.files.read_checkpoint` returns.
+        state: from :func:`revzoo.training.checkpoint.files.read_checkpoint`.
 
     Raises:
         DamagedCheckpoint: naming the first place.
     """
-    loop = _FitLoop(None)  # type: ignore[arg-type]  # a trainer is needed to run it alone
-    _refuse(unlike({**PARTS, "loops": {"fit_loop": loop.state_dict()}}, state, ""))
-    steps = state["loops"]["fit_loop"][STEPS]["optimizer"]["step"]["total"]["completed"]
+    _refuse(unlike({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
+    steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
         raise DamagedCheckpoint(f"global_step is {state['global_step']}, its loops counted {steps}")
 
@@ -64,12 +64,12 @@ def check_parts(state: Mapping[str, Any]) -> None:
 def check_contents(
     state: Mapping[str, Any], *, data: str, callbacks: Sequence[pl.Callback] = ()
 ) -> None:
-    """Refuse a state whose parts do not fit each other.
+    """Refuse a state whose parts do not fit together.
 
     Args:
         state: one that has passed :func:`check_parts`, of hyperparameters that may be used.
         data: name of the data module's class, under which its state is kept.
-        callbacks: those of the run, new; what they would save must be there.
+        callbacks: new ones of the run; the state must have what they would save.
 
     Raises:
         DamagedCheckpoint: naming the first place.
@@ -80,7 +80,7 @@ def check_contents(
             module = Classifier(**hyper)
     except (ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
-        raise DamagedCheckpoint(f"hyper_parameters are of no model ({reason})") from None
+        raise DamagedCheckpoint(f"hyper_parameters describe no model ({reason})") from None
     _refuse(_wrong_weights(module, state, callbacks))
     _refuse(_wrong_optimizer(module, state, callbacks))
     _refuse(_wrong_callbacks(module, state["callbacks"], callbacks))
@@ -165,7 +165,7 @@ def _wrong_optimizer(
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
     # frozen parameters have none, nor have those of which each step was left out by the scaler
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
-    if module.optim.momentum and state["global_step"]:
+    if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:
         kept = {i: buffer for i, buffer in buffers.items() if i in found["state"] or not partial}
         yield from unlike(kept, found["state"], f"{key}['state']")
     if more := [index for index in found["state"] if index not in buffers]:
@@ -185,6 +185,11 @@ def _wrong_callbacks(
     if not isinstance(processes, list) or not processes:
         yield f"{place}['random'] holds no random states"
         return
+    notes, names, row = (saved.get(part) for part in ("notes", "recomputed", "row"))
+    if not isinstance(notes or {}, dict) or not isinstance(names or [], list):
+        yield f"{place}['notes'] or {place}['recomputed'] is of another type than saved by a run"
+    if row is not None:
+        yield from unlike([0, {}], row, f"{place}['row']")
     expected = {**random_states_of_cpu(), "cuda": None}
     yield from unlike([expected] * len(processes), processes, f"{place}['random']")
     metrics = {

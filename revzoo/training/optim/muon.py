@@ -14,11 +14,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
+
+if TYPE_CHECKING:
+    from revzoo.training.optim.optimizers import OptimSpec
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the cited source
 STEPS = 5
@@ -68,6 +71,18 @@ class Muon(Optimizer):
             state["momentum_buffer"] = torch.zeros_like(p)
         buffer = state["momentum_buffer"].mul_(momentum).add_(p.grad)
         return p.grad.add(buffer, alpha=momentum)
+
+
+def muon_groups(
+    weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
+) -> list[dict[str, Any]]:
+    """Hidden weights to be made orthogonal at ``spec.lr``; the rest at ``spec.sgd_lr``."""
+    hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
+    orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
+    return [
+        {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
+        {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
+    ]
 
 
 def _orthogonal(update: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo._checks import build_dataclass, check_number, did_you_mean
 from revzoo.models.parts import parts
-from revzoo.training.optim.muon import Muon
+from revzoo.training.optim.muon import Muon, muon_groups
 from revzoo.training.optim.schedules import make_schedule
 
 Group = dict[str, Any]
@@ -34,10 +34,10 @@ DECAYED = (_ConvNd, nn.Linear)
 
 @dataclass(frozen=True, kw_only=True)
 class OptimSpec:
-    """How a model is optimised: the rate, the decay, the loss's smoothing and the schedule.
+    """The optimiser of a run: rate, decay, label smoothing and schedule.
 
     Attributes:
-        name: ``sgd`` or ``muon`` (see :mod:`revzoo.training.optim.muon`).
+        name: ``sgd``, ``muon`` (see :mod:`revzoo.training.optim.muon`) or a registered one.
         lr: the peak learning rate; with Muon, of the weights that it makes orthogonal.
         sgd_lr: with Muon, the peak rate of all other parameters.
         momentum: in [0, 1).
@@ -63,10 +63,10 @@ class OptimSpec:
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
 
     def __post_init__(self) -> None:
-        if self.name not in BUILDERS:
+        if self.name not in OPTIMIZERS:
             raise ValueError(
-                f"optim.name={self.name!r}: expected one of {', '.join(BUILDERS)}"
-                + did_you_mean(str(self.name), BUILDERS)
+                f"optim.name={self.name!r}: expected one of {', '.join(OPTIMIZERS)}"
+                + did_you_mean(str(self.name), OPTIMIZERS)
             )
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
@@ -121,20 +121,20 @@ def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
 
 
 def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
-    """The optimiser that ``spec.name`` names, over the trainable parameters.
+    """The optimiser ``spec.name`` over the trainable parameters.
 
     Raises:
         ValueError: no parameter of the model is trainable, or ``spec.layer_decay`` is below 1 and
             the model is none of the zoo.
     """
-    divide, optimizer = BUILDERS[spec.name]
+    divide, build = OPTIMIZERS[spec.name]
     groups = divide(*divided(model), spec)
     if spec.layer_decay < 1:
         groups = by_depth(model, groups, spec.layer_decay)
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("no parameter of the model requires a gradient: nothing to train")
-    return optimizer(groups)
+    return build(groups)
 
 
 def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
@@ -160,19 +160,47 @@ def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpe
     ]
 
 
-def _muon(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
-    hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
-    orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
+def plain_groups(
+    weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
+) -> list[Group]:
+    """Rate and weight decay of a registered optimiser's two groups; the others do not decay."""
     return [
-        {"params": hidden, "lr": spec.lr, "momentum": spec.momentum, **orthogonal},
-        {"params": [*others, *classifier], "lr": spec.sgd_lr, "momentum": spec.momentum},
+        {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
+        {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
     ]
 
 
-BUILDERS: dict[str, tuple[Callable[..., list[Group]], Callable[[list[Group]], Optimizer]]] = {
+Divide = Callable[[list[nn.Parameter], list[nn.Parameter], OptimSpec], list[Group]]
+Build = Callable[[list[Group]], Optimizer]
+
+# name: how the parameters are divided into groups, and what trains the groups
+OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
     "sgd": (_sgd, SGD),
-    "muon": (_muon, Muon),
+    "muon": (muon_groups, Muon),
 }
+
+
+def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_groups) -> None:
+    """Let ``optim.name=name`` choose an optimiser.
+
+    Args:
+        name: a name that is free.
+        builder: takes the parameter groups, returns the optimiser.
+        groups: ``groups(weights, others, spec)``: the groups of the weights of convolutions and
+            linear layers, and of the other parameters.
+
+    Raises:
+        ValueError: the name is taken.
+
+    Example:
+        >>> register_optimizer("adamw", torch.optim.AdamW)  # doctest: +SKIP
+    """
+    if name in OPTIMIZERS:
+        raise ValueError(
+            f"an optimiser {name!r} exists already: choose another name than "
+            f"{', '.join(OPTIMIZERS)}"
+        )
+    OPTIMIZERS[name] = (groups, builder)
 
 
 def build_schedule(optimizer: Optimizer, spec: OptimSpec, *, total_steps: int) -> LRScheduler:

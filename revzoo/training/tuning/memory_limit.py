@@ -1,4 +1,4 @@
-"""How much memory is left: to this process, by every limit that the system sets it, or on a GPU.
+"""The memory left for this process, by every limit of the system, or on a GPU.
 
 A process of Linux is limited by what the machine has free, by its control group (a container's
 limit, or a batch job's) and by ``ulimit -v``. Beyond the first two nothing is raised: the kernel
@@ -42,10 +42,10 @@ def reset_peak(proc: Path = PROC) -> bool:
 
 
 def give_back() -> None:
-    """Drop what nothing refers to, and let glibc give the system the pages that it only keeps.
+    """Collect garbage, and let glibc return the free pages of its heap to the system.
 
-    Its heap holds on to the pages of freed tensors: after a trial hundreds of MB, which the next
-    one would be charged with (malloc_trim(3)). Other C libraries have no such function.
+    The heap keeps the pages of freed tensors: hundreds of MB after a trial, which would count for
+    the next one (malloc_trim(3)). Other C libraries have no such function.
     """
     gc.collect()  # a trainer and its module refer to each other
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None

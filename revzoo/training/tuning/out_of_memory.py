@@ -1,8 +1,8 @@
-"""What to say when memory runs out: how much was used, and which memory mode would need less.
+"""An out-of-memory error lists the memory used and what each memory mode would need.
 
-What each mode needs is counted, not looked up: one training step of the same model on few images,
-on the CPU, counting the tensors alive at the same time. An evaluation keeps no activations in any
-mode: there the number of images is all there is to change.
+The needs are counted: one training step of the same model on few images, on the CPU, adding up the
+tensors that are alive at the same time. An evaluation keeps no activations in any mode, so only the
+number of images helps there.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class NoMemoryError(Exception):
-    """Memory has run out; the message says what would need less."""
+    """Memory ran out; the message says which change needs less."""
 
 
 @contextmanager

@@ -1,7 +1,7 @@
-"""Trials: short trainings of copies, which leave the run that asks for them as it was.
+"""Trials: short trainings of copies, which leave the run unchanged.
 
-Lightning's tuner saves the state of the trainer it is given and puts most of it back; here it is
-given a trainer, a module and a data module that are thrown away.
+Lightning's tuner saves the state of its trainer and restores most of it; here it gets a trainer, a
+module and a data module that are thrown away.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from revzoo.training.optim.optimizers import build_optimizer
 
 Data = TypeVar("Data", bound=pl.LightningDataModule)
 
-# what a trial takes over from a run's trainer: it changes a step, or where it is computed
+# options of a run's trainer that change a step, or the device it runs on
 KEPT = (
     "accelerator",
     "precision",
@@ -45,7 +45,7 @@ class Trial(Classifier):
         return []
 
     def on_train_start(self) -> None:
-        """Lightning's finders set callbacks aside, so a signal is waited with and answered here."""
+        """Answer signals here, as Lightning's finders remove the callbacks."""
         if (stop := GracefulStop.listens) is not None:
             stop.on_train_start(self.trainer, self)
 
@@ -63,7 +63,7 @@ class Trial(Classifier):
 
 @contextmanager
 def random_states_kept() -> Iterator[None]:
-    """Random numbers go on afterwards as if nothing had been drawn inside."""
+    """Restore the random states afterwards."""
     states = random_states()
     try:
         yield

@@ -11,7 +11,10 @@ from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from revzoo.training.callbacks.registry import best_checkpoint_path
+from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoint.state import RunState
 
 
 def saved_steps(
@@ -142,3 +145,49 @@ def test_of_equally_good_ones_that_of_the_least_loss_is_kept(
     assert fit(5) == expected
     fit(2)  # and in a run that goes on, it is not forgotten
     assert fit(5, tmp_path / "last.ckpt") == expected
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+def test_a_best_state_that_was_not_written_is_no_best_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """best.ckpt gone at the end."""
+    monkeypatch.setattr(files, "RETRY_AFTER", ())
+    write = files._write
+
+    def full_in_epoch_1(state: Any, path: Path) -> None:
+        if state["epoch"] == 1:
+            raise OSError(28, "No space left on device")
+        write(state, path)
+
+    monkeypatch.setattr(files, "_write", full_in_epoch_1)
+    (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
+    runner = trainer(
+        tmp_path,
+        callbacks=[best],
+        plugins=[PlainCheckpointIO()],
+        enable_checkpointing=True,
+        max_epochs=4,
+    )
+    module = Scripted([0.5, 0.9, 0.7, 0.6], [1.0, 1.0, 1.0, 1.0])
+    runner.fit(module, loader(), loader(), weights_only=True)
+    assert best_checkpoint_path(runner) == tmp_path / "checkpoints" / "best.ckpt"
+    assert read_checkpoint(tmp_path / "checkpoints" / "best.ckpt")["epoch"] == 2
+    (tmp_path / "checkpoints" / "best.ckpt").unlink()
+    assert best_checkpoint_path(runner) is None
+
+
+def test_a_run_whose_last_state_cannot_be_written_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raw tracebacks where the checkpoint folder cannot be written or is gone."""
+    monkeypatch.setattr(files, "RETRY_AFTER", ())
+    (tmp_path / "checkpoints").write_text("no folder")
+    (last,) = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
+    runner = trainer(
+        tmp_path, callbacks=[last], plugins=[PlainCheckpointIO()], enable_checkpointing=True
+    )
+    runner.fit(Classifier(TinyNet()), loader(), weights_only=True)
+    assert runner.global_step == 8
+    (state,) = RunState.of(runner)
+    assert state.notes == {"last.ckpt": "last.ckpt could not be written at step 8"}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import torch
 
-from revzoo.training.callbacks.drawing import CELL, LINE, NAMED, SIDE, Words, captioned, matrix
+from revzoo.training.callbacks.pictures import CELL, LINE, NAMED, SIDE, Words, captioned, matrix
 
 
 def test_images_are_enlarged_pixel_by_pixel_above_their_words() -> None:

@@ -11,6 +11,7 @@ from small_task import TinyNet, loader, trainer
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoint.state import RunState
 
 
 class Spoil(pl.Callback):
@@ -83,3 +84,19 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
             watch._poll(module)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
+
+
+@pytest.mark.parametrize(("factor", "warned"), [(1e16, True), (1.0, False)])
+def test_a_loss_that_has_diverged_is_told_once(
+    factor: float, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loss of 1e16 for three epochs ends with status 0 and no warning."""
+    module = Classifier(TinyNet(), optim={"lr": 1e-12 / factor})
+    with torch.no_grad():
+        module.model.head.weight.mul_(factor)  # type: ignore[union-attr, operator]
+    runner = trainer(tmp_path, max_epochs=3)
+    runner.fit(module, loader())
+    told = [m for m in caplog.messages if "more than 10 times that of guessing" in m]
+    assert len(told) == warned
+    (state,) = RunState.of(runner)
+    assert ("loss" in state.notes) == warned

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +98,39 @@ def test_the_handlers_from_before_come_back() -> None:
     with GracefulStop().listening():
         assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] != before
     assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+BLOCKED = """
+from ctypes import CDLL
+from revzoo.training.callbacks import graceful_stop
+graceful_stop.DEADLINE = 1.0
+stop = graceful_stop.GracefulStop()
+stop._waits = True
+with stop.listening():
+    print("ready", flush=True)
+    while True:
+        CDLL(None).sleep(60)
+"""
+
+
+@pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_blocked_process_is_ended_by_the_watchdog(signum: int, status: int) -> None:
+    """A hung rank: SIGTERM waits for ever in gloo (claimed: 30 s)."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signum)
+        _, told = process.communicate(timeout=60)
+    assert process.returncode == status
+    assert "the last checkpoint is intact" in told
+
+
+def test_the_watchdog_leaves_with_the_run() -> None:
+    threads = threading.active_count()
+    before = signal.set_wakeup_fd(-1)
+    with GracefulStop().listening():
+        assert threading.active_count() == threads + 1
+    assert threading.active_count() == threads
+    assert signal.set_wakeup_fd(before) == -1

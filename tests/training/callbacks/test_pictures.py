@@ -21,10 +21,9 @@ from torch import Tensor
 
 from revzoo.data import Digits
 from revzoo.training import Classifier, ConfusionMatrix, Reconstructions, Samples
-from revzoo.training.callbacks.drawing import LINE, SIDE
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import RunStopped
-from revzoo.training.callbacks.pictures import places
+from revzoo.training.callbacks.pictures import LINE, SIDE, places
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 IREVNET = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
@@ -233,7 +232,7 @@ class Ended(pl.Callback):
 
 @pytest.mark.parametrize(
     ("way", "batches", "step", "now"),
-    [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 3), ("error", 2, 0, 0)],
+    [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 4), ("error", 2, 0, 0)],
 )
 def test_an_end_that_nobody_knew_of_is_shown(
     tmp_path: Path, way: str, batches: int, step: int, now: int

@@ -10,8 +10,9 @@ from pytorch_lightning.callbacks import (
     LearningRateMonitor,
     TQDMProgressBar,
 )
-from small_task import TinyNet, loader, trainer
+from small_task import TINY, TinyNet, loader, trainer
 
+import revzoo
 from revzoo.training import (
     BatchNormMomentum,
     Classifier,
@@ -25,10 +26,13 @@ from revzoo.training import (
     Samples,
     build_callbacks,
 )
+from revzoo.training.callbacks import registry
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
-from revzoo.training.callbacks.registry import CALLBACKS, best_checkpoint_path
+from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.callbacks.registry import CALLBACKS, ORDER, best_checkpoint_path
+from revzoo.training.csv_logger import MetricsCSV
 
 ALL = {name: {} for name in CALLBACKS}
 
@@ -130,3 +134,45 @@ def test_figures_of_an_earlier_validation_are_not_told_again(
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert all("train/acc " in line for line in lines)
     assert ["val/acc " in line for line in lines] == [False, True, False, True]
+
+
+def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
+    callbacks = [*build_callbacks(ALL, run_dir=tmp_path), GracefulStop()]
+    runner = trainer(
+        tmp_path,
+        callbacks=callbacks,
+        enable_checkpointing=True,
+        enable_progress_bar=True,
+        logger=MetricsCSV(tmp_path / "metrics.csv"),
+        fast_dev_run=1,
+        limit_train_batches=1,
+    )
+    seen: list[pl.Callback] = []
+
+    class Seen(Classifier):
+        def on_fit_start(self) -> None:
+            seen.extend(self.trainer.callbacks)  # type: ignore[attr-defined]
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        runner.fit(Seen({**TINY, "units": [1, 1, 1]}), loader())
+    kinds = [type(callback) for callback in seen]
+    for first, later, why in ORDER:
+        assert kinds.index(first) < kinds.index(later), why
+    assert len(ORDER) >= 7
+
+
+def test_a_registered_callback_is_chosen_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def confetti(run_dir: Path, *, every: int = 1) -> pl.Callback:
+        return Footprint()
+
+    monkeypatch.setattr(registry, "CALLBACKS", dict(CALLBACKS))
+    revzoo.register_callback("confetti", confetti)
+    (built,) = build_callbacks({"confetti": {"every": 2}}, run_dir=tmp_path)
+    assert isinstance(built, Footprint)
+    with pytest.raises(ValueError, match=r"confetti\.evry: .*did you mean 'every'"):
+        build_callbacks({"confetti": {"evry": 2}}, run_dir=tmp_path)
+    with pytest.raises(ValueError, match="a callback 'ema' exists already: choose another name"):
+        revzoo.register_callback("ema", confetti)

@@ -230,7 +230,7 @@ def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
         (judge(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
         (
             judge(damaged=[0, 1]),
-            r"1 is bad\): restore .*; nor .*previous\.ckpt",
+            r"1 is bad\): restore .*; the one before it .*previous\.ckpt",
             {LAST, PREVIOUS},
         ),
         (judge(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
@@ -288,3 +288,83 @@ def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
     plugin.remove_checkpoint(tmp_path / LAST)
     assert not (tmp_path / LAST).exists()
     assert files.TEMPORARY not in "".join(p.name for p in tmp_path.iterdir())
+
+
+@pytest.fixture
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "RETRY_AFTER", (0.0, 0.0))
+
+
+@pytest.mark.usefixtures("no_waiting")
+@pytest.mark.parametrize(("failures", "saved"), [(1, 2), (2, 2), (3, 1)])
+def test_an_error_that_passes_is_tried_again(
+    failures: int, saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One transient EIO or ESTALE while saving ends a healthy run."""
+    path, fsync, errors = save(tmp_path / LAST, 1), os.fsync, [5, 116, 5][:failures]
+
+    def flaky(handle: int) -> None:
+        if errors:
+            raise OSError(errors.pop(), "transient")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", flaky)
+    PlainCheckpointIO().save_checkpoint(state(2), path)
+    assert read_checkpoint(path)["number"] == saved
+    assert not [p.name for p in tmp_path.iterdir() if p.name.endswith(".saving")]
+
+
+@pytest.mark.usefixtures("no_waiting")
+def test_only_an_hour_of_failed_saves_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A failed save is an error in the log; it ends the run when none has succeeded for an hour."""
+    clock, io, blocked = [100.0], PlainCheckpointIO(), tmp_path / "file"
+    monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
+    blocked.write_text("no folder")
+    io.save_checkpoint(state(), blocked / LAST)
+    assert [r.levelname for r in caplog.records if "The run continues" in r.message] == ["ERROR"]
+    assert blocked / LAST in io.failed
+    clock[0] += 3000
+    io.save_checkpoint(state(), blocked / LAST)
+    io.save_checkpoint(state(), tmp_path / LAST)  # one success is enough
+    for _ in range(2):
+        clock[0] += 3000
+        io.save_checkpoint(state(), blocked / LAST)
+    clock[0] += 1000
+    with pytest.raises(CheckpointError, match=r"cannot write .*file/last.ckpt"):
+        io.save_checkpoint(state(), blocked / LAST)
+
+
+def nested(levels: int, width: int) -> list[Any]:
+    found: list[Any] = [1]
+    for _ in range(levels):
+        found = [found] * width
+    return found
+
+
+@pytest.mark.parametrize(("levels", "width"), [(40, 10), (2000, 1)], ids=["wide", "deep"])
+@pytest.mark.timeout(20)
+def test_lists_that_nest_too_much_are_refused_by_name(
+    levels: int, width: int, tmp_path: Path
+) -> None:
+    """Nested shared lists in hyperparameters or optimiser state hang `not_plain` and validation."""
+    place = r"\['hyper_parameters'\]\['model'\]\['units'\].* nests too much"
+    bad = state(hyper_parameters={"model": {"units": nested(levels, width)}})
+    with pytest.raises(CheckpointError, match=place):
+        write_checkpoint(bad, tmp_path / LAST)
+    if width > 1:  # torch itself cannot save the deep one
+        torch.save(bad, tmp_path / LAST)
+        with pytest.raises(DamagedCheckpoint, match=r"last\.ckpt holds more than 1,000,000 values"):
+            read_checkpoint(tmp_path / LAST)
+
+
+@pytest.mark.timeout(10)
+def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
+    """A tensor larger than its storage is refused before anything is allocated."""
+    huge = torch.zeros(1).expand(700_000_000_000)
+    torch.save(state(optimizer_states=[{"state": {0: {"momentum_buffer": huge}}}]), tmp_path / LAST)
+    with pytest.raises(
+        DamagedCheckpoint, match=r"last\.ckpt: momentum_buffer of shape .* more than"
+    ):
+        read_checkpoint(tmp_path / LAST)

@@ -104,10 +104,10 @@ def test_a_state_that_is_no_tensor_is_its_modules_own(tmp_path: Path) -> None:
     ("hyper", "message"),
     [
         *[({"name": v}, "model.name is refused: got") for v in (["revnet38"], 3, None)],
-        *[({"in_chans": v}, "in_chans=.* positive whole") for v in ("x", 0, [1], 1.5)],
-        *[({"num_classes": v}, "num_classes=.* positive whole") for v in ("ten", -1)],
+        *[({"in_chans": v}, "in_chans=.* whole number") for v in ("x", 0, [1], 1.5)],
+        *[({"num_classes": v}, "num_classes=.* whole number") for v in ("ten", -1)],
         ({"foo": 1}, "takes no keyword 'foo'"),
-        ({"units": 5}, "one positive whole number per stage"),
+        ({"units": 5}, "expected whole numbers >= 1, one for each stage"),
         ({"stem_width": 10**15}, "cannot be made"),
     ],
 )

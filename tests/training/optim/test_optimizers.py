@@ -4,7 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+import revzoo
 from revzoo.models import create_model
+from revzoo.training.optim import optimizers
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule, divided
 
 
@@ -183,3 +185,15 @@ def test_schedules_keep_the_ratio_of_rates(name: str) -> None:
 def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
     with pytest.raises(ValueError, match=r"Sequential is no ImageNetwork.*create_model"):
         build_optimizer(net(), OptimSpec(layer_decay=0.5))
+
+
+def test_a_registered_optimiser_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
+    revzoo.register_optimizer("adamw", torch.optim.AdamW)
+    spec = OptimSpec(name="adamw", lr=0.01, weight_decay=0.5)
+    optimizer = build_optimizer(net(), spec)
+    assert isinstance(optimizer, torch.optim.AdamW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
+    with pytest.raises(ValueError, match="an optimiser 'sgd' exists already: choose another name"):
+        revzoo.register_optimizer("sgd", torch.optim.AdamW)

@@ -1,0 +1,118 @@
+"""Every use of Lightning's private parts, with the reason; nothing else in training touches them.
+
+Written for pytorch-lightning 2.6, which ``pyproject.toml`` pins. ``test_lightning_compat.py`` fails
+where a later release changes one of these parts.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
+from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.loops.fit_loop import _FitLoop
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+OPTIMISER_STEPS = "epoch_loop.automatic_optimization.optim_progress"
+
+
+def batches_of_epoch(trainer: pl.Trainer) -> int:
+    """Training batches of this epoch so far; the trainer has no public count of them."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
+def batches_of_run(trainer: pl.Trainer) -> int:
+    """Training batches so far, whatever Lightning's count of epochs is."""
+    return trainer.fit_loop.epoch_loop.batch_progress.total.ready
+
+
+def epoch_is_open(trainer: pl.Trainer) -> bool:
+    """Whether an epoch's batches are not all processed; a state saved then continues within it."""
+    epochs: Any = trainer.fit_loop.epoch_progress.current
+    return bool(epochs.processed == epochs.completed)
+
+
+def count_epochs(trainer: pl.Trainer) -> None:
+    """Resume by epochs in a run of ``max_steps``, too.
+
+    Lightning would end the epoch again on resuming: its number is counted twice, and all later
+    epochs draw other images.
+    """
+    assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
+    trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
+
+
+def new_fit_state() -> dict[str, Any]:
+    """The state of a fit loop that has not run: the parts that a checkpoint must have."""
+    return _FitLoop(None).state_dict()  # type: ignore[arg-type]  # only a running loop needs one
+
+
+def optimiser_steps(fit_state: dict[str, Any]) -> int:
+    """The optimiser steps that a saved fit loop has counted."""
+    steps: int = fit_state[OPTIMISER_STEPS]["optimizer"]["step"]["total"]["completed"]
+    return steps
+
+
+def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
+    """Step and figures that Lightning logs once the callbacks of a batch or an epoch are done.
+
+    A checkpoint saved by such a callback comes first, so a kill in between would lose the row.
+    """
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
+    if trainer._results is None:
+        return None
+    at_epoch_end = connector._first_loop_iter is None
+    if not at_epoch_end and not connector.should_update_logs:
+        return None
+    figures = convert_tensors_to_scalars(connector.metrics["log"])
+    if not figures:
+        return None
+    step = loop._batches_that_stepped - at_epoch_end
+    return step, {**figures, "epoch": float(trainer.current_epoch)}
+
+
+def started_processes(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:
+    """The processes of the run that Lightning has started from this one."""
+    launcher = trainer.strategy.launcher
+    return list(launcher.procs) if isinstance(launcher, _SubprocessScriptLauncher) else []
+
+
+def stop_watching(trainer: pl.Trainer) -> None:
+    """Let Lightning forget the processes it has started.
+
+    It kills this process when one of them ends with an error, even while this process is ending
+    for the same reason.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        launcher.procs.clear()
+
+
+def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
+    """The trainer of ``module``, or None; the public property raises where there is none."""
+    return module._trainer
+
+
+class OpenWeightAveraging(WeightAveraging):
+    """Lightning's callback with its steps as methods that a subclass may call and extend."""
+
+    def exchange(self, pl_module: pl.LightningModule) -> None:
+        """Exchange the module's weights for the average, or back."""
+        super()._swap_models(pl_module)
+
+    def _swap_models(self, pl_module: pl.LightningModule) -> None:
+        self.exchange(pl_module)
+
+    def copy_average(self, pl_module: pl.LightningModule) -> None:
+        """Copy the average into the module."""
+        self._copy_average_to_current(pl_module)
+
+    def forget_steps(self) -> None:
+        """Average from the first step of the next training on."""
+        self._latest_update_step = 0
+
+    def forget_average(self) -> None:
+        """Drop the average."""
+        self._average_model = None

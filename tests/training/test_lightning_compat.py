@@ -1,0 +1,103 @@
+"""Lightning's private parts are as they were, and nothing but one file touches them."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import WeightAveraging
+from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier, lightning_compat
+from revzoo.training.csv_logger import MetricsCSV
+
+PACKAGE = Path(inspect.getfile(lightning_compat)).parents[1]
+PRIVATE = {"fit_loop", "epoch_loop", "batch_progress", "epoch_progress", "launcher"}
+OWNERS = {"trainer", "pl_module", "runner", "connector", "loop"}
+
+
+def private_uses(source: str) -> list[str]:
+    """Attributes and imports of Lightning's private parts in ``source``."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Attribute):
+            owner = node.value.id if isinstance(node.value, ast.Name) else ""
+            if node.attr in PRIVATE or (owner in OWNERS and node.attr.startswith("_")):
+                found.append(f"{owner}.{node.attr}")
+        if isinstance(node, ast.ImportFrom) and "lightning" in str(node.module):
+            inner = str(node.module).split(".")[:1] == ["lightning_fabric"]
+            names = [alias.name for alias in node.names]
+            if inner or ".loops" in str(node.module) or any(n.startswith("_") for n in names):
+                found.append(f"{node.module}: {', '.join(names)}")
+    return found
+
+
+def test_a_private_use_is_found() -> None:
+    found = private_uses("trainer.fit_loop.x; trainer._results; trainer.loggers")
+    assert sorted(found) == ["trainer._results", "trainer.fit_loop"]
+    assert private_uses("from pytorch_lightning.loops.fit_loop import _FitLoop")
+
+
+@pytest.mark.parametrize(
+    "path", sorted((PACKAGE / "training").rglob("*.py")), ids=lambda p: str(p.name)
+)
+def test_one_file_touches_private_parts(path: Path) -> None:
+    if path.name != "lightning_compat.py":
+        assert private_uses(path.read_text()) == []
+
+
+class Watch(pl.Callback):
+    """Notes what the private parts say in the course of a run."""
+
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        counts = (
+            lightning_compat.batches_of_epoch(trainer),
+            lightning_compat.batches_of_run(trainer),
+        )
+        row = lightning_compat.row_to_come(trainer)
+        assert row is not None
+        self.notes.append((*counts, lightning_compat.epoch_is_open(trainer), row[0]))
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        row = lightning_compat.row_to_come(trainer)
+        assert row is not None
+        assert "train/loss" in row[1]
+        self.notes.append((lightning_compat.epoch_is_open(trainer), row[0]))
+
+
+def test_what_they_say_in_a_run(tmp_path: Path) -> None:
+    watch, table = Watch(), MetricsCSV(tmp_path / "metrics.csv")
+    runner = trainer(tmp_path, callbacks=[watch], logger=table, limit_train_batches=2)
+    runner.fit(Classifier(TinyNet()), loader())
+    assert watch.notes == [
+        (1, 1, True, 0),
+        (2, 2, True, 1),
+        (False, 1),
+        (1, 3, True, 2),
+        (2, 4, True, 3),
+        (False, 3),
+    ]
+    assert lightning_compat.started_processes(runner) == []
+    state = lightning_compat.new_fit_state()
+    assert state.keys() == runner.fit_loop.state_dict().keys()
+    assert lightning_compat.optimiser_steps(state) == 0
+    assert lightning_compat.optimiser_steps(runner.fit_loop.state_dict()) == 4
+    assert lightning_compat.trainer_of(Classifier(TinyNet())) is None
+
+
+def test_the_parts_exist() -> None:
+    assert "self.procs" in inspect.getsource(_SubprocessScriptLauncher)
+    averaging = inspect.getsource(WeightAveraging)
+    for name in ("_swap_models", "_copy_average_to_current", "_average_model"):
+        assert f"self.{name}" in averaging
+    assert "self._latest_update_step = trainer.global_step" in averaging
+    loop = inspect.getsource(inspect.getmodule(type(pl.Trainer(logger=False).fit_loop)))  # type: ignore[arg-type]
+    assert "self._iteration_based_training()" in loop

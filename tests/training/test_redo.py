@@ -1,0 +1,149 @@
+"""A training step whose activations drifted is computed again, with its inputs kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytorch_lightning as pl
+import torch
+import torch.multiprocessing as mp
+from small_task import TINY, loader, trainer
+
+from revzoo.core.guard import DriftError
+from revzoo.core.invertible import Step
+from revzoo.training import Classifier
+from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoint.state import RunState
+
+NET = {**TINY, "units": [2, 2, 2], "dropout": 0.1, "memory": "invert"}
+CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
+AT = 5
+
+
+class Change(pl.Callback):
+    """Changes the first inverted step, on one process, in the batch ``at``."""
+
+    def __init__(self, what: str, at: int = AT, rank: int | None = None) -> None:
+        self.what, self.at, self.rank = what, at, rank
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        elsewhere = self.rank not in (None, trainer.global_rank)
+        if trainer.fit_loop.total_batch_idx == self.at and not elsewhere:
+            change(pl_module, self.what)
+
+
+def change(module: Classifier, what: str) -> str:
+    """Make one step drift, or recompute it; returns its name."""
+    inverted = [
+        (name, step)
+        for name, step in module.named_modules()
+        if isinstance(step, Step) and step.invertible and not list(step.children())[1:]
+    ]
+    name, step = inverted[len(inverted) // 2]
+    if what == "drift":
+        step.drift_limit = 0.0  # any rounding is beyond it
+    else:
+        step.memory = what
+    return name
+
+
+def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> tuple[Classifier, pl.Trainer]:
+    torch.manual_seed(0)
+    ckpt_path = options.pop("ckpt_path", None)
+    module = Classifier(NET, optim=CONSTANT)
+    runner = trainer(folder, callbacks=list(callbacks), plugins=[PlainCheckpointIO()], **options)
+    runner.fit(module, loader(), ckpt_path=ckpt_path, weights_only=True)
+    return module, runner
+
+
+def assert_same(found: Classifier, expected: Classifier) -> None:
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
+def test_a_drift_makes_its_step_recompute(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """bf16 `invert` dies at 3 am: drift above the limit raises DriftError and ends the run.
+
+    The run goes on as one that had recomputed the step since that batch, bit for bit: weights,
+    BatchNorm statistics, dropout and metrics.
+    """
+    expected, whole = fit(tmp_path, Change("recompute"), max_epochs=3, **options)
+    with caplog.at_level(logging.WARNING, logger="revzoo"):
+        found, runner = fit(tmp_path, Change("drift"), max_epochs=3, **options)
+    assert_same(found, expected)
+    assert runner.callback_metrics == whole.callback_metrics
+    told = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
+    assert len(told) == 1
+    (state,) = RunState.of(runner)
+    assert len(state.recomputed) == 1
+    assert state.recomputed[0] in told[0]
+    assert "memory=recompute" in state.notes["drift"]
+
+
+def test_so_it_does_in_a_resumed_run(tmp_path: Path) -> None:
+    """`--resume` dies at the same step."""
+    _, runner = fit(tmp_path, Change("drift"))
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    (name,) = RunState.of(runner)[0].recomputed
+    module, runner = fit(tmp_path, max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
+    assert module.get_submodule(name).memory == "recompute"
+    (state,) = RunState.of(runner)
+    assert state.recomputed == [name]
+    assert "drift" in state.notes
+    saved = read_checkpoint(tmp_path / "last.ckpt")["callbacks"]["RunState"]
+    assert saved["recomputed"] == [name]
+
+
+class Unrepeatable(pl.Callback):
+    """Every forward pass of the network adds another number."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self.calls = 0
+        name = change(pl_module, "invert")
+
+        def add(module: Any, inputs: Any, output: Any) -> Any:
+            self.calls += 1
+            return tuple(t + self.calls for t in output) if isinstance(output, tuple) else output
+
+        pl_module.get_submodule(name).branch.register_forward_hook(
+            lambda module, inputs, output: output + add(module, inputs, (output * 0,))[0]
+        )
+
+
+def test_a_step_that_never_repeats_itself_ends_the_run_with_a_command(tmp_path: Path) -> None:
+    """The message names nothing usable from the command line."""
+    with pytest.raises(DriftError, match=rf"--resume {tmp_path} memory=store"):
+        fit(tmp_path, Unrepeatable())
+
+
+def worker(rank: int, port: int, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
+    for what in ("recompute", "drift"):
+        alone = 1 if what == "drift" else None
+        module, _ = fit(folder, Change(what, rank=alone), **options)
+        torch.save(module.state_dict(), folder / f"{what}{rank}.pt")
+        torch.distributed.destroy_process_group()
+        os.environ["MASTER_PORT"] = str(port + 1)
+    os._exit(0)
+
+
+def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    mp.spawn(worker, (port, tmp_path), nprocs=2)
+    expected = torch.load(tmp_path / "recompute0.pt")
+    for name in ("drift0", "drift1"):
+        found = torch.load(tmp_path / f"{name}.pt")
+        for key, value in expected.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=0)
