@@ -1,5 +1,8 @@
 """The names that users rely on, gathered from the floors; :mod:`revzoo` hands them out."""
 
+import importlib
+from typing import TYPE_CHECKING
+
 from revzoo.core.check import check_inverse
 from revzoo.core.function import invertible_checkpoint
 from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
@@ -23,9 +26,20 @@ from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
-from revzoo.models.registry import create_model, from_pretrained, list_models
+from revzoo.models.registry import (
+    create_model,
+    from_pretrained,
+    list_models,
+    register_model,
+)
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable
+
+if TYPE_CHECKING:
+    from revzoo.data.registry import register_data
+
+# These modules import Lightning, for which users of models need not wait.
+_LATER = {"register_data": "revzoo.data.registry"}
 
 __all__ = [
     "ActNorm",
@@ -63,6 +77,15 @@ __all__ = [
     "is_replaying",
     "list_models",
     "load_published",
+    "register_data",
+    "register_model",
     "set_drift_limit",
     "set_memory",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LATER:
+        raise AttributeError(f"module 'revzoo.api' has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_LATER[name]), name)
+    return value

@@ -22,12 +22,13 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from revzoo.cli.commands.train import train
-from revzoo.cli.config.build import DATA, data_name, model_spec
+from revzoo.cli.config.build import data_name, model_spec
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
 from revzoo.cli.run.errors import told_plainly
 from revzoo.cli.run.folder import CONFIG_FILE
 from revzoo.cli.run.lock import locked
+from revzoo.data.registry import DATA
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CHECKPOINTS, CheckpointError, has_saved, read_last
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
