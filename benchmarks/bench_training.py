@@ -33,7 +33,7 @@ from measure import environment
 from torch import Tensor, nn
 
 from revzoo.cli.config.build import build_trainer, model_spec
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
@@ -149,7 +149,7 @@ def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
     """Seconds of each loop and round, and images a step."""
     overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
-    config = to_plain(compose_checked(overrides, config_dir=ROOT / "configs"))
+    config = to_plain(compose_checked(overrides))
     data, module = make(task, config)
     fed, fixed = make(task, config), make(task, config)
     loops = {

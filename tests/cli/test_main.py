@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_row_is_a_command() -> None:
     for name, row in COMMANDS.items():
-        module = import_module(f"revzoo.cli.commands.{row.module}")
+        module = import_module(f"revzoo.cli.{row.module}")
         assert callable(module.run), name
         assert callable(module.add_arguments), name
         assert f"revzoo {name}" in (module.__doc__ or "")

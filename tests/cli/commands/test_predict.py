@@ -7,10 +7,10 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.commands.predict import main as predict_main
-from revzoo.cli.commands.predict import predict
-from revzoo.cli.commands.train import train
 from revzoo.cli.main import main
+from revzoo.cli.run.predict import main as predict_main
+from revzoo.cli.run.predict import predict
+from revzoo.cli.run.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.training.checkpoint.files import CheckpointError
