@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,12 @@ from revzoo.cli.config.errors import ConfigError, one_line
 
 GROUP = "revzoo.plugins"
 SESSIONS_FILE = "sessions.jsonl"  # of a run; each line records the imports of a session
+FITTED = (
+    "variant",
+    "memory",
+    "num_classes",
+    "in_chans",
+)  # given by other sections, or the registry
 _imported: list[str] = []  # by the command line, in this process
 
 
@@ -87,26 +93,28 @@ def add_config_nodes() -> None:
     from revzoo.models.registry import MODELS
 
     store = ConfigStore.instance()
-    for name in MODELS:
+    for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
-            node = {"name": name, "pretrained": False}
-            store.store(group="model", name=name, node=node, provider="revzoo")
+            options = {**_keywords(entry.network), "pretrained": False}
+            plain = {key: value for key, value in options.items() if key not in FITTED}
+            store.store(group="model", name=name, node={"name": name, **plain})
     for name, kind in DATA.items():
         if not name.startswith("revzoo.data."):
-            parameters = {**signature(ImageData).parameters, **signature(kind).parameters}
-            options = {
-                p.name: "???" if p.default is p.empty else p.default
-                for p in parameters.values()
-                if p.kind in (Parameter.KEYWORD_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
-                and p.name != "self"
-            }
-            plain = {key: value for key, value in options.items() if _is_plain(value)}
-            node = {"_target_": name, **plain}
-            store.store(group="data", name=name, node=node, provider="revzoo")
+            node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
+            store.store(group="data", name=name, node=node)
+
+
+def _keywords(kind: type) -> dict[str, Any]:
+    """The keywords of a constructor and their defaults, those that a configuration can hold."""
+    return {
+        p.name: "???" if p.default is p.empty else p.default
+        for p in signature(kind).parameters.values()
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and (p.default is p.empty or _is_plain(p.default))
+    }
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether a configuration can hold it; other defaults are left to the constructor."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list | tuple):

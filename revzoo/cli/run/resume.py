@@ -63,8 +63,9 @@ def resume(
         config = recorded_config(run_dir)
         with errors_naming(path):
             check_config(config)
-        config |= _changes(config, overrides, allow_precision_change=allow_precision_change)
-        check_config(config)
+        if overrides:
+            config |= _changes(config, overrides, allow_precision_change=allow_precision_change)
+            check_config(config)
     with locked(run_dir), logged_to(run_dir):
         arguments = ["--resume", str(run_dir), *overrides]
         checkpoint = last_state(run_dir, config)
