@@ -1,8 +1,8 @@
-"""Images per second of ``revzoo-train`` against a bare loop, and the time until the first step.
+"""Images per second of ``revzoo train`` against a bare loop, and the time until the first step.
 
     python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
 
-The trainer is that of ``revzoo-train``, with its default callbacks and loggers. Each round runs a
+The trainer is that of ``revzoo train``, with its default callbacks and loggers. Each round runs a
 few steps of it and as many of two bare loops over networks with the same first weights: with data
 (the same loader and augmentation, the same loss and optimiser, no metrics and no log) and the
 step alone (batches made before). A callback takes turns with Lightning between two steps, so that
@@ -42,7 +42,7 @@ from revzoo.training import Classifier, build_optimizer, build_schedule
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]
 TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
-LOOPS = ("revzoo-train", "bare loop with data", "bare step alone")
+LOOPS = ("revzoo train", "bare loop with data", "bare step alone")
 FIRST_STEP = (
     "trainer.max_steps=1",
     "trainer.limit_val_batches=0",
@@ -203,9 +203,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--starts", type=int, default=5)
     args = parser.parse_args()
-    print("# Training through revzoo-train against a bare loop\n")
+    print("# Training through revzoo train against a bare loop\n")
     print(environment() + f"- revnet38, defaults; n = {args.rounds} rounds of {args.steps} steps\n")
-    print("| task | loop | images per CPU second | speed of revzoo-train over it | by the wall |")
+    print("| task | loop | images per CPU second | speed of revzoo train over it | by the wall |")
     print("|---|---|---|---|---|")
     for task in args.tasks:
         seconds, batch = compare(task, steps=args.steps, rounds=args.rounds)

@@ -55,7 +55,7 @@ def load_plugins(modules: Sequence[str]) -> None:
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as with python -m
     for module in modules:
-        _load(lambda module=module: import_module(module), f"--import {module}")  # type: ignore[misc]
+        _load(lambda module=module: import_module(module), f"--import {module}")
         if module not in _imported:
             _imported.append(module)
     if modules or plugins:

@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,9 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups() -> list[str]:
-    import revzoo.configs
-
-    folder = Path(revzoo.configs.__file__).parent
+    folder = Path(str(files("revzoo.configs")))
     groups = {
         group.name: ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
         for group in sorted(folder.iterdir())

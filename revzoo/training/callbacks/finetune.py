@@ -13,7 +13,7 @@ activation and replays nothing.
 
 Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. Under
 Lightning's strategy ``ddp`` a frozen parameter is an unused one: take
-``ddp_find_unused_parameters_true``, as ``revzoo-train`` does by itself.
+``ddp_find_unused_parameters_true``, as ``revzoo train`` does by itself.
 """
 
 from __future__ import annotations
