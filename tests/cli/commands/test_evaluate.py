@@ -173,7 +173,7 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
     [
         ([], "ckpt is needed"),
         (["ckpt=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
-        (["split=train"], "expected test or val"),
+        (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
         (["model=revnet38.cifar10"], "give ckpt=revnet38.cifar10"),

@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from revzoo.cli.config.compose import check_sweep, compose_checked
 from revzoo.cli.config.errors import ConfigError
-
-CONFIGS = Path(__file__).parents[3] / "configs"
 
 
 @pytest.mark.parametrize(
@@ -77,6 +73,8 @@ def test_bad_overrides_are_refused(override: str, message: str) -> None:
 
 
 def test_numbers_and_words_that_fit_pass() -> None:
+    cfg = compose_checked(["callbacks.last_checkpoint.minutes=0.5"])
+    assert cfg.callbacks.last_checkpoint.minutes == 0.5, "it was refused as not whole"
     cfg = compose_checked(["optim.lr=1", "trainer.devices=auto"])
     assert (cfg.optim.lr, cfg.trainer.devices) == (1, "auto")
 

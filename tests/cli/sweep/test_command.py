@@ -142,7 +142,7 @@ def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ((*SPACE, "trails=2"), "did you mean 'trials'"),
         ((*SPACE, "optim.lrr=1"), r"did you mean 'optim.lr'"),
         ((*SPACE, "trials=0"), "trials=0: expected a whole number >= 1"),
-        ((*SPACE, "trials=many"), "trials=many"),
+        ((*SPACE, "trials=many"), "trials='many'"),
         ((*SPACE, "direction=up"), "direction=up: expected one of maximize, minimize"),
         ((*SPACE, "prune=1"), "prune=1: expected true or false"),
         ((*SPACE, "metric=test/acc"), "val/acc"),
