@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """A name of :mod:`revzoo.api`, loaded when first asked for: command lines need not load torch.
 
+    ``__all__`` is the list of these names, so that ``from revzoo import *`` brings them.
+
     Raises:
         AttributeError: there is no such name.
     """
+    if name == "__all__":
+        return import_module("revzoo.api").__all__
     if not name.startswith("_"):
         api = import_module("revzoo.api")
         if name in api.__all__:

@@ -7,7 +7,7 @@ from revzoo.core.check import check_inverse
 from revzoo.core.function import invertible_checkpoint
 from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
 from revzoo.interop.foreign import ConversionError

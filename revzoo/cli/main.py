@@ -49,6 +49,7 @@ COMMANDS: dict[str, Row] = {
     "sweep": Row("sweep.command", "search for hyper-parameters"),
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
+    "check": Row("commands.check", "every image of a folder: which cannot be read", builds=False),
     "export": Row("commands.export", "a network as a file: torch.export, ONNX or safetensors"),
     "convert": Row("commands.convert", "published weights of other programs to ours"),
     "pack": Row("commands.pack", "weights and their entry from a checkpoint of training"),

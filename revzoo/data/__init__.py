@@ -1,6 +1,6 @@
 """Data modules: real images, split, loaded, augmented and normalised.
 
-Start reading at ``module.py``, which says what every set has in common.
+Start reading at ``module.py``, which holds the rules for every set.
 """
 
 from revzoo.data.augment import Augment

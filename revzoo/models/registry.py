@@ -142,9 +142,9 @@ def create_model(
             ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
         pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
             from the package, the cache, or downloaded into it, and verified.
-        num_classes: number of logits; None for that of the weights, or 10. If it differs from the
+        num_classes: number of logits; None for the weights', or 10. If it differs from the
             weights', the classifier starts afresh.
-        in_chans: channels of the images; None for that of the weights, or 3. If it differs, the
+        in_chans: channels of the images; None for the weights', or 3. If it differs, the
             first convolution is adapted.
         features_only: give a list of feature maps instead, see :class:`FeatureNet`.
         out_indices: the stages whose maps are given, negative ones from the last; None for all.

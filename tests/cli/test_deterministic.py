@@ -12,7 +12,7 @@ from small_images import image_folder
 
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
-from revzoo.core.memory import MODES
+from revzoo.core.modes import MODES
 
 # said where a test may use one CPU only
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:  # torch is imported when costs are measured, after what is kn
 
     from revzoo.models.network import ImageNetwork
 
-MODES = ("store", "recompute", "invert", "exact")  # offload keeps the same, elsewhere
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
@@ -64,13 +62,13 @@ def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
-    from revzoo.core.memory import set_memory
+    from revzoo.core.modes import COUNTED, set_memory
     from revzoo.profiling.costs import activation_bytes, forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
-    for mode in MODES:
+    for mode in COUNTED:
         try:
             set_memory(model, mode)
         except ValueError:

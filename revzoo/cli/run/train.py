@@ -43,8 +43,8 @@ from revzoo.cli.run.lock import locked
 from revzoo.cli.run.multirun import check_started_together
 from revzoo.cli.run.tune import SECTION, tune
 from revzoo.data import DataError, ImageData
-from revzoo.data.classes import check_same_classes
 from revzoo.data.loaders import check_batch_size
+from revzoo.data.state import check_same_classes
 from revzoo.training import Classifier
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.registry import best_checkpoint_path

@@ -27,8 +27,8 @@ from lightning_fabric.plugins.io.checkpoint_io import CheckpointIO
 from torch import Tensor
 
 from revzoo.training.distributed import is_first_process
-from revzoo.weights.archive import check_archive
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.torch_file import read_torch_file
 
 log = logging.getLogger(__name__)
 
@@ -131,18 +131,9 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     if not path.is_file():
         raise DamagedCheckpoint(f"there is no checkpoint {path}: give the path of a .ckpt file")
     try:
-        check_archive(path)
+        state = read_torch_file(path, map_location=map_location, bare_pickles=False)
     except UnreadableWeightsError as error:
         raise DamagedCheckpoint(str(error)) from None
-    try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DamagedCheckpoint(
-            f"{path} holds more than plain values and tensors, or is damaged "
-            f"({type(error).__name__}: {reason}): it was not loaded, as loading it could run code "
-            "of its own; use a checkpoint that this program has written"
-        ) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         found = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(

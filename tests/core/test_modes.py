@@ -6,7 +6,8 @@ from compare import conv_net, images, linear_net
 from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, Step, set_memory
-from revzoo.core.memory import MODES
+from revzoo.core import modes
+from revzoo.core.modes import MODES, Mode
 
 
 class Halve(Step):
@@ -60,3 +61,28 @@ def test_a_step_without_inverse_is_recomputed_in_invert():
         grads.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
     for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e)
+
+
+def test_a_new_mode_is_one_class_and_one_line(monkeypatch):
+    """Every step runs through it, and it refuses what does not fit."""
+    calls = []
+
+    class Counting(Mode):
+        name = "counting"
+
+        def run(self, step, state, context):
+            calls.append(step.label)
+            return super().run(step, state, context)
+
+        def check(self, module, steps):
+            if len(steps) == 1:
+                raise ValueError("counting needs two steps")
+
+    monkeypatch.setattr(modes, "MODES", {**MODES, "counting": Counting()})
+    net = linear_net()
+    set_memory(net, "counting")
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    net(x).sum().backward()
+    assert calls == [f"steps.{block}.steps.{i}" for block in range(3) for i in range(2)]
+    with pytest.raises(ValueError, match="counting needs two steps"):
+        set_memory(AdditiveCoupling(nn.Linear(2, 2)), "counting")
