@@ -37,7 +37,7 @@ from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from revzoo.cli.config.build import build_data, build_module, build_trainer
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits
 from revzoo.models import create_model
@@ -137,7 +137,7 @@ def configuration(
         *(f"data.root={folder}", f"data.batch_size={args.batch}", f"data.augment.flip={task.flip}"),
         *(f"trainer.max_epochs={epochs}", "trainer.limit_val_batches=0"),
     ]
-    config = to_plain(compose_checked(overrides, config_dir=CONFIGS))
+    config = to_plain(compose_checked(overrides))
     kept = {name: config["callbacks"][name] for name in ("batch_norm", "finetuning")}
     return {**config, "callbacks": kept}
 

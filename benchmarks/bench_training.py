@@ -1,8 +1,8 @@
-"""Images per second of ``revzoo-train`` against a bare loop, and the time until the first step.
+"""Images per second of ``revzoo train`` against a bare loop, and the time until the first step.
 
     python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
 
-The trainer is the one of ``revzoo-train``, with its default callbacks and loggers. Each round runs
+The trainer is the one of ``revzoo train``, with its default callbacks and loggers. Each round runs
 a few steps of it and as many steps of two bare loops over networks with the same initial weights:
 
 - with data: same loader, augmentation, loss and optimiser; no metrics, no logs;
@@ -36,7 +36,7 @@ from measure import environment
 from torch import Tensor, nn
 
 from revzoo.cli.config.build import build_trainer, model_spec
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
@@ -45,7 +45,7 @@ from revzoo.training import Classifier, build_optimizer, build_schedule
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]
 TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
-LOOPS = ("revzoo-train", "bare loop with data", "bare step alone")
+LOOPS = ("revzoo train", "bare loop with data", "bare step alone")
 FIRST_STEP = (
     "trainer.max_steps=1",
     "trainer.limit_val_batches=0",
@@ -152,7 +152,7 @@ def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
     """Seconds of each loop in each round, and images a step."""
     overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
-    config = to_plain(compose_checked(overrides, config_dir=ROOT / "configs"))
+    config = to_plain(compose_checked(overrides))
     data, module = make(task, config)
     fed, fixed = make(task, config), make(task, config)
     loops = {
@@ -206,9 +206,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--starts", type=int, default=5)
     args = parser.parse_args()
-    print("# Training through revzoo-train against a bare loop\n")
+    print("# Training through revzoo train against a bare loop\n")
     print(environment() + f"- revnet38, defaults; n = {args.rounds} rounds of {args.steps} steps\n")
-    print("| task | loop | images per CPU second | speed of revzoo-train over it | by the wall |")
+    print("| task | loop | images per CPU second | speed of revzoo train over it | by the wall |")
     print("|---|---|---|---|---|")
     for task in args.tasks:
         seconds, batch = compare(task, steps=args.steps, rounds=args.rounds)

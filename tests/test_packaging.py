@@ -16,6 +16,7 @@ DISTRIBUTIONS = {
     "hydra": "hydra-core",
     "omegaconf": "hydra-core",
     "PIL": "pillow",
+    "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
     "lightning_fabric": "pytorch-lightning",
 }

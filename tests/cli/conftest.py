@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -18,6 +18,6 @@ def compose() -> Compose:
     """The checked-out configuration as plain containers, with overrides."""
 
     def composed(*overrides: str) -> dict[str, Any]:
-        return to_plain(compose_checked(overrides, config_dir=CONFIGS))
+        return to_plain(compose_checked(overrides))
 
     return composed

@@ -15,10 +15,10 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from revzoo.cli.commands.train import train
 from revzoo.cli.config import checks
 from revzoo.cli.config.build import build_data
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.train import train
 from revzoo.models import create_model
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.weights.table import SHIPPED

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import revzoo
@@ -85,8 +86,10 @@ def test_there_is_a_config_for_every_network():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_keywords_of_create_model_with_its_defaults(path):
-    config = OmegaConf.to_container(OmegaConf.load(path))
+    with initialize_config_dir(str(path.parents[1]), version_base="1.3"):
+        config = OmegaConf.to_container(compose(f"model/{path.stem}").model)
     assert config.pop("name") == path.stem
+    assert "pretrained" in config
     network, variant = MODELS[path.stem]
     defaults = inspect.signature(create_model).parameters | inspect.signature(network).parameters
     for key, value in config.items():

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from revzoo.cli.tables import add_table, table_of
+from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", help="a model (revnet38), or its weights (revnet38.cifar10)")
     parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
-    add_table(parser)
+    add_weights_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.batch < 1:
         raise ValueError(f"--batch {args.batch}: expected a positive whole number")
-    table = table_of(args)
+    table = weights_table(args)
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():
         _tell(key, value)

@@ -1,33 +1,31 @@
-"""``revzoo-train --resume RUN_DIR``: go on with a run, in its folder, as it was configured.
+"""Continues a run: ``revzoo train --resume RUN_DIR``.
 
-What a run computes is fixed by its ``config.yaml``; resumed on the CPU it ends with the weights and
-figures of a run that was never stopped, bit for bit. Two things may be changed: the memory mode,
-which does not change what is computed (``memory=invert``), and, where it is asked for in so many
-words, the precision (``precision=bf16 --allow-precision-change``). A change is written to
-``config.yaml``, for the next time.
+``config.yaml`` of the run fixes what it computes; resumed on the CPU it ends with the weights and
+figures of a run that was never stopped, bit for bit. Two things may change: the memory mode, which
+does not change what is computed, and, with ``--allow-precision-change``, the precision. A change is
+written to ``config.yaml``, for the next time.
 """
 
 from __future__ import annotations
 
 import logging
 import sys
-from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
-from revzoo.cli.commands.train import train
+from revzoo.cli.commands.train import check_changes
 from revzoo.cli.config.build import data_name, model_spec
 from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
-from revzoo.cli.run.errors import told_plainly
-from revzoo.cli.run.folder import CONFIG_FILE
+from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.plugins import check_imports
+from revzoo.cli.run.errors import user_errors
+from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, recorded_config
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CHECKPOINTS, CheckpointError, has_saved, read_last
@@ -42,17 +40,15 @@ LOG_FILE = "train.log"
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
-def asks_to_resume(arguments: Sequence[str]) -> bool:
-    """Whether a command line is one of :func:`resume`."""
-    return any(a == "--resume" or a.startswith("--resume=") for a in arguments)
-
-
-def resume(arguments: Sequence[str], *, config_dir: Path | None = None) -> dict[str, float]:
-    """Go on with the run that the command line names.
+def resume(
+    run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
+) -> dict[str, float]:
+    """Continue a run in its folder.
 
     Args:
-        arguments: the command line without the program's name.
-        config_dir: folder of the configurations; None for the installed ones.
+        run_dir: the run's folder.
+        overrides: ``memory=MODE`` and ``precision=NAME``.
+        allow_precision_change: whether the precision may change the figures.
 
     Returns:
         The figures of the run.
@@ -60,16 +56,20 @@ def resume(arguments: Sequence[str], *, config_dir: Path | None = None) -> dict[
     Raises:
         SystemExit: if the run cannot go on, or not with these changes; the message says why.
     """
-    args = _parsed(arguments)
-    run_dir = args.resume.absolute()
-    with told_plainly():
+    run_dir = run_dir.absolute()
+    path = run_dir / CONFIG_FILE
+    with user_errors():
+        check_imports(run_dir)
         config = recorded_config(run_dir)
-        check_config(config)
-        config = {**config, **_changes(args, config, config_dir)}
-        check_config(config)
+        with errors_naming(path):
+            check_config(config)
+        if overrides:
+            config |= _changes(config, overrides, allow_precision_change=allow_precision_change)
+            check_config(config)
     with locked(run_dir), logged_to(run_dir):
-        path = last_state(run_dir, config)
-        return train(config, run_dir=run_dir, overrides=list(arguments), resume=path)
+        arguments = ["--resume", str(run_dir), *overrides]
+        checkpoint = last_state(run_dir, config)
+        return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
 
 
 def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
@@ -82,7 +82,7 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
         if is_first_process():
             log.info("nothing was saved in %s: the run begins from the start", run_dir)
         return None
-    with told_plainly():
+    with user_errors():
         check = partial(check_state, config, run_dir=run_dir)
         path, _ = read_last(run_dir / CHECKPOINTS, check)
     return path
@@ -102,51 +102,20 @@ def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Pa
     check_contents(state, data=data_name(config), callbacks=callbacks)
 
 
-def _parsed(arguments: Sequence[str]) -> Namespace:
-    parser = ArgumentParser("revzoo-train", description=__doc__, allow_abbrev=False)
-    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", required=True)
-    parser.add_argument("--allow-precision-change", action="store_true")
-    parser.add_argument("overrides", nargs="*", metavar="memory=MODE")
-    return parser.parse_intermixed_args(list(arguments))
-
-
-def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration of a run, as it was last started or resumed.
-
-    Raises:
-        ConfigError: if there is none, or it is no YAML mapping.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(f"there is no {path}: give the folder of a run, such as outputs/DAY/TIME")
-    try:
-        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OmegaConfBaseException, OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read ({error}): restore it from a copy") from None
-    except Exception as error:  # of the YAML library, which is not ours to import
-        raise ConfigError(f"{path} is no YAML ({error}): restore it from a copy") from None
-    if not isinstance(plain, dict):
-        raise ConfigError(f"{path} holds no configuration: restore it from a copy")
-    return {str(key): value for key, value in plain.items()}
-
-
-def _changes(args: Namespace, config: Mapping[str, Any], config_dir: Path | None) -> dict[str, Any]:
+def _changes(
+    config: Mapping[str, Any], overrides: Sequence[str], *, allow_precision_change: bool
+) -> dict[str, Any]:
     """The sections that the overrides replace."""
-    for override in args.overrides:
-        if override.partition("=")[0] not in ("memory", "precision"):
-            raise ConfigError(
-                f"{override}: a run goes on as it was configured; only memory=MODE may be changed, "
-                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
-            )
-    composed = to_plain(compose_checked(args.overrides, config_dir=config_dir))
-    sections = {override.partition("=")[0] for override in args.overrides}
+    check_changes(overrides)
+    sections = {override.partition("=")[0] for override in overrides}
+    composed = to_plain(compose_checked(overrides))
     changed = {section: composed[section] for section in sections}
     precision = changed.get("precision", config["precision"])
-    if precision != config["precision"] and not args.allow_precision_change:
+    if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(
             f"the run computes in precision.trainer={config['precision']['trainer']}, "
             f"{precision['trainer']} would change its figures: add --allow-precision-change "
-            "if that is meant"
+            "if you want that"
         )
     return changed
 

@@ -16,7 +16,7 @@ import pytorch_lightning as pl
 
 from revzoo._checks import check_names, check_number, did_you_mean
 from revzoo.cli.config.build import apply_precision, build_data, build_module
-from revzoo.cli.config.overrides import ConfigError
+from revzoo.cli.config.errors import ConfigError
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_sweep, find_lr
