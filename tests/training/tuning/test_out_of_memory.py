@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 import torch
 from small_task import TINY, loader, trainer
 
+from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.evaluate import main as evaluate_main
 from revzoo.cli.run.train import train
 from revzoo.training import Classifier
 from revzoo.training.tuning import out_of_memory
@@ -190,5 +190,5 @@ def test_so_does_revzoo_eval(compose: Any, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Classifier, "test_step", fails)
     with pytest.raises(SystemExit) as end:
-        evaluate_main([f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"])
+        main(["eval", f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"])
     assert str(end.value).endswith(EVALUATING + "batch_size")
