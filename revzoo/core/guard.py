@@ -48,6 +48,14 @@ _FEWEST = 4  # values of a channel of which a spread can be told; fewer agree by
 _draw = random.Random(0)  # of places; nobody else's random numbers
 
 
+def draw_places(seed: int) -> None:
+    """Let the places that the next forward passes sample follow from ``seed`` alone.
+
+    A run that resumes at a step then measures the drift that it would have measured.
+    """
+    _draw.seed(seed)
+
+
 class DriftError(RuntimeError):
     """Recomputed activations differ from those of the forward pass, so gradients are wrong.
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
 
+from revzoo.core.guard import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.models import create_model
@@ -182,6 +183,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        draw_places((self.current_epoch << 32) + batch_idx)
         self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
