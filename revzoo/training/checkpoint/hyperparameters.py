@@ -35,7 +35,7 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
     """
     if not isinstance(given, dict) or ("model" not in given and "model" not in replaced):
         raise CheckpointError(
-            "the checkpoint has no hyperparameters of a model: it was trained on a module passed as "
+            "the checkpoint has no hyperparameters of a model: its module was passed as "
             "an instance; make that module again and give it as model=..."
         )
     for key in given:
