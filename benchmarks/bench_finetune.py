@@ -2,17 +2,18 @@
 
     python benchmarks/bench_finetune.py --root DIR
 
-DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` of 3x32x32 pixels. From it, and from the embedded
-digits enlarged to 32x32, sets of a few classes with a few images each are drawn; every run trains
-on all of these images, in whole epochs, for at least the steps asked for, and is tested with its
-last weights on the whole test split of its classes. A seed decides the images, the new
-weights and the order. The classes are the same for all seeds.
+DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` with images of 3x32x32 pixels. The script draws
+sets with a few classes and a few images of each, from DIR and from the embedded digits (enlarged
+to 32x32). Every run trains on all images of its set, in whole epochs, for at least ``--steps``
+steps, and tests its last weights on the whole test split of these classes. A seed decides the
+images, the new weights and the order. All seeds use the same classes.
 
-Each recipe has a rate of its own on each set: the best of ``RATES`` on training images that were
-held back, in a run of a further seed. No rate is chosen on the test split.
+The learning rate of a recipe on a set is the best of ``RATES`` on held-back training images, in
+one run with a further seed. No rate is chosen on the test split.
 
-``revnet38.cifar10`` has seen CIFAR-10: where DIR is that set, the comparison shows what the recipes
-do and cost, and no transfer to unseen data; the digits are classes and images it has not seen.
+``revnet38.cifar10`` was pretrained on CIFAR-10. If DIR is that set, the comparison shows the cost
+and effect of the recipes but no transfer to unseen data. It has seen neither the digits nor their
+classes.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from torch import nn
 from torchvision.transforms.v2.functional import to_pil_image
 
 from revzoo.cli.config.build import build_data, build_module, build_trainer
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits
 from revzoo.models import create_model
@@ -52,17 +53,17 @@ METHODS: dict[str, tuple[str, ...]] = {
     "from scratch": ("optim=onecycle", "callbacks.batch_norm={{momentum: 0.1, warmup: false}}"),
 }
 SCRATCH = "from scratch"
-RATES = {  # of new layers and whole networks in so few steps, a factor of three apart
+RATES = {  # a factor of three apart
     "linear probe": (0.5, 1.5, 5.0, 15.0),
     "unfrozen stage by stage": (0.05, 0.15, 0.5, 1.5),
     "whole, layer decay": (0.05, 0.15, 0.5),
     SCRATCH: (0.05, 0.15, 0.5),
 }
-FEWEST_EPOCHS = 6  # so that a sixth and a third of a run are different epochs
+FEWEST_EPOCHS = 6  # a sixth and a third of a run must be different epochs
 
 
 class Task(NamedTuple):
-    """A source of images and what is drawn from it."""
+    """A source of images and the size of the set drawn from it."""
 
     name: str
     seen: str
@@ -73,11 +74,11 @@ class Task(NamedTuple):
 
 
 def draw_subset(task: Task, folder: Path, *, seed: int, held_back: int = 0) -> None:
-    """Link ``task.images`` training images of each class, and what tests them, into ``folder``.
+    """Link ``task.images`` training images of each class, and images to test on, into ``folder``.
 
-    That are all test images, or so many ``held_back`` training images of each class. A further
-    image of each class makes the validation split that a folder must have so that no training
-    image is taken for it; it is not used.
+    The images to test on are the whole test split, or ``held_back`` training images of each class.
+    One more image of each class fills the validation split. It is not used, but without it the
+    data module would split validation images off the training images.
     """
     names = sorted(path.name for path in (task.root / "train").iterdir())
     order = torch.randperm(len(names), generator=torch.Generator().manual_seed(0))
@@ -95,14 +96,14 @@ def draw_subset(task: Task, folder: Path, *, seed: int, held_back: int = 0) -> N
 
 
 def link(files: Sequence[Path], target: Path) -> None:
-    """A new folder of links to the files."""
+    """Make the folder ``target`` with a link to each file."""
     target.mkdir(parents=True)
     for file in files:
         (target / file.name).symlink_to(file.absolute())
 
 
 def write_digits(folder: Path) -> None:
-    """The embedded digits as 32x32 images in class folders."""
+    """Write the embedded digits as 32x32 images in class folders."""
     data = Digits()
     for split in ("train", "test"):
         images = data.read(split)  # type: ignore[arg-type]
@@ -116,7 +117,7 @@ def write_digits(folder: Path) -> None:
 
 
 def recipe(method: str, task: Task, args: argparse.Namespace) -> tuple[int, int]:
-    """Epochs and optimiser steps of a run; from scratch twice as many."""
+    """Epochs and optimiser steps of a run; training from scratch takes twice as many."""
     per_epoch = task.classes * task.images // args.batch
     epochs = max(FEWEST_EPOCHS, math.ceil(args.steps / per_epoch))
     epochs *= 2 if method == SCRATCH else 1
@@ -126,23 +127,23 @@ def recipe(method: str, task: Task, args: argparse.Namespace) -> tuple[int, int]
 def configuration(
     method: str, rate: float, folder: Path, task: Task, args: argparse.Namespace
 ) -> Any:
-    """The recipe of ``method``, as the command line composes it."""
+    """The configuration of a run, composed as on the command line."""
     epochs, _ = recipe(method, task, args)
     marks = {"sixth": round(epochs / 6), "third": round(epochs / 3)}
     overrides = [
         *(override.format(**marks) for override in METHODS[method]),
         *(f"optim.lr={rate}", "model=revnet38", "data=imagefolder", "trainer=cpu", "logger=none"),
-        *("precision=bf16", "memory=store"),  # the quickest on a CPU
+        *("precision=bf16", "memory=store"),  # the fastest on a CPU
         *(f"data.root={folder}", f"data.batch_size={args.batch}", f"data.augment.flip={task.flip}"),
         *(f"trainer.max_epochs={epochs}", "trainer.limit_val_batches=0"),
     ]
-    config = to_plain(compose_checked(overrides, config_dir=CONFIGS))
+    config = to_plain(compose_checked(overrides))
     kept = {name: config["callbacks"][name] for name in ("batch_norm", "finetuning")}
     return {**config, "callbacks": kept}
 
 
 class Run(NamedTuple):
-    """Accuracy (in parts of one) and loss on what was tested, CPU seconds of the training."""
+    """Accuracy (0 to 1) and loss on the tested images, CPU seconds of the training."""
 
     accuracy: float
     loss: float
@@ -152,7 +153,7 @@ class Run(NamedTuple):
 def train(
     method: str, rate: float, folder: Path, task: Task, seed: int, args: argparse.Namespace
 ) -> Run:
-    """One run on what lies in ``folder``."""
+    """Train and test once on the images in ``folder``."""
     config = configuration(method, rate, folder, task, args)
     with quiet():
         pl.seed_everything(seed, verbose=False)
@@ -171,7 +172,7 @@ def train(
 
 
 def chosen_rates(task: Task, args: argparse.Namespace) -> dict[str, float]:
-    """The rate of each method that is best on held-back images; of equal ones, by the loss."""
+    """The best rate of each method on held-back images; ties go to the lower loss."""
     with tempfile.TemporaryDirectory() as name:
         folder, seed = Path(name), args.seeds
         draw_subset(task, folder, seed=seed, held_back=args.held_back)
@@ -183,7 +184,7 @@ def chosen_rates(task: Task, args: argparse.Namespace) -> dict[str, float]:
 
 
 def rows(task: Task, args: argparse.Namespace) -> str:
-    """The rows of a set: for each method mean and range over the seeds."""
+    """The rows of one set: mean and range over the seeds, for each method."""
     rates = chosen_rates(task, args)
     found: dict[str, list[Run]] = {method: [] for method in METHODS}
     for seed in range(args.seeds):
@@ -203,7 +204,7 @@ def rows(task: Task, args: argparse.Namespace) -> str:
 
 
 def trained_by(method: str, memory: str) -> nn.Module:
-    """The network as ``method`` trains it when most of it is unfrozen."""
+    """The network with everything unfrozen that ``method`` ever trains."""
     model = create_model("revnet38", memory=memory)
     unfreeze = {"linear probe": None, "unfrozen stage by stage": {0: "stages.1", 1: "stem"}}
     if method in unfreeze:
@@ -212,7 +213,7 @@ def trained_by(method: str, memory: str) -> nn.Module:
 
 
 def memory_row(method: str, args: argparse.Namespace) -> str:
-    """What a step of ``method`` keeps: counted, and measured in a process of its own."""
+    """Activations of a step of ``method``: counted, and measured in a fresh process."""
     images = torch.randn(args.memory_batch, 3, 32, 32)
     cells = [method]
     for memory in ("store", "invert"):
@@ -224,7 +225,7 @@ def memory_row(method: str, args: argparse.Namespace) -> str:
 
 
 def tasks(args: argparse.Namespace, digits: Path) -> list[Task]:
-    """All sets that are compared, the digits first."""
+    """All sets, the digits first."""
     own = [
         Task(args.name, args.seen, args.root, classes, images, True)
         for images in args.images
@@ -235,23 +236,23 @@ def tasks(args: argparse.Namespace, digits: Path) -> list[Task]:
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path)
-    parser.add_argument("--name", default="CIFAR-10 (JPEG copy)", help="what DIR holds")
-    parser.add_argument("--seen", default="yes, with all ten labels", help="in the pretraining?")
+    parser.add_argument("--name", default="CIFAR-10 (JPEG copy)", help="name of the set in DIR")
+    parser.add_argument("--seen", default="yes, with all ten labels", help="by the pretraining?")
     parser.add_argument("--classes", type=int, nargs="*", default=[2, 5])
     parser.add_argument("--images", type=int, nargs="*", default=[20], help="per class")
     parser.add_argument("--digits", type=int, nargs="*", default=[10], help="per class")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=50, help="at least; twice from scratch")
+    parser.add_argument("--steps", type=int, default=50, help="at least; doubled from scratch")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--held-back", type=int, default=50, help="per class, to choose rates")
+    parser.add_argument("--held-back", type=int, default=50, help="per class, for choosing rates")
     parser.add_argument("--memory-batch", type=int, default=64)
     parser.add_argument("--memory-of", nargs=2, metavar=("METHOD", "MODE"))
     args = parser.parse_args(arguments)
     if args.root is None and args.memory_of is None:
-        parser.error("--root is needed: a folder with train/CLASS/* and test/CLASS/*")
+        parser.error("--root is missing: give a folder with train/CLASS/* and test/CLASS/*")
     return args
 
 
@@ -264,13 +265,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(growth(run))
         return
     print("# Fine-tuning revnet38.cifar10 with few images\n")
-    print(environment(root=args.root) + f"- Batch {args.batch}; accuracy: mean and range of")
-    print(
-        f"  {args.seeds} seeds, the last weights on the whole test split of the classes; seconds:"
-    )
-    print("  median CPU time of a training, bfloat16 autocast, `store`")
-    print(f"- Rates: the best of three or four on {args.held_back} held-back training images")
-    print("  of each class, in one run each of a further seed\n")
+    print(environment(root=args.root) + f"- Batch {args.batch}, bfloat16 autocast, `store`")
+    print(f"- n = {args.seeds} seeds. Accuracy: mean and range of the last weights on the whole")
+    print("  test split of the classes. CPU seconds: median of the trainings")
+    print(f"- Rates: the best of three or four on {args.held_back} held-back training images of")
+    print("  each class, one run each with a further seed\n")
     head = "set | seen in pretraining | classes | images of each | recipe | rate | steps"
     print(f"| {head} | test accuracy, % | CPU seconds |")
     print("|---" * 9 + "|", flush=True)
@@ -278,9 +277,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         write_digits(Path(name))
         for task in tasks(args, Path(name)):
             print(rows(task, args), flush=True)
-    print("\nPeak memory of a step with the most that a recipe ever trains, float32, batch")
-    print(f"{args.memory_batch}: activations, counted, and growth of the resident process, which")
-    print("also holds gradients and workspaces, each measured in a process of its own.\n")
+    print("\n## Memory\n\nPeak memory of one step with the largest set of parameters that a")
+    print(f"recipe ever trains, float32, batch {args.memory_batch}. The first figure counts")
+    print("activations. The second is the growth of the resident process, which also holds")
+    print("gradients and workspaces; each is measured in a separate process.\n")
     columns = [
         f"`{m}`, {what}" for m in ("store", "invert") for what in ("MiB per image", "grown by MiB")
     ]

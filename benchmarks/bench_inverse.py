@@ -1,11 +1,12 @@
-"""How exactly networks are inverted: errors of ``inverse(forward(x))``, relative to the largest x.
+"""Errors of ``inverse(forward(x))``, relative to the largest value of x.
 
     python benchmarks/bench_inverse.py
 
-Untrained networks in training mode's statistics: of i-RevNets the whole way from the image to the
-representation and back; of others the invertible steps of their deepest stage. Images are random
-bytes over 256. Columns: float32; float32 streams with branches under bfloat16 autocast; memory mode
-``exact``, without and with that autocast, where 0 means equal bit for bit.
+The networks are untrained; their running statistics are those of the images. For i-RevNets the
+script goes from the image to the representation and back, for other networks through the
+invertible steps of the stage with the most units. Images are random bytes divided by 256. The
+columns are: float32; float32 streams with branches under bfloat16 autocast; memory mode ``exact``
+without and with that autocast. There, 0 means equal bit for bit.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ BATCH = 4
 
 
 def settle(model: nn.Module, images: Tensor) -> None:
-    """Let the running statistics be those of ``images``, then leave training mode."""
+    """Set the running statistics to those of ``images`` and leave training mode."""
     momenta = {}
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -49,7 +50,7 @@ def settle(model: nn.Module, images: Tensor) -> None:
 
 
 def round_trip(model: ImageNetwork, images: Tensor, mode: str) -> tuple[Callable[[], float], int]:
-    """A function that measures the error, and the number of couplings it goes through."""
+    """A function that measures the error, and the number of couplings it runs."""
     if isinstance(model, IRevNet):
         steps = list(model.stages.modules())
 

@@ -3,8 +3,8 @@
     python benchmarks/bench_modes.py --models revnet38 revnet110 --batch 128
 
 One step is forward, cross-entropy and backward on random images of CIFAR's size. Times are
-medians over interleaved rounds, with the quartiles of the ratio to ``store``. The row ``store
-and one more forward pass`` is the least time that recomputing every branch can take.
+medians over interleaved rounds, with the quartiles of the ratio to ``store``. The row "store and
+one more forward pass" is a lower bound for every mode that recomputes all branches.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from measure import MIB, environment, growth, in_own_process, interleaved
 from torch import nn
 
 import revzoo
-from revzoo.core.memory import MODES
+from revzoo.core.modes import MODES
 
 FLOOR = "store and one more forward pass"
 
@@ -27,7 +27,7 @@ def step(
 ) -> Callable[[], None]:
     """One training step on random images, under autocast unless ``dtype`` is float32.
 
-    All but the last of ``forwards`` forward passes leave nothing for a backward pass.
+    Forward passes before the last of ``forwards`` run without recording.
     """
     device = next(model.parameters()).device
     generator = torch.Generator().manual_seed(0)
@@ -48,7 +48,7 @@ def step(
 
 
 def build(name: str, mode: str) -> nn.Module:
-    """The model in training mode, channels last, on the GPU if there is one."""
+    """The model in training mode and channels-last layout, on a GPU if there is one."""
     torch.manual_seed(0)
     model = revzoo.create_model(name, memory=mode)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,10 +1,10 @@
-"""What a library costs besides arithmetic: CPU time of a block whose tensors have a few elements.
+"""Overhead of each library: CPU time of a block whose tensors have a few elements.
 
     python benchmarks/bench_overhead.py
 
-The stack of ``bench_peers.py`` with 4 channels on 2x2 pixels: kernels take next to nothing, so what
-remains is autograd, hooks and Python. CPU time of the process, not wall time: it hardly depends on
-what else the machine does. Needs the ``bench`` extra.
+The stack of ``bench_peers.py`` with 4 channels on 2x2 pixels. Kernels take next to no time, so the
+rest is autograd, hooks and Python. The script measures CPU time, not wall time, because other
+jobs on the machine hardly change it. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=100)
     args = parser.parse_args()
     args.batch, args.channels, args.size, args.channels_last = 2, 4, 2, False
-    warnings.simplefilter("ignore")  # peers' deprecations
+    warnings.simplefilter("ignore")  # deprecations in the peers
     steps = {name: step(name, args, args.blocks) for name in CANDIDATES}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(args.rounds):

@@ -1,9 +1,9 @@
-"""What a RevNet costs beside the ResNet that it is made from: step time and peak memory.
+"""Cost of a RevNet against the ResNet that it is made from: step time and peak memory.
 
     python benchmarks/bench_pairs.py --pairs resnet32:revnet38 resnet110:revnet110 --batch 128
 
-A step is that of ``bench_modes.py``, channels last; the seconds of an epoch follow from the median
-step, without data. The ResNet stores its activations, the RevNet runs in each mode asked for.
+A step is the one of ``bench_modes.py``. The seconds of an epoch follow from the median step,
+without data loading. The ResNet stores its activations; the RevNet runs in each of ``--modes``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main() -> None:
     parser.add_argument("--pairs", nargs="+", default=["resnet32:revnet38", "resnet110:revnet110"])
     parser.add_argument("--modes", nargs="+", default=["store", "exact"])
     parser.add_argument("--batch", type=int, default=128)
-    parser.add_argument("--images", type=int, default=50_000, help="of an epoch")
+    parser.add_argument("--images", type=int, default=50_000, help="images of an epoch")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16", "float16"])
     args = parser.parse_args()

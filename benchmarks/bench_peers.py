@@ -1,11 +1,11 @@
-"""One stack of RevNet branches in every library that inverts: step time and peak memory.
+"""One stack of RevNet branches in every reversible library: step time and peak memory.
 
     python benchmarks/bench_peers.py --blocks 4 12 --batch 64
 
 All candidates hold the same branches (BN-ReLU-conv, twice) on streams of half the channels. One
-step is forward and backward of a given gradient. Times are medians over interleaved rounds, as
-ratios to plain backprop; memory is measured in a process of its own per candidate. A library that
-fails is reported with its error. Needs the ``bench`` extra.
+step is forward and backward of a fixed gradient. Times are medians over interleaved rounds, with
+ratios to plain backprop. Memory is measured in a fresh process for each candidate. If a library
+fails, the report shows its error. Needs the ``bench`` extra.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ def branch(channels: int) -> nn.Module:
 
 
 def revzoo_stack(mode: str) -> Callable[[Pairs], nn.Module]:
-    """Ours, in a memory mode.
+    """The stack of this package in a memory mode.
 
-    ``invert, last stored`` keeps the last branch's activations, which are replayed at once anyway;
+    ``invert, last stored`` stores the activations of the last branch, which backward needs first;
     ``invert, no guard`` does not compare reconstructions.
     """
 
@@ -93,7 +93,7 @@ def revtorch_stack(pairs: Pairs) -> nn.Module:
 
 
 def invtorch_stack(pairs: Pairs) -> nn.Module:
-    """InvTorch has no coupling of its own: its module with a forward and an inverse, per block."""
+    """InvTorch has no coupling: one of its modules, with forward and inverse, per block."""
     import invtorch.nn as invtorch_nn
 
     class Block(invtorch_nn.Module):  # type: ignore[misc,name-defined]
@@ -152,9 +152,9 @@ def step(name: str, args: argparse.Namespace, blocks: int) -> Callable[[], None]
 
     def run() -> None:
         net.zero_grad(set_to_none=False)
-        # A fresh leaf each time: some peers resize the storage of their input to zero.
+        # A new leaf each time: some peers resize the storage of their input to zero.
         x = images.clone().requires_grad_()
-        (net(x) * gradient).sum().backward()  # saves nothing of the output
+        (net(x) * gradient).sum().backward()  # does not save the output
 
     return run
 
@@ -192,10 +192,10 @@ def main() -> None:
     parser.add_argument("--channels", type=int, default=32)
     parser.add_argument("--size", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--channels-last", action="store_true", help="NHWC in memory")
+    parser.add_argument("--channels-last", action="store_true", help="NHWC layout")
     parser.add_argument("--memory-of", metavar="CANDIDATE")
     args = parser.parse_args()
-    warnings.simplefilter("ignore")  # peers' deprecations
+    warnings.simplefilter("ignore")  # deprecations in the peers
     if args.memory_of:
         run = step(args.memory_of, args, args.blocks[0])
         run()
@@ -204,7 +204,7 @@ def main() -> None:
     peers = ("memcnn", "revtorch", "invtorch")
     versions = ", ".join(f"{p} {importlib.metadata.version(p)}" for p in peers)
     print("# One stack of branches in every library\n")
-    print(environment() + f"- {versions}")
+    print(environment() + f"- Peers: {versions}")
     print(
         f"- Batch {args.batch}, {args.channels} channels, {args.size}x{args.size}, float32, "
         f"n = {args.rounds} rounds"

@@ -1,16 +1,19 @@
-"""Images per second of ``revzoo-train`` against a bare loop, and the time until the first step.
+"""Images per second of ``revzoo train`` against a bare loop, and the time until the first step.
 
     python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
 
-The trainer is that of ``revzoo-train``, with its default callbacks and loggers. Each round runs a
-few steps of it and as many of two bare loops over networks with the same first weights: with data
-(the same loader and augmentation, the same loss and optimiser, no metrics and no log) and the
-step alone (batches made before). A callback takes turns with Lightning between two steps, so that
-a slow moment of a shared machine hits all alike; what it times of Lightning is whole cycles, with
-everything between two batches. Validation and checkpoints, once an epoch, are outside of it. Time
-is told by two clocks: the process's CPU time, which other processes hardly change, and the wall's.
+The trainer is the one of ``revzoo train``, with its default callbacks and loggers. Each round runs
+a few steps of it and as many steps of two bare loops over networks with the same initial weights:
 
-CIFAR's images are random bytes of that size: none are needed for the speed.
+- with data: same loader, augmentation, loss and optimiser; no metrics, no logs;
+- step alone: batches prepared beforehand.
+
+A callback runs the bare loops between two steps of Lightning, so a slow moment of a shared machine
+hits all three. It times whole cycles of Lightning, with everything between two batches; validation
+and checkpoints, once an epoch, are not included. Two clocks measure the time: CPU time of the
+process, which other processes hardly change, and wall time.
+
+The images of CIFAR's size are random bytes; the speed does not depend on their content.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ from measure import environment
 from torch import Tensor, nn
 
 from revzoo.cli.config.build import build_trainer, model_spec
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
@@ -42,7 +45,7 @@ from revzoo.training import Classifier, build_optimizer, build_schedule
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]
 TASKS = {"digits": ("data=digits",), "cifar": ("data=cifar10",)}
-LOOPS = ("revzoo-train", "bare loop with data", "bare step alone")
+LOOPS = ("revzoo train", "bare loop with data", "bare step alone")
 FIRST_STEP = (
     "trainer.max_steps=1",
     "trainer.limit_val_batches=0",
@@ -52,7 +55,7 @@ FIRST_STEP = (
 
 
 class Times(NamedTuple):
-    """Seconds by the clock of the process and that of the wall."""
+    """Seconds of CPU time and of wall time."""
 
     cpu: float
     wall: float
@@ -70,11 +73,11 @@ class RandomCIFAR(ImageData):
 
 
 class BareLoop:
-    """What a training loop cannot do without: batch, loss, gradient, step.
+    """The minimum of a training loop: batch, loss, gradient, step.
 
     Args:
-        module: gives the network and its recipe.
-        batches: endless, on the device, augmented and normalised.
+        module: holds the network and its recipe.
+        batches: an endless iterator of augmented, normalised batches on the device.
     """
 
     def __init__(self, module: Classifier, batches: Iterator[Batch]) -> None:
@@ -94,7 +97,7 @@ class BareLoop:
 
 
 class Turns(pl.Callback):
-    """Times ``steps`` steps of Lightning, then those of each bare loop, and so on."""
+    """Times ``steps`` steps of Lightning, then of each bare loop, in every round."""
 
     def __init__(self, loops: dict[str, BareLoop], *, steps: int, rounds: int) -> None:
         self.loops, self.steps, self.rounds = loops, steps, rounds
@@ -116,11 +119,11 @@ class Turns(pl.Callback):
         self._count += 1
 
     def on_train_epoch_end(self, *args: Any) -> None:
-        self._count = 0  # a cycle with the end of an epoch in it does not count
+        self._count = 0  # discard a cycle that contains the end of an epoch
 
 
 def now() -> Times:
-    """What the clocks show."""
+    """The time on both clocks."""
     return Times(time.process_time(), time.perf_counter())
 
 
@@ -130,14 +133,14 @@ def since(start: Times) -> Times:
 
 
 def with_data(data: ImageData) -> Iterator[Batch]:
-    """The batches of a loop of one's own, epoch after epoch."""
+    """Batches, epoch after epoch, without end."""
     while True:
         for images, labels in data.train_dataloader():
             yield data.transform(images, training=True), labels
 
 
 def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
-    """Data and module, the same ones each time."""
+    """Data and module; every call returns equal ones."""
     options = {k: v for k, v in config["data"].items() if k in ("batch_size", "augment")}
     data = Digits(**options) if task == "digits" else RandomCIFAR(**options)
     data.setup("fit")
@@ -147,9 +150,9 @@ def make(task: str, config: dict[str, Any]) -> tuple[ImageData, Classifier]:
 
 
 def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times]], int]:
-    """Seconds of each loop and round, and images a step."""
+    """Seconds of each loop in each round, and images a step."""
     overrides = (*TASKS[task], "trainer=cpu", "trainer.max_epochs=1000")
-    config = to_plain(compose_checked(overrides, config_dir=ROOT / "configs"))
+    config = to_plain(compose_checked(overrides))
     data, module = make(task, config)
     fed, fixed = make(task, config), make(task, config)
     loops = {
@@ -167,7 +170,7 @@ def compare(task: str, *, steps: int, rounds: int) -> tuple[dict[str, list[Times
 
 
 def rows(task: str, seconds: dict[str, list[Times]], images: int) -> Iterator[str]:
-    """The table's rows of one task: medians, and the quartiles of the ratios within a round."""
+    """The rows of one task: medians, and quartiles of the ratios within a round."""
     base = seconds[LOOPS[0]]
     for name, times in seconds.items():
         rate = images / statistics.median(t.cpu for t in times)
@@ -177,13 +180,13 @@ def rows(task: str, seconds: dict[str, list[Times]], images: int) -> Iterator[st
 
 
 def quartiles(values: list[float]) -> str:
-    """Median, and from the first to the third quartile."""
+    """Median and first to third quartile."""
     low, middle, high = statistics.quantiles(values, n=4)
     return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def first_step() -> tuple[float, float]:
-    """Wall and CPU seconds of a run on digits that ends after its first step, start to exit."""
+    """Wall and CPU seconds of a one-step run on digits, from start to exit."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(ROOT / "train.py"), *FIRST_STEP]
         command += [f"hydra.run.dir={folder}/run", "trainer=cpu"]
@@ -199,13 +202,13 @@ def main() -> None:
     """Print the report."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
-    parser.add_argument("--steps", type=int, default=10, help="of each loop in a round")
+    parser.add_argument("--steps", type=int, default=10, help="steps of each loop in a round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--starts", type=int, default=5)
     args = parser.parse_args()
-    print("# Training through revzoo-train against a bare loop\n")
+    print("# Training through revzoo train against a bare loop\n")
     print(environment() + f"- revnet38, defaults; n = {args.rounds} rounds of {args.steps} steps\n")
-    print("| task | loop | images per CPU second | speed of revzoo-train over it | by the wall |")
+    print("| task | loop | images per CPU second | speed of revzoo train over it | by the wall |")
     print("|---|---|---|---|---|")
     for task in args.tasks:
         seconds, batch = compare(task, steps=args.steps, rounds=args.rounds)

@@ -1,10 +1,10 @@
-"""What each model of the zoo costs: parameters, forward FLOPs, activation memory per image.
+"""Costs of each model in the zoo: parameters, forward FLOPs, activation memory per image.
 
     python benchmarks/bench_zoo.py
 
-Counted, not timed or sampled, so the figures are the same on every machine: FLOPs as torch counts
-them, memory as the peak of all tensors alive during one training step in float32
-(revzoo.profiling.costs). Weights and their gradients exist before and are left out.
+The figures are counted, not timed or sampled, so they are the same on every machine. torch counts
+the FLOPs. Memory is the peak of all tensors alive during one training step in float32
+(revzoo.profiling.costs), without weights and their gradients, which exist before the step.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import argparse
 import torch
 
 import revzoo
-from revzoo.core.memory import MODES
+from revzoo.core.modes import COUNTED
 from revzoo.profiling.costs import activation_bytes, forward_flops
 
-MEASURED = [mode for mode in MODES if mode != "offload"]  # which keeps as much as store, elsewhere
 VARIANTS = "*_memcnn"
 
 
@@ -29,10 +28,10 @@ def row(name: str) -> str:
     size = model.image_size
     images = torch.randn(2 if size > 64 else 8, in_chans, size, size)
     peaks: dict[str, float] = {}
-    for mode in MEASURED if model.default_memory == "invert" else ["store", "recompute"]:
+    for mode in COUNTED if model.default_memory == "invert" else ["store", "recompute"]:
         revzoo.set_memory(model, mode)
         peaks[mode] = activation_bytes(model, images) / 2**20
-    cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in MEASURED]
+    cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in COUNTED]
     gain = f"{peaks['store'] / peaks['invert']:.1f}x" if "invert" in peaks else "-"
     parameters = sum(p.numel() for p in model.parameters())
     flops = forward_flops(model, images) / 1e9
@@ -42,7 +41,7 @@ def row(name: str) -> str:
 
 
 def classes_of(name: str) -> int:
-    """1000 for the networks that were published for ImageNet."""
+    """1000 for networks published for ImageNet, else 10."""
     return 1000 if revzoo.create_model(name, num_classes=10).image_size == 224 else 10
 
 
@@ -51,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's")
     args = parser.parse_args()
-    heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in MEASURED)]
+    heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in COUNTED)]
     print(f"| {' | '.join(heads)} | `store` over `invert` |")
     print("|---" * (len(heads) + 1) + "|")
     for name in args.models or sorted(

@@ -1,11 +1,11 @@
-"""Images, what an i-RevNet gives back of them, and the difference, as one picture.
+"""One picture with images, their reconstructions by an i-RevNet, and the differences.
 
     python benchmarks/draw_inverse.py docs/pictures/irevnet13.png
 
-The network is ``irevnet13.digits``, the images are those of the digits' test split. Below the
-images: the inverse of their representation with all in bfloat16, in float32, and in memory mode
-``exact`` under bfloat16 autocast, each with the absolute difference, brightened until its largest
-value is white.
+The network is ``irevnet13.digits``; the images are from the test split of the digits. Below the
+images are their reconstructions with everything in bfloat16, in float32, and in memory mode
+``exact`` under bfloat16 autocast. Each has a row with the absolute difference, scaled so that the
+largest value is white.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torchvision.utils import make_grid
 import revzoo
 from revzoo.data import Digits
 
-COUNT, SCALE, MARGIN = 12, 5, 250  # images in a row; pixels a pixel; pixels for the words
+COUNT, SCALE, MARGIN = 12, 5, 250  # images in a row; enlargement; pixels for the labels
 
 
 def reconstructions(images: Tensor) -> list[tuple[str, Tensor]]:
-    """What comes back of ``images``, by precision, and what to call it."""
+    """A label and the reconstruction of ``images`` for each precision."""
     found = []
     for words, mode, dtype, narrow in (
         ("all bfloat16", "invert", torch.bfloat16, False),
@@ -48,7 +48,7 @@ def main() -> None:
     data = Digits(batch_size=COUNT, eval_batch_size=COUNT)
     data.setup("test")
     pixels, _ = next(iter(data.test_dataloader()))
-    # on the grid of mode exact: what the network is given is what can come back bit for bit
+    # round to the grid of mode exact, so that the input itself can come back bit for bit
     images = (data.transform(pixels, training=False) * 2**14).round() / 2**14
     low, high = images.amin(), images.amax()
     rows = [("images", (images - low) / (high - low))]
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def draw(rows: list[tuple[str, Tensor]]) -> Image.Image:
-    """Each row of images ``(N, 1, H, W)`` in [0, 1] behind its words."""
+    """Draw each row of images ``(N, 1, H, W)`` in [0, 1] beside its label."""
     strips = [to_pil_image(make_grid(t, nrow=len(t), padding=1, pad_value=0.4)) for _, t in rows]
     strips = [
         s.resize((s.width * SCALE, s.height * SCALE), Image.Resampling.NEAREST) for s in strips

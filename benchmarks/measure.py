@@ -1,9 +1,9 @@
-"""What the benchmark scripts share: interleaved timing, peak memory, the report's header.
+"""Shared by the benchmark scripts: interleaved timing, peak memory, the head of a report.
 
-Times are compared as ratios within one run: every round runs all candidates one after the other,
-so that a slow moment of a shared machine hits them alike. Memory is measured in a process of its
-own per candidate: on the CPU as growth of the resident peak (VmHWM) over what was resident before
-the step, with malloc told to give freed blocks back; on a GPU as the allocator's peak.
+Times are compared as ratios within one run. Every round runs all candidates one after the other,
+so a slow moment of a shared machine hits all of them. Memory is measured in a fresh process for
+each candidate. On the CPU it is the growth of the resident peak (VmHWM) during the step, with
+malloc set to return freed blocks; on a GPU it is the allocator's peak.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MIB = 2**20
 
 
 class Timing(NamedTuple):
-    """Seconds per call and the ratio to the first candidate, medians with quartiles."""
+    """Median seconds per call; median and quartiles of the ratio to the first candidate."""
 
     seconds: float
     ratio: float
@@ -33,9 +33,9 @@ class Timing(NamedTuple):
 
 
 def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dict[str, Timing]:
-    """Time the candidates in turns; ratios are taken within each round, to the first one."""
+    """Time the candidates in turn; ratios are to the first candidate of the same round."""
     samples: dict[str, list[float]] = {name: [] for name in candidates}
-    for fn in candidates.values():  # warm up: allocator, kernels' choice of algorithm
+    for fn in candidates.values():  # warm up the allocator and the choice of kernels
         fn()
     for _ in range(rounds):
         for name, fn in candidates.items():
@@ -60,7 +60,7 @@ def synchronize() -> None:
 
 
 def growth(fn: Callable[[], object]) -> int:
-    """Bytes by which the peak of memory rises above the present use while ``fn`` runs once."""
+    """Bytes by which memory peaks above its present use while ``fn`` runs once."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -80,7 +80,7 @@ def _status(field: str) -> int:
 
 
 def in_own_process(script: str, arguments: Sequence[str]) -> str:
-    """Run ``script`` with ``arguments`` in a fresh interpreter; returns what it printed."""
+    """Run ``script`` with ``arguments`` in a fresh interpreter and return its output."""
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "0"}
     result = subprocess.run(
         [sys.executable, script, *arguments],
@@ -93,10 +93,10 @@ def in_own_process(script: str, arguments: Sequence[str]) -> str:
 
 
 def environment(*, root: Path | None = None) -> str:
-    """Command, commit, versions and device, as the head of a report.
+    """The head of a report: command, commit, versions and device.
 
     Args:
-        root: a folder that the command names and the report calls DIR.
+        root: a folder in the command that the report replaces by DIR.
     """
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
@@ -104,15 +104,16 @@ def environment(*, root: Path | None = None) -> str:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_name()
     else:
-        device = f"CPU, {_processor()}, {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        device = f"CPU, {_processor()}, {threads} thread{'s' * (threads != 1)}"
     command = " ".join(["python", *sys.argv])
     if root is not None:
         command = command.replace(str(root), "DIR")
     return (
         f"- Command: `{command}`\n"
-        f"- Commit {commit or 'unknown'}, {time.strftime('%Y-%m-%d')}\n"
-        f"- Python {platform.python_version()}, torch {torch.__version__}\n"
-        f"- {device}\n"
+        f"- Commit: {commit or 'not recorded'}, {time.strftime('%Y-%m-%d')}\n"
+        f"- Versions: Python {platform.python_version()}, torch {torch.__version__}\n"
+        f"- Device: {device}\n"
     )
 
 

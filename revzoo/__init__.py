@@ -1,7 +1,12 @@
 """revzoo: reversible networks whose training memory does not grow with depth."""
 
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+_here = Path(__file__).parent
+if not (_here / "configs").is_dir():  # in a checkout revzoo.configs lies beside the package
+    __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
     from revzoo.api import *  # noqa: F403  # its __all__ is the list
@@ -10,9 +15,13 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """A name of :mod:`revzoo.api`, loaded when first asked for: command lines need not load torch.
 
+    ``__all__`` is the list of these names, so that ``from revzoo import *`` brings them.
+
     Raises:
         AttributeError: there is no such name.
     """
+    if name == "__all__":
+        return import_module("revzoo.api").__all__
     if not name.startswith("_"):
         api = import_module("revzoo.api")
         if name in api.__all__:

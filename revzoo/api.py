@@ -7,7 +7,7 @@ from revzoo.core.check import check_inverse
 from revzoo.core.function import invertible_checkpoint
 from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
 from revzoo.interop.foreign import ConversionError
@@ -26,17 +26,24 @@ from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
-from revzoo.models.registry import create_model, from_pretrained, list_models
+from revzoo.models.registry import (
+    create_model,
+    from_pretrained,
+    list_models,
+    register_model,
+)
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable
 
 if TYPE_CHECKING:
+    from revzoo.data.registry import register_data
     from revzoo.training.callbacks.registry import register_callback
     from revzoo.training.optim.optimizers import register_optimizer
 
 # These modules import Lightning, for which users of models need not wait.
 _LATER = {
     "register_callback": "revzoo.training.callbacks.registry",
+    "register_data": "revzoo.data.registry",
     "register_optimizer": "revzoo.training.optim.optimizers",
 }
 
@@ -77,6 +84,8 @@ __all__ = [
     "list_models",
     "load_published",
     "register_callback",
+    "register_data",
+    "register_model",
     "register_optimizer",
     "set_drift_limit",
     "set_memory",

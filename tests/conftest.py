@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+
+ROOT = Path(__file__).parents[1]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -30,3 +38,32 @@ def global_switches_restored() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)
     torch.set_rng_state(rng)
+
+
+@pytest.fixture(scope="session")
+def wheel_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the package as a wheel installs it, built from a copy of the tree."""
+    source = tmp_path_factory.mktemp("source")
+    for name in ("revzoo", "configs"):
+        leave = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, source / name, ignore=leave)
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source / name)
+    command = ["-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "--no-index", "."]
+    subprocess.run([sys.executable, *command], cwd=source, check=True, capture_output=True)
+    (wheel,) = source.glob("*.whl")
+    site = tmp_path_factory.mktemp("site")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    return site
+
+
+@pytest.fixture
+def compose() -> Callable[..., dict[str, Any]]:
+    """The checked-out configuration as plain containers, with overrides."""
+    from revzoo.cli.config.compose import compose_checked, to_plain  # most tests need no Hydra
+
+    def composed(*overrides: str) -> dict[str, Any]:
+        return to_plain(compose_checked(overrides))
+
+    return composed

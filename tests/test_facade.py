@@ -23,6 +23,15 @@ def test_the_list_of_names_is_sorted_and_whole():
     assert public | set(API._LATER) == set(API.__all__)
 
 
+def test_a_star_brings_every_name():
+    """It brought none: the star looks for ``__all__``, or for names that are there already."""
+    script = (
+        "from revzoo import *\n"
+        "import revzoo.api; missing = set(revzoo.api.__all__) - set(globals()); assert not missing"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 @pytest.mark.parametrize("name", ["nothing", "_private", "__nothing__"])
 def test_other_names_are_no_attributes(name):
     with pytest.raises(AttributeError, match=f"'revzoo' has no attribute '{name}'"):

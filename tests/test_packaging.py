@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -15,27 +16,37 @@ DISTRIBUTIONS = {
     "hydra": "hydra-core",
     "omegaconf": "hydra-core",
     "PIL": "pillow",
+    "yaml": "pyyaml",
     "pytorch_lightning": "pytorch-lightning",
     "lightning_fabric": "pytorch-lightning",
 }
 
 
-def test_packages_are_those_of_the_tree() -> None:
-    folders = {path.parent.relative_to(ROOT) for path in (ROOT / "revzoo").rglob("*.py")}
-    found = {".".join(folder.parts) for folder in folders} | {"revzoo.configs"}
-    assert set(PROJECT["tool"]["setuptools"]["packages"]) == found
+def test_a_wheel_holds_every_file_of_the_package(wheel_site: Path) -> None:
+    found = {p.relative_to(ROOT) for p in (ROOT / "revzoo").rglob("*") if p.is_file()}
+    found |= {Path("revzoo", p.relative_to(ROOT)) for p in (ROOT / "configs").rglob("*.*")}
+    found = {p for p in found if "__pycache__" not in p.parts}
+    shipped = {p.relative_to(wheel_site) for p in wheel_site.rglob("*") if p.is_file()}
+    assert {p for p in shipped if p.parts[0] == "revzoo"} == found
 
 
-def test_every_data_file_is_shipped() -> None:
-    patterns = PROJECT["tool"]["setuptools"]["package-data"]
-    folders = {"revzoo.configs": ROOT / "configs"}
-    for folder in (ROOT / "revzoo").rglob("__init__.py"):
-        folders[".".join(folder.parent.relative_to(ROOT).parts)] = folder.parent
-    for package, folder in folders.items():
-        shipped = {path for pattern in patterns.get(package, ()) for path in folder.glob(pattern)}
-        walk = folder.rglob("*") if package == "revzoo.configs" else folder.glob("*")
-        data = {p for p in walk if p.is_file() and p.suffix not in (".py", ".pyc")}
-        assert data == shipped, package
+def test_a_script_beside_a_clone_finds_the_package(tmp_path: Path) -> None:
+    """A folder named revzoo beside a script, the clone, does not hide the installed package."""
+    (tmp_path / "clone" / "revzoo" / "revzoo").mkdir(parents=True)
+    script = tmp_path / "clone" / "mine.py"
+    script.write_text("import revzoo; print(revzoo.list_models('revnet38')[0])")
+    # as a .pth file does, which hatchling writes for an editable install
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "revzoo.pth").write_text(str(ROOT))
+    code = (
+        f"import runpy, site, sys; site.addsitedir({str(site)!r}); "
+        f"sys.path.insert(0, {str(script.parent)!r}); runpy.run_path({str(script)!r})"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path
+    )
+    assert done.stdout == "revnet38\n", done.stderr
 
 
 def _names(lines: list[str]) -> set[str]:

@@ -1,31 +1,100 @@
-"""The README's example of weights and feature maps runs as it stands, and gives what it says."""
+"""The README and the guide: every example runs, every link leads to a file, the README is short."""
 
-from functools import partial
+from __future__ import annotations
+
+import re
 from pathlib import Path
+from typing import Any
 
+import pytest
 import pytorch_lightning as pl
+import torch
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+ROOT = Path(__file__).parents[1]
+README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
+PAGES = [README, *sorted(GUIDE.glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+LINK = re.compile(r"\]\(([^)#\s]+)")
+QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
+LONG = [GUIDE / "lightning.md"]  # 20 epochs as it stands
+MEMCNN = [  # its import
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
 
-def test_the_section_on_weights_runs(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    section = README.split("### Pretrained weights and feature maps")[1]
-    code = section.split("```python\n")[1].split("```")[0]
-    names: dict[str, object] = {}
-    exec("import torch, revzoo\n" + code, names)
-    assert capsys.readouterr().out == "[32, 112] [1, 4]\n"
+def with_code() -> list[Any]:
+    """The pages that hold Python, as parameters of a test."""
+    pages = [page for page in PAGES if BLOCK.search(page.read_text())]
+    marks = {GUIDE / "weights.md": MEMCNN}
+    return [pytest.param(page, marks=marks.get(page, []), id=page.name) for page in pages]
+
+
+def check_readme(names: dict[str, Any], printed: str) -> None:
+    assert all(p.grad is not None for p in names["model"].parameters())
+    assert torch.equal(names["back"], (names["x"] * 2**14).round() / 2**14)
+
+
+def check_weights(names: dict[str, Any], printed: str) -> None:
+    assert printed == "[32, 112] [1, 4]\n"
     assert names["shallow"].shape == (2, 32, 32, 32)
     assert names["deep"].shape == (2, 112, 8, 8)
+    assert names["model"].spec[0] == "revnet38_memcnn"
 
 
-def test_the_section_on_fine_tuning_runs(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    code = README.split("### Fine-tuning")[1].split("```python\n")[1].split("```")[0]
-    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    monkeypatch.setattr(pl, "Trainer", partial(pl.Trainer, **quiet))
-    names: dict[str, object] = {}
-    exec(code, names)
+def check_fine_tuning(names: dict[str, Any], printed: str) -> None:
     assert names["trainer"].state.finished
     assert names["trainer"].current_epoch == 3
     assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/pg2"
+
+
+CHECKS = {
+    README: check_readme,
+    GUIDE / "weights.md": check_weights,
+    GUIDE / "fine-tuning.md": check_fine_tuning,
+}
+
+
+@pytest.mark.parametrize("page", with_code())
+def test_the_examples_of_a_page_run(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """The blocks of a page are one program: a reader who pastes them in order gets no error."""
+    monkeypatch.chdir(tmp_path)
+    trainer, reduced = pl.Trainer, {**QUIET, **(FEW if page in LONG else {})}
+    monkeypatch.setattr(pl, "Trainer", lambda **options: trainer(**{**options, **reduced}))
+    text = page.read_text()
+    names: dict[str, Any] = {}
+    for block in BLOCK.finditer(text):
+        line = text[: block.start(1)].count("\n")  # so that a traceback shows the page's line
+        exec(compile("\n" * line + block[1], page, "exec"), names)
+    printed = capsys.readouterr().out
+    if page in CHECKS:
+        CHECKS[page](names, printed)
+
+
+def test_no_example_is_missed() -> None:
+    """An unclosed or indented block would be left out silently."""
+    for page in PAGES:
+        text = page.read_text()
+        assert text.count("```python") == len(BLOCK.findall(text)), page
+    assert {*CHECKS, *LONG} <= {case.values[0] for case in with_code()}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_lead_to_files(page: Path) -> None:
+    """A page that moves takes the links to it along."""
+    links = [link for link in LINK.findall(page.read_text()) if "://" not in link]
+    assert [link for link in links if not (page.parent / link).exists()] == []
+
+
+def test_the_index_has_every_page() -> None:
+    """A page that no index names is not found."""
+    named = set(LINK.findall((GUIDE / "README.md").read_text()))
+    assert named == {page.name for page in GUIDE.glob("*.md")} - {"README.md"}
+
+
+def test_the_readme_is_short() -> None:
+    """A newcomer reads at most 1,200 words, tables included; the rest is in the guide."""
+    assert len(README.read_text().split()) <= 1200

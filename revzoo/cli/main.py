@@ -1,24 +1,35 @@
-"""The program ``revzoo``: one subcommand per file, one row per subcommand.
+"""The program ``revzoo``: one subcommand per module, one row per subcommand.
 
-Only the chosen subcommand's module is imported, so that ``revzoo list`` need not wait for torch.
+Only the chosen subcommand's module is imported, and torch only where a command needs it: help,
+``revzoo list`` and the answer to a typo need not wait.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import NamedTuple, Protocol
 
+from revzoo._checks import did_you_mean
+from revzoo.cli.plugins import add_import_option, load_plugins
 from revzoo.weights.errors import WeightsError
 
 
 class Row(NamedTuple):
-    """Where a subcommand is, and what it does."""
+    """Where a subcommand is, and what it does.
+
+    Attributes:
+        module: below ``revzoo.cli``.
+        help: one line.
+        builds: whether it builds models or data, so that plugins are loaded for it.
+    """
 
     module: str
     help: str
+    builds: bool = True
 
 
 class Command(Protocol):
@@ -28,15 +39,20 @@ class Command(Protocol):
         """Declare the arguments."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Do it; ValueError and WeightsError tell what is wrong, and are told without traceback."""
+        """Do it; ValueError, OSError and WeightsError end the program with their message."""
 
 
 COMMANDS: dict[str, Row] = {
-    "list": Row("list", "names of models, or of pretrained weights"),
-    "info": Row("info", "a model's weights, parameters, FLOPs and memory"),
-    "convert": Row("convert", "published weights of other programs to ours"),
-    "export": Row("export", "a network as a file: torch.export, ONNX or safetensors"),
-    "pack": Row("pack", "weights and their entry from a checkpoint of training"),
+    "train": Row("commands.train", "train a model, or resume a run"),
+    "eval": Row("commands.evaluate", "evaluate a trained model"),
+    "predict": Row("commands.predict", "classify images"),
+    "sweep": Row("sweep.command", "search for hyper-parameters"),
+    "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
+    "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
+    "check": Row("commands.check", "every image of a folder: which cannot be read", builds=False),
+    "export": Row("commands.export", "a network as a file: torch.export, ONNX or safetensors"),
+    "convert": Row("commands.convert", "published weights of other programs to ours"),
+    "pack": Row("commands.pack", "weights and their entry from a checkpoint of training"),
 }
 
 
@@ -44,25 +60,55 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
 
     Raises:
-        SystemExit: always for wrong arguments or what the subcommand cannot do, with a message.
+        SystemExit: always for wrong arguments or what the subcommand cannot do, with a message;
+            130 after Ctrl-C.
     """
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    try:
+        _run(sys.argv[1:] if arguments is None else list(arguments))
+    except KeyboardInterrupt:  # while modules are imported; later, a run answers it
+        sys.stderr.write("revzoo: interrupted\n")
+        sys.exit(130)
+    except (OSError, ValueError, WeightsError) as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"revzoo: {error}")
+
+
+def _run(arguments: list[str]) -> None:
+    name = _command(arguments[:1] or ["--help"])
+    row = COMMANDS[name]
+    command: Command = import_module(f"revzoo.cli.{row.module}")
+    about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
+    parser = argparse.ArgumentParser(
+        prog=f"revzoo {name}",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    command.add_arguments(parser)
+    if row.builds:
+        add_import_option(parser)
+    args = parser.parse_intermixed_args(arguments[1:])
+    if row.builds:
+        load_plugins(args.imports)
+    command.run(args)
+
+
+def _command(arguments: list[str]) -> str:
     lines = [f"  {name:10}{row.help}" for name, row in COMMANDS.items()]
     overview = argparse.ArgumentParser(
         prog="revzoo",
         usage="revzoo COMMAND ...",
-        epilog="commands:\n" + "\n".join(lines) + "\n\nrevzoo COMMAND --help tells more",
+        epilog="commands:\n" + "\n".join(lines) + "\n\nrevzoo COMMAND --help shows its arguments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    overview.add_argument("command", choices=COMMANDS, metavar="COMMAND")
-    name = overview.parse_args(arguments[:1] or ["--help"]).command
-    command: Command = import_module(f"revzoo.cli.commands.{COMMANDS[name].module}")
-    parser = argparse.ArgumentParser(prog=f"revzoo {name}", description=COMMANDS[name].help)
-    command.add_arguments(parser)
-    try:
-        command.run(parser.parse_args(arguments[1:]))
-    except (OSError, ValueError, WeightsError) as error:
-        sys.exit(f"revzoo: {error}")
+    overview.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
+    name: str = overview.parse_args(arguments).command
+    if name not in COMMANDS:
+        listed = ", ".join(COMMANDS)
+        hint = did_you_mean(name, COMMANDS)
+        overview.error(f"argument COMMAND: invalid choice: {name!r} (choose from {listed}){hint}")
+    return name
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
+from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 
 
@@ -25,10 +26,28 @@ class StepError(NamedTuple):
 
 
 class InverseReport(tuple[StepError, ...]):
-    """Errors per dtype and step; the row named ``"whole"`` is the module's own round trip."""
+    """Errors per dtype and step; the row named ``"whole"`` is the module's own round trip.
+
+    ``skipped`` tells why a dtype has no rows: the error that the module raised in it.
+    """
+
+    skipped: dict[torch.dtype, str]
+
+    def __new__(
+        cls, rows: Iterable[StepError], skipped: Mapping[torch.dtype, str] | None = None
+    ) -> InverseReport:
+        report = super().__new__(cls, rows)
+        report.skipped = dict(skipped or {})
+        return report
 
     def worst(self, dtype: torch.dtype) -> float:
-        """Largest relative error in ``dtype``."""
+        """Largest relative error in ``dtype``.
+
+        Raises:
+            ValueError: it was skipped.
+        """
+        if dtype in self.skipped:
+            raise ValueError(f"{dtype} was skipped: {self.skipped[dtype]}")
         errors = torch.tensor([row.relative for row in self if row.dtype == dtype])
         return float(errors.max())  # NaN where there is one
 
@@ -37,6 +56,8 @@ class InverseReport(tuple[StepError, ...]):
         for dtype, name, absolute, relative in self:
             kind = str(dtype).removeprefix("torch.")
             lines.append(f"{kind:10}{name:40}{absolute:12.2e}{relative:12.2e}")
+        for dtype, why in self.skipped.items():
+            lines.append(f"{str(dtype).removeprefix('torch.'):10}skipped: {why}")
         return "\n".join(lines)
 
 
@@ -54,8 +75,9 @@ def check_inverse(
     Args:
         module: an :class:`Invertible`, such as a ``ReversibleSequence``.
         *inputs: what ``module`` takes, e.g. one tensor ``(B, C, H, W)``.
-        dtypes: to which module and inputs are cast. On a grid, the types that have none are left
-            out and the inputs are rounded to it first.
+        dtypes: to which module and inputs are cast. One in which the module raises is skipped and
+            named in the report (``torch.linalg`` knows no bfloat16), unless it raises in all. On a
+            grid, the types that have none are left out and the inputs are rounded to it first.
         **context: keyword arguments of every step; floating-point tensors among them are cast too.
 
     Raises:
@@ -73,20 +95,31 @@ def check_inverse(
     kinds = dtypes if grid is None else sorted({*dtypes} & WITH_GRID, key=str)
     if not kinds:
         raise ValueError(f"dtypes={dtypes}: expected a type, on a grid float32 or float64")
+    skipped: dict[torch.dtype, str] = {}
     for dtype in kinds:
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
         state = state if grid is None else put_on_grid(state, grid)
         given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
-        with torch.no_grad():
-            rows.append(_round_trip("whole", net, state, given)[0])
-            if len(state) == 1 and net.streams == 2:
-                dim = getattr(net, "dim", 1)
-                state = tuple(half.clone() for half in state[0].chunk(2, dim=dim))
-            for name, step in _atoms(net):
-                row, state = _round_trip(name, step, state, given)
-                rows.append(row)
-    return InverseReport(rows)
+        try:
+            rows += _round_trips(net, state, given)
+        except RuntimeError as error:  # what operators without a kernel for the type raise
+            skipped[dtype] = str(error).splitlines()[0]
+            if len(skipped) == len(kinds):
+                raise
+    return InverseReport(rows, skipped)
+
+
+def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> list[StepError]:
+    with torch.no_grad():
+        rows = [_round_trip("whole", net, state, given)[0]]
+        if len(state) == 1 and net.streams == 2:
+            dim = getattr(net, "dim", 1)
+            state = tuple(half.clone() for half in state[0].chunk(2, dim=dim))
+        for name, step in _atoms(net):
+            row, state = _round_trip(name, step, state, given)
+            rows.append(row)
+    return rows
 
 
 def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -97,11 +130,12 @@ def _round_trip(
     name: str, step: Invertible, state: State, context: Mapping[str, Any]
 ) -> tuple[StepError, State]:
     conditions = Conditions(step, state, context)
-    with conditions.restored():
+    with conditions.restored(), conditions:
         outputs = as_state(step(*state, **context))
-        conditions.finish()
+    versions = versions_of(outputs)
     with conditions.restored(inverting=True):
         back: Any = step.inverse(*outputs, **context)
+    refuse_changed_outputs(name, outputs, versions)
     back = tuple(back) if isinstance(back, (tuple, list)) else (back,)
     shapes = [[tuple(getattr(t, "shape", ())) for t in streams] for streams in (back, state)]
     if not all(isinstance(t, Tensor) for t in back) or shapes[0] != shapes[1]:

@@ -36,6 +36,12 @@ NOTE [ Slots and the tape ]
     6. Filling is atomic: an exception inside a replay leaves tape, slots and modules as they were.
     7. A step in ``recompute`` mode is a tape of one entry whose known state stands before it
        instead of after it.
+    8. States on the way that the caller holds, such as the output of a backbone on which heads
+       were put, are *landmarks*: a walk starts from the nearest one. So what comes after a state
+       may change before what comes before it is differentiated. The tape refers to them weakly.
+    9. A step that runs inside another one (a sequence in a branch) has a tape of its own. Its known
+       state is an activation of the outer step: it is kept as a slot of that, filled when that is
+       replayed. So memory does not grow with the number of outer steps.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, whether or not a container holds
@@ -48,21 +54,33 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
-from torch.autograd.graph import saved_tensors_hooks
 
-from revzoo.core.fixedpoint import mark_on_grid, put_on_grid
 from revzoo.core.guard import Guard
-from revzoo.core.invertible import State, Step, as_state, name_of
-from revzoo.core.memory import check_mode
-from revzoo.core.offload import offloaded
-from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry, Slot, unpack
-from revzoo.core.replay import is_replaying, tensors_of, version_of
+from revzoo.core.invertible import State, Step, as_state, plain_call
+from revzoo.core.recording import (
+    DIFFERENTIATES_INSIDE,
+    Entry,
+    Kept,
+    Recording,
+    Slot,
+    call_without_changing_hooks,
+    explained,
+    outside_recordings,
+    unpack,
+)
+from revzoo.core.replay import (
+    is_replaying,
+    parameters_of,
+    tensors_of,
+    version_of,
+)
 
 try:  # private: tells whether the running backward pass keeps the graph for another one
     from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
@@ -72,48 +90,34 @@ except ImportError:  # to assume so costs one retained state, see rule 5
         return True
 
 
-def run_step(step: Step, state: State, /, **context: Any) -> State:
-    """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
+def record(
+    step: Step, state: State, context: Mapping[str, Any], *, inverts: bool, drift_limit: float
+) -> Any:
+    """Call ``step`` under hooks that put slots in the place of its activations.
 
-    This is the plain call where there is nothing to differentiate; inside ``torch.func``
-    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
-    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
-    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
-
-    Raises:
-        RuntimeError: the step changed its input in place.
-        ValueError: a grid is set and a stream is neither float32 nor float64.
+    Args:
+        step: the step.
+        state: its input.
+        context: its keyword arguments.
+        inverts: whether the tape recovers the input from the output; if not, it keeps the input.
+        drift_limit: largest relative error that the guard accepts of a replay.
     """
-    if step.grid is not None:
-        state = put_on_grid(state, step.grid)
-    watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
-    versions = [version_of(t) for t in watched]
-    if not _differentiates(step, state, context) or step.memory == "store":
-        outputs = as_state(step(*state, **context), step)
-    elif step.memory == "offload":
-        with offloaded(step):
-            outputs = as_state(step(*state, **context), step)
-    else:
-        outputs = _record(step, state, context)
-    _refuse_changed_inputs(step, watched, versions)
-    return outputs if step.grid is None else mark_on_grid(outputs, step.grid)
-
-
-def _record(step: Step, state: State, context: dict[str, Any]) -> State:
-    invert = check_mode(step.memory) in ("invert", "exact") and step.invertible
-    tape = Tape.ending_with(state) if invert else Tape(state)
-    entry = Entry(step, state, context)
+    tape = Tape.ending_with(state) if inverts else Tape(state)
+    entry = Entry(step, state, context, drift_limit)
     tape.close()  # steps that this one runs on its own input are no part of this chain
-    with saved_tensors_hooks(entry.packer(tape, len(tape.entries)), unpack):
-        outputs = as_state(step(*state, **context), step)
-    entry.conditions.finish()
-    entry.observe(*(outputs, state) if invert else (state, outputs))
+    packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
+    with entry.conditions, packed, explained(entry.name):
+        call = call_without_changing_hooks if inverts else plain_call
+        returned = call(step, *state, **context)
+    outputs = as_state(returned, step)
+    entry.observe(*(outputs, state) if inverts else (state, outputs))
     entry.observe_outputs(state, outputs)
-    tape.append(entry, outputs if invert else None)
-    return outputs
+    tape.append(entry, outputs if inverts else None)
+    return returned
 
 
-def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
+def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
+    """Whether the step's call is recorded by autograd, outside transforms and captured graphs."""
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
@@ -122,17 +126,8 @@ def _differentiates(step: Step, state: State, context: dict[str, Any]) -> bool:
         return False
     if any(t.requires_grad for t in state):
         return True
-    return any(t.requires_grad for t in itertools.chain(tensors_of(context), step.parameters()))
-
-
-def _refuse_changed_inputs(step: Step, state: State, versions: list[int]) -> None:
-    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
-        if version_of(t) != version:
-            raise RuntimeError(
-                f"{name_of(step)} changed its input stream {i} in place (version {version} became "
-                f"{version_of(t)}): the other stream would be combined with another value in each "
-                "memory mode. Make the first operation of the branch out of place (inplace=False)"
-            )
+    tensors = itertools.chain(tensors_of(context), parameters_of(step))
+    return any(t.requires_grad for t in tensors)
 
 
 def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
@@ -142,14 +137,39 @@ def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
     return profiler.record_function(f"revzoo.replay {entry.name}")
 
 
+def _marks_of(state: State) -> list[tuple[int, bool]]:
+    return [(version_of(t), t.requires_grad) for t in state]
+
+
+class _Landmark(NamedTuple):
+    """A state on the way that somebody else may hold (rule 8)."""
+
+    position: int
+    given: list[weakref.ref[Tensor]]
+    marks: list[tuple[int, bool]]
+
+    def stands(self) -> bool:
+        return all(ref() is not None for ref in self.given)
+
+    def state(self) -> State | None:
+        """It, detached, unless it is gone or was changed."""
+        state = tuple(t for ref in self.given if (t := ref()) is not None)
+        whole = len(state) == len(self.given) and _marks_of(state) == self.marks
+        return tuple([t.detach() for t in state]) if whole else None
+
+
 class Tape:
     """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: State | None = None) -> None:
         self.entries: list[Entry] = []
         self._position = 0
         self._given: list[weakref.ref[Tensor]] = []  # the known state as its maker returned it
-        self._set_known(state)
+        self._landmarks: list[_Landmark] = []
+        self._known: Kept | None = None
+        self._marks: list[tuple[int, bool]] = []
+        if state is not None:
+            self._set_known(state)
         self._cursor: tuple[int, State] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
@@ -158,7 +178,7 @@ class Tape:
     def ending_with(state: State) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
         tape = _open_tapes.get(id(state[-1]))
-        return tape if tape is not None and tape._knows(state) else Tape(state)
+        return tape if tape is not None and tape._knows(state) else Tape()
 
     def append(self, entry: Entry, outputs: State | None) -> None:
         """Add an executed step; ``outputs`` become the known state, unless None (rule 7)."""
@@ -167,7 +187,10 @@ class Tape:
             return
         self._set_known(outputs)
         self._position = len(self.entries)
+        if self._landmarks and not self._landmarks[-1].stands():
+            self._landmarks.pop()  # as in every sequence: nobody holds what is between its steps
         self._given = [weakref.ref(t) for t in outputs]
+        self._landmarks.append(_Landmark(self._position, self._given, self._marks))
         _open_tapes[id(outputs[-1])] = self
 
     def close(self) -> None:
@@ -175,24 +198,26 @@ class Tape:
         self._given = []
 
     def _set_known(self, state: State) -> None:
-        self._known = tuple([t.detach() for t in state])
-        self._marks = [(version_of(t), t.requires_grad) for t in state]
+        self._known = Kept(tuple([t.detach() for t in state]))
+        self._marks = _marks_of(state)
 
     def _knows(self, state: State) -> bool:
-        return len(state) == len(self._given) and all(
-            ref() is t and (version_of(t), t.requires_grad) == mark
-            for t, ref, mark in zip(state, self._given, self._marks, strict=True)
+        return (
+            len(state) == len(self._given)
+            and all(ref() is t for t, ref in zip(state, self._given, strict=True))
+            and _marks_of(state) == self._marks
         )
 
     def replay(self, index: int) -> None:
         """Fill the slots of entry ``index``: the package's backward rule."""
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]):
+        with _in_profiles(self.entries[index]), outside_recordings():
             self._replay(index)
 
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
+        self._guard.begin(state if self._position else ())  # rule 7 repeats what it gets
         if position > index + 1:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
@@ -201,6 +226,7 @@ class Tape:
         if position > index:
             state, replayed = entry.record_from_outputs(state)
             entry.report(self._guard, state)
+            self._guard.note_uses(replayed.used, state)
         else:
             outputs, replayed = entry.record_from_inputs(state)
             if self._position == 0:  # rule 7
@@ -215,16 +241,11 @@ class Tape:
         """The known state closest above ``index``, or at it."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
-        for i, (t, (version, _)) in enumerate(zip(self._known, self._marks, strict=True)):
-            if version_of(t) != version:
-                raise RuntimeError(
-                    "one of the variables needed for gradient computation has been modified by an "
-                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
-                    f"activations of {self.entries[-1].name} are to be recomputed, is at version "
-                    f"{version_of(t)}; expected version {version} instead. Make the operation that "
-                    "follows out of place"
-                )
-        return self._position, self._known
+        for landmark in self._landmarks:  # from the first to the last
+            if landmark.position >= index and (state := landmark.state()) is not None:
+                return landmark.position, state
+        assert self._known is not None
+        return self._position, self._known.state(self.entries[-1].name)
 
     def _stand(self, index: int, state: State) -> None:
         """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
@@ -233,6 +254,7 @@ class Tape:
             return
         del self.entries[index:]
         self.close()
+        self._landmarks = [m for m in self._landmarks if m.position < index]
         self._set_known(state)
         self._position, self._cursor, self._filled = index, None, []
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo.core.invertible import State
+from revzoo.core.layout import has_values
 from revzoo.core.replay import version_of
 
 DEFAULT_BITS = 14
@@ -127,5 +128,5 @@ def extremes(inputs: State, outputs: State, bits: int) -> list[Extremes]:
     return [
         Extremes(*torch.aminmax(t.detach()), range_of(t.dtype, bits))
         for t in outputs
-        if id(t) not in passed and t.numel()
+        if id(t) not in passed and has_values(t)
     ]

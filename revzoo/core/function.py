@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from revzoo.core.checkpoint import run_step
 from revzoo.core.invertible import Invertible, State
+from revzoo.core.modes import run_step
 
 
 def invertible_checkpoint(
@@ -20,9 +17,10 @@ def invertible_checkpoint(
     """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
 
     Args:
-        fn: returns a tensor or a tuple of tensors. Modules that it is, is bound to, closes over or
-            names as globals, also in lists and dictionaries, are replayed faithfully (statistics,
-            flags). Pass other tensors by keyword: one from the same chain that ``fn`` holds in
+        fn: returns a tensor or a tuple of tensors. Modules and generators that it is, is bound to,
+            closes over or names as globals, also in lists and dictionaries, are replayed
+            faithfully (statistics, flags, random numbers), and tensors among them are checked for
+            changes. Still, pass tensors by keyword: one from the same chain that ``fn`` holds in
             another way is never freed if its graph is not differentiated.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are those of
             ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
@@ -57,12 +55,11 @@ class _Function(Invertible):
         self, fn: Callable[..., Any], inverse: Callable[..., Any], args: tuple[Any, ...]
     ) -> None:
         super().__init__()
+        self.streams = sum(isinstance(a, Tensor) for a in args)
         self.bare = False  # whether fn returns its tensor without a tuple
         self._fn, self._inverse = fn, inverse
         self._places = tuple(isinstance(a, Tensor) for a in args)
         self._others = tuple(a for a in args if not isinstance(a, Tensor))
-        # As submodules, so that a replay finds their flags, buffers and parameters.
-        self._modules_of_fn = nn.ModuleList(_modules_of((fn, inverse), set()))
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         tensors, others = iter(state), iter(self._others)
@@ -72,31 +69,3 @@ class _Function(Invertible):
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         return self._inverse(*state, *self._others, **context)
-
-
-def _modules_of(thing: Any, seen: set[int]) -> Iterator[nn.Module]:
-    """Modules that a callable is, is bound to, is a partial of, closes over or names."""
-    if id(thing) in seen:
-        return
-    seen.add(id(thing))
-    if isinstance(thing, nn.Module):
-        yield thing
-        return
-    for part in _parts_of(thing):
-        yield from _modules_of(part, seen)
-
-
-def _parts_of(thing: Any) -> Iterator[Any]:
-    if isinstance(thing, (list, tuple)):
-        yield from thing
-    elif isinstance(thing, dict):
-        yield from thing.values()
-    elif isinstance(thing, functools.partial):
-        yield from (thing.func, *thing.args, *thing.keywords.values())
-    elif inspect.ismethod(thing):
-        yield thing.__self__
-    elif inspect.isfunction(thing):
-        named = thing.__globals__.keys() & set(thing.__code__.co_names)
-        yield from (thing.__globals__[name] for name in named)
-        yield from (c.cell_contents for c in thing.__closure__ or () if c != types.CellType())
-        yield from thing.__defaults__ or ()

@@ -1,17 +1,33 @@
 """Guards: what must hold for gradients to be right, checked without stalling the device.
 
 Reconstruction is exact only up to rounding. A network that amplifies rounding, streams in a narrow
-type, or a branch that does not repeat itself make it wrong, and the gradients with it. So a few
-values of every reconstructed stream are kept from the forward pass and compared: the *drift*. In
-mode ``exact`` the drift must be zero and the streams must stay in the range of their grid.
+type, or a branch that does not repeat itself make it wrong, and the gradients with it. So values
+of every reconstructed stream are kept from the forward pass and compared: the *drift*. In mode
+``exact`` the drift must be zero and the streams must stay in the range of their grid.
 
 All figures stay on the device; they are read once, when the backward pass is over.
+
+NOTE [ Channels that are lost in rounding ]
+    A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
+    zeros) carries nothing but rounding when it is reconstructed. Beside the other channels that is
+    small, 1e-7 of their size. But BatchNorm, GroupNorm and RMSNorm divide by the channel's own
+    spread, at least sqrt(eps): they amplify it 300 times, and the ReLU that follows sits at its
+    kink, where rounding decides whether a gradient passes. Measured: two pruned filters in a stem
+    make its gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
+
+    So the error of each channel is compared with the spread of that channel too, in the
+    reconstruction, whole: the spread of a sample would be zero for a healthy channel that is
+    mostly zero, as behind a ReLU. A small channel whose spread is far above the rounding is fine.
+    Only streams count from which a later replay computes something that it saves: the first input
+    of a chain is added to, never looked at.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,8 +36,16 @@ from torch.autograd import Variable
 
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.invertible import State, Step, name_of
+from revzoo.core.layout import has_values
+from revzoo.core.replay import address
 
-SAMPLES = 32  # values compared per stream
+SAMPLES = 32  # values compared per stream that has no channels
+PER_CHANNEL = 4  # values compared per channel
+CHANNELS = 128  # compared at most, per stream; others in the next step
+VARIANTS = 4  # sets of places, one of them drawn at each step
+_FEWEST = 4  # values of a channel of which a spread can be told; fewer agree by chance
+
+_draw = random.Random(0)  # of places; nobody else's random numbers
 
 
 class DriftError(RuntimeError):
@@ -38,21 +62,43 @@ class RangeError(RuntimeError):
     """A stream left the range in which its fixed-point sums are exact."""
 
 
+class _Channels(NamedTuple):
+    """Channels of which values were taken: where they stand, and which of them."""
+
+    dim: int
+    size: int
+    chosen: tuple[int, ...] | None  # None for all
+
+
+class _Plan(NamedTuple):
+    """Indices of the values that are compared, PER_CHANNEL of each channel one after the other."""
+
+    places: Tensor
+    channels: tuple[_Channels, ...]  # one after the other in ``places``; none: no channels
+
+
 class Samples(NamedTuple):
     """Values of one computed stream, and of one it is computed from: the scale of its rounding."""
 
     stream: int
     values: Tensor
     operand: Tensor
+    plan: _Plan
 
 
-class _Drift(NamedTuple):
-    step: Step
-    name: str
-    limit: float
-    expected: Tensor
-    operand: Tensor
-    actual: Tensor
+class _Drift:
+    """What is compared of one reconstructed stream."""
+
+    __slots__ = ("actual", "ends", "limit", "name", "samples", "step", "used")
+
+    def __init__(self, step: Step, name: str, limit: float, samples: Samples, computed: Tensor):
+        self.step = step
+        self.name = name
+        self.limit = limit
+        self.samples = samples
+        self.actual = _taken(computed, samples.plan.places)
+        self.ends = [_ends(computed, channels.dim) for channels in samples.plan.channels]
+        self.used = False
 
 
 class _Peak(NamedTuple):
@@ -69,7 +115,9 @@ def sample(computed: State, known: State) -> list[Samples]:
         if _comparable(t) and not _among(t, known):
             # what the stream was computed with has its shape; where nothing has, it is moved alone
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
-            found.append(Samples(i, _sampled(t), _sampled(operand)))
+            plan = _draw.choice(_plans(t.shape, t.is_complex(), t.device))
+            spread = _spread(operand.numel() << operand.is_complex(), operand.device)
+            found.append(Samples(i, _taken(t, plan.places), _taken(operand, spread), plan))
     return found
 
 
@@ -78,19 +126,62 @@ def _among(t: Tensor, state: State) -> bool:
 
 
 def _comparable(t: Tensor) -> bool:
-    return (t.is_floating_point() or t.is_complex()) and t.numel() > 0
+    return (t.is_floating_point() or t.is_complex()) and has_values(t)
 
 
-def _sampled(t: Tensor) -> Tensor:
+def _taken(t: Tensor, places: Tensor) -> Tensor:
     t = torch.view_as_real(t) if t.is_complex() else t
-    return torch.take(t.detach(), _places(t.numel(), t.device))
+    return torch.take(t.detach(), places)
+
+
+def _ends(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    others = [d for d in range(t.dim()) if d != dim]
+    return t.detach().amin(others), t.detach().amax(others)
 
 
 @functools.lru_cache(maxsize=256)
-def _places(count: int, device: torch.device) -> Tensor:
+def _spread(count: int, device: torch.device) -> Tensor:
     """Indices of SAMPLES elements spread over ``count``, the same ones in every layout."""
-    golden = torch.arange(1, SAMPLES + 1, dtype=torch.float64) * ((math.sqrt(5) - 1) / 2)
-    return (golden.frac() * count).long().to(device)
+    golden = _golden(SAMPLES)
+    return (golden * count).long().to(device)
+
+
+@functools.lru_cache(maxsize=256)
+def _plans(shape: torch.Size, is_complex: bool, device: torch.device) -> list[_Plan]:
+    """VARIANTS plans of what to compare of a stream of this shape."""
+    count = shape.numel()
+    # Tokens (B, N, C) and signals (B, C, L) look alike; images have their channels in dim 1.
+    dims = (
+        [] if is_complex else [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
+    )
+    dims = [d for d in dims if count // shape[d] >= _FEWEST]
+    if not dims:
+        return [_Plan(_spread(count << is_complex, device), ())]
+    plans = []
+    for variant in range(VARIANTS):
+        parts = [_of_channels(shape, d, variant) for d in dims]
+        places = torch.cat([places for places, _ in parts]).to(device)
+        plans.append(_Plan(places, tuple(channels for _, channels in parts)))
+    return plans
+
+
+def _of_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
+    size, inner = shape[dim], shape[dim + 1 :].numel()
+    chosen = torch.arange(size, device="cpu")
+    if size > CHANNELS:
+        generator = torch.Generator("cpu").manual_seed(variant)
+        chosen = torch.randperm(size, generator=generator, device="cpu")[:CHANNELS]
+    golden = _golden(len(chosen) * PER_CHANNEL, variant / VARIANTS)
+    rest = (golden * (shape.numel() // size)).long().view(-1, PER_CHANNEL)
+    places = (rest // inner * size + chosen[:, None]) * inner + rest % inner
+    subset = tuple(chosen.tolist()) if size > CHANNELS else None
+    return places.flatten(), _Channels(dim, size, subset)
+
+
+def _golden(count: int, start: float = 0) -> Tensor:
+    """Numbers spread evenly over [0, 1); on the CPU, whatever the default device is."""
+    steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
+    return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()
 
 
 class Guard:
@@ -98,30 +189,49 @@ class Guard:
 
     def __init__(self) -> None:
         self._task = -1
+        self._start: list[Extremes] = []
         self._drifts: list[_Drift] = []
         self._peaks: list[_Peak] = []
+        self._waiting: list[tuple[int, _Drift]] = []  # not yet used, by address
+
+    def begin(self, state: State) -> None:
+        """Note the state that a backward pass starts from, unless it is under way already."""
+        # Figures of a backward pass that an exception ended are dropped.
+        task: int = torch._C._current_graph_task_id()
+        if task != self._task:
+            self._task, self._drifts, self._peaks, self._waiting = task, [], [], []
+            if task != -1:
+                self._start = [
+                    Extremes(*torch.aminmax(t), math.inf)
+                    for t in state
+                    if t.is_floating_point() and has_values(t)
+                ]
+                Variable._execution_engine.queue_callback(self.check)
 
     def compare(
         self, step: Step, name: str, limit: float, samples: list[Samples], computed: State
     ) -> None:
         """Note the samples of what a replay computed beside those of the forward pass."""
-        self._begin()
-        for stream, values, operand in samples:
-            actual = _sampled(computed[stream])
-            self._drifts.append(_Drift(step, name, limit, values, operand, actual))
+        for sampled in samples:
+            t = computed[sampled.stream]
+            drift = _Drift(step, name, limit, sampled, t)
+            self._drifts.append(drift)
+            self._waiting.append((address(t), drift))
+
+    def note_uses(self, used: Sequence[Tensor], state: State) -> None:
+        """Note the streams that a replay computed from; ``state`` is what the next one starts from.
+
+        See NOTE [ Channels that are lost in rounding ].
+        """
+        addresses = {address(t) for t in used}
+        for at, drift in self._waiting:
+            drift.used |= at in addresses
+        addresses = {address(t) for t in state}
+        self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
     def bound(self, step: Step, name: str, values: Extremes) -> None:
         """Note how far a stream went, which must be less than its limit."""
-        self._begin()
         self._peaks.append(_Peak(step, name, values))
-
-    def _begin(self) -> None:
-        # Figures of a backward pass that an exception ended are dropped.
-        task: int = torch._C._current_graph_task_id()
-        if task != self._task:
-            self._task, self._drifts, self._peaks = task, [], []
-            if task != -1:
-                Variable._execution_engine.queue_callback(self.check)
 
     def check(self) -> None:
         """Read the figures and note each step's drift.
@@ -130,8 +240,13 @@ class Guard:
             RangeError: a stream reached its limit; names the step and a grid that fits.
             DriftError: a drift beyond the step's limit; names the step.
         """
-        drifts, peaks = self._drifts, self._peaks
-        self._task, self._drifts, self._peaks = -1, [], []
+        start, drifts, peaks = self._start, self._drifts, self._peaks
+        self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
+        # A forward pass that overflowed is no fault of the reconstruction, nor of the streams that
+        # are recomputed from infinity. Training in float16 skips such a step: its gradients are
+        # not finite either.
+        if not all(map(math.isfinite, _magnitudes(start))):
+            return
         _check_peaks(peaks)
         _check_drifts(drifts)
 
@@ -142,11 +257,17 @@ def check_range(step: Step, state: State) -> None:
         _check_peaks([_Peak(step, name_of(step), e) for e in extremes((), state, step.grid)])
 
 
+def _magnitudes(found: Sequence[Extremes]) -> list[float]:
+    """Largest magnitudes, in one transfer per device; NaN where there is one."""
+    values = [torch.maximum(-e.low, e.high).double() for e in found]
+    devices = {v.device for v in values}
+    if len(devices) > 1:
+        return [v.item() for v in values]
+    return torch.stack(values).tolist() if values else []
+
+
 def _check_peaks(peaks: list[_Peak]) -> None:
-    if not peaks:
-        return
-    ends = [end.float() for peak in peaks for end in (-peak.extremes.low, peak.extremes.high)]
-    values = torch.stack(ends).view(-1, 2).amax(dim=1).tolist()
+    values = _magnitudes([peak.extremes for peak in peaks])
     for peak, value in zip(peaks, values, strict=True):
         limit = peak.extremes.limit
         if not value < limit:
@@ -164,28 +285,63 @@ def _check_peaks(peaks: list[_Peak]) -> None:
 
 
 def _check_drifts(drifts: list[_Drift]) -> None:
-    if not drifts:
-        return
-    columns = (
-        [d.expected for d in drifts],
-        [d.operand for d in drifts],
-        [d.actual for d in drifts],
-    )
-    expected, operand, actual = (torch.stack(column).cpu().double() for column in columns)
-    # A forward pass that overflowed is no fault of the reconstruction; fp16 training skips it.
-    diverged = ~expected.isfinite()
-    difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
-    scale = torch.stack((expected, operand)).nan_to_num(0, 0, 0).abs().amax((0, 2))
-    errors = (difference.amax(1) / scale.clamp_min(torch.finfo(scale.dtype).tiny)).tolist()
+    errors: dict[_Drift, float] = {}
+    lost: dict[_Drift, float] = {}
+    for alike in _grouped(drifts):
+        _measure(alike, errors, lost)
     for drift in drifts:
         drift.step.drift = 0.0
-    for drift, error in zip(drifts, errors, strict=True):
-        drift.step.drift = max(drift.step.drift or 0.0, error)
-    for drift, error in zip(drifts, errors, strict=True):
-        if not error <= drift.limit:
-            failure = DriftError(_explain(drift, error, max(errors)))
-            failure.step = drift.step
-            raise failure
+    for drift in drifts:
+        drift.step.drift = max(drift.step.drift or 0.0, errors[drift])
+    for drift in drifts:
+        if not errors[drift] <= drift.limit:
+            raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
+    for drift in drifts:
+        # Half of the digits that the limit leaves to a stream must be left to each channel.
+        if drift.used and not lost[drift] <= math.sqrt(drift.limit):
+            raise _failure(drift, _explain_lost(drift, lost[drift]))
+
+
+def _failure(drift: _Drift, message: str) -> DriftError:
+    error = DriftError(message)
+    error.step = drift.step
+    return error
+
+
+def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
+    """Streams of one shape and device are judged together."""
+    groups: dict[tuple[object, ...], list[_Drift]] = {}
+    for d in drifts:
+        kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
+        key = (d.actual.device, len(d.actual), *kinds)
+        groups.setdefault(key, []).append(d)
+    return list(groups.values())
+
+
+def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drift, float]) -> None:
+    """The errors relative to the whole stream, and to the spread of the channel worst off."""
+    plans = [d.samples.plan for d in drifts]
+    expected = torch.stack([d.samples.values for d in drifts]).cpu().double()
+    operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
+    actual = torch.stack([d.actual for d in drifts]).cpu().double()
+    diverged = ~expected.isfinite()
+    difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
+    size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
+    relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
+    worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0
+    for k, channels in enumerate(plans[0].channels):
+        ends = [torch.stack([d.ends[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
+        spread = ends[1] - ends[0]
+        if channels.chosen is not None:
+            index = torch.tensor([plan.channels[k].chosen for plan in plans], device="cpu")
+            spread = spread.gather(1, index)
+        count = spread.shape[1] * PER_CHANNEL
+        of_channel = difference[:, at : at + count].view(*spread.shape, PER_CHANNEL).amax(2)
+        # One that is constant in the replay too is moved as a whole, which no norm amplifies.
+        ratio = torch.where(spread > 0, of_channel / spread, 0)
+        worst, at = torch.maximum(worst, ratio.amax(1)), at + count
+    errors.update(zip(drifts, relative.tolist(), strict=True))
+    lost.update(zip(drifts, worst.tolist(), strict=True))
 
 
 def _explain(drift: _Drift, error: float, worst: float) -> str:
@@ -206,8 +362,21 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
     )
 
 
+def _explain_lost(drift: _Drift, ratio: float) -> str:
+    return (
+        f"{drift.name}: a channel of recomputed stream {drift.samples.stream} is off by "
+        f"{ratio:.2g} of its spread (limit {math.sqrt(drift.limit):.2g}): constant in the forward "
+        "pass, or nearly, it is rounding when it is recomputed; a normalisation amplifies that, so "
+        "the gradients are wrong. Causes: pruned filters, dead channels, streams of zeros. Use "
+        "memory='exact', or 'recompute' for this step; set_drift_limit() changes the limit"
+    )
+
+
 def set_drift_limit(module: nn.Module, limit: float) -> None:
-    """Set the largest relative drift allowed to the steps of ``module``; infinity allows any.
+    """Set the largest relative drift allowed to the steps of ``module``.
+
+    Infinity allows any; :func:`drift` goes on measuring. The error of a single channel, relative
+    to its own spread, may be the square root of ``limit``.
 
     Raises:
         ValueError: ``limit`` is negative or no number.

@@ -39,6 +39,12 @@ class Recording(Protocol):
         them) and leaves them as they were, so that what is recorded next repeats the forward pass.
         """
 
+    def laid_out(self, inputs: State) -> State:
+        """The step's inputs with the strides that they had in the forward pass.
+
+        Kernels choose by strides what they save and which random number goes where.
+        """
+
     def __call__(
         self,
         fn: Callable[..., Any],
@@ -64,8 +70,8 @@ class Step(nn.Module):
     """How many tensors the step takes."""
 
     memory: str = "invert"
-    """The mode in which a :class:`~revzoo.ReversibleSequence` runs the step; change it with
-    :func:`revzoo.set_memory`."""
+    """The mode in which the step runs, in a :class:`~revzoo.ReversibleSequence` or called by
+    itself; change it with :func:`revzoo.set_memory`."""
 
     exact: bool = False
     """Whether the step maps grid values to grid values and back without error."""
@@ -87,6 +93,17 @@ class Step(nn.Module):
 
     label: str = ""
     """The step's place in its model, for error messages."""
+
+    def __call__(self, *state: Any, **context: Any) -> Any:
+        """``forward(*state, **context)``, hooks included, in the step's memory mode.
+
+        A container, whose members run in theirs, replaces this by ``nn.Module``'s own.
+        """
+        from revzoo.core.modes import run_alone  # which is built on steps
+
+        if not all(isinstance(t, Tensor) for t in state):
+            return plain_call(self, *state, **context)
+        return run_alone(self, state, context)
 
     @property
     def outputs(self) -> int:
@@ -144,17 +161,24 @@ class Invertible(Step):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs`` and record the step once more.
 
-        Tensors must be recorded in the order of ``forward``. Override this only where inverting
+        Tensors must be recorded in the order of ``forward``, from inputs that are laid out as they
+        were. Override this only where inverting
         and recording can share work, as in a coupling.
         """
         inputs = record.inverted(self.inverse, outputs, context)
         check_inputs(self, inputs, len(record.needs))
+        inputs = record.laid_out(inputs)
         record(self.forward, inputs, record.needs, context)
         return inputs
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:
         """``forward(*state)``, then ``log_det(*state)``; override it where they share work."""
-        return self(*state, **context), self.log_det(*state, **context)
+        return plain_call(self, *state, **context), self.log_det(*state, **context)
+
+
+def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
+    """Call ``step`` as any module, whatever its memory mode is."""
+    return nn.Module.__call__(step, *state, **context)
 
 
 def label_steps(module: nn.Module) -> None:

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
 
-from revzoo.core.recording import Resident
+from revzoo.core.recording import Recording, Resident
 from revzoo.core.replay import address
+
+_STAYS = ("cpu", "meta")  # on the host already, or without data to move
 
 
 class _Moved(NamedTuple):
@@ -23,17 +25,17 @@ class _Moved(NamedTuple):
     device: torch.device
 
 
-def offloaded(module: nn.Module) -> saved_tensors_hooks:
+def offloaded(module: nn.Module) -> Recording:
     """A context in which the graph of ``module`` keeps activations in pinned host memory."""
-    resident = {address(t) for t in (*module.parameters(), *module.buffers())}
+    resident = {address(t) for t in (*module.parameters(), *module.buffers()) if not is_lazy(t)}
 
     def pack(t: Tensor) -> Resident | _Moved:
-        if t.device.type == "cpu" or address(t) in resident:
+        if t.device.type in _STAYS or address(t) in resident:
             return Resident.of(t)
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
 
-    return saved_tensors_hooks(pack, _unpack)
+    return Recording(pack, _unpack)
 
 
 def _unpack(packed: Resident | _Moved) -> Tensor:

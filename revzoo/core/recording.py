@@ -5,20 +5,32 @@ See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 
 from __future__ import annotations
 
-import math
+import contextlib
+import functools
+import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules import module
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import Extremes, extremes
 from revzoo.core.guard import Guard, Samples, sample
-from revzoo.core.invertible import Invertible, State, Step, as_state, check_inputs, name_of
-from revzoo.core.replay import Conditions, address
+from revzoo.core.invertible import (
+    Invertible,
+    State,
+    Step,
+    as_state,
+    check_inputs,
+    name_of,
+    plain_call,
+)
+from revzoo.core.layout import fills_its_memory, laid_out
+from revzoo.core.replay import Conditions, address, version_of
 
 
 class ReplayMismatchError(RuntimeError):
@@ -74,15 +86,168 @@ def unpack(packed: Slot | Resident) -> Tensor:
     return packed.tensor
 
 
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
+_thread = threading.local()  # hooks: those of the innermost Recording
+
+
+class Recording(saved_tensors_hooks):
+    """``saved_tensors_hooks(pack, unpack)`` that the tapes of steps inside know of, too."""
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_thread, "hooks", None)
+        super().__enter__()
+        _thread.hooks = self.pack_hook, self.unpack_hook
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.hooks = self._outer
+        super().__exit__(*exception)
+
+
+@contextlib.contextmanager
+def outside_recordings() -> Iterator[None]:
+    """A context for a replay, which may run in a backward pass inside somebody's forward code."""
+    outer, _thread.hooks = getattr(_thread, "hooks", None), None
+    try:
+        yield
+    finally:
+        _thread.hooks = outer
+
+
+class Kept:
+    """A state that a tape keeps: as it is, or as activations of the step around it."""
+
+    __slots__ = ("_packed", "_unpack", "_versions")
+
+    def __init__(self, state: State) -> None:
+        hooks = getattr(_thread, "hooks", None)
+        self._unpack: _Unpack | None = None
+        self._packed: tuple[Any, ...] = state
+        self._versions = versions_of(state)
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._packed = tuple(map(pack, state))
+
+    def state(self, name: str) -> State:
+        """The state, unless it was changed in place since; ``name`` is the last step's."""
+        if self._unpack is not None:
+            return tuple(map(self._unpack, self._packed))
+        for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
+            if version_of(t) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
+                    f"activations of {name} are to be recomputed, is at version {version_of(t)}; "
+                    f"expected version {version} instead. Make the operation that follows out of "
+                    "place"
+                )
+        return self._packed
+
+
+@contextlib.contextmanager
+def explained(name: str) -> Iterator[None]:
+    """Say what to do where torch refuses a ``torch.func`` transform because of our hooks."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "support saved tensor hooks" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{name} runs a torch.func transform inside its forward, which torch refuses while "
+            "activations are recomputed or offloaded: use memory='store' for this step"
+        ) from error
+
+
+def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
+    """Call ``step``; forward hooks on it may look at its streams, but not change them.
+
+    Raises:
+        RuntimeError: one did. The inverse of the step knows nothing of it.
+    """
+    if not (step._forward_hooks or step._forward_pre_hooks or _global_hooks()):
+        return plain_call(step, *state, **context)
+    inside: list[list[Any]] = []
+    forward = step.forward
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        outputs = forward(*args, **kwargs)
+        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
+        return outputs
+
+    own = "forward" in vars(step)
+    step.forward = watched
+    try:
+        before = _identity(state)
+        outputs = plain_call(step, *state, **context)
+    finally:
+        if own:
+            step.forward = forward
+        else:
+            del step.forward
+    if inside and inside != [before, _identity(as_state(outputs, step))]:
+        raise RuntimeError(
+            f"a forward hook on {name_of(step)} changed its streams, which its inverse would not "
+            "undo: put the change into a step, or use memory='recompute' or 'store' for this step"
+        )
+    return outputs
+
+
+def _global_hooks() -> bool:
+    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def _identity(state: tuple[Any, ...]) -> list[Any]:
+    """Which memory the streams lie in and how often it was changed: the same for an alias."""
+    return [
+        (address(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
+        if isinstance(t, Tensor)
+        else t
+        for t in state
+    ]
+
+
 def unshared(t: Tensor) -> bool:
     """Whether ``t`` fills a storage that no other tensor has, so that it may be overwritten."""
-    storage = t.untyped_storage()
-    if _use_count is None or storage.nbytes() != t.nbytes:  # an expanded tensor does not fill it
+    if _use_count is None or not fills_its_memory(t):
         return False
+    storage = t.untyped_storage()
     return _use_count(storage._cdata) == 2  # t's own and this handle's
 
 
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
+
+
+def versions_of(state: State) -> list[int]:
+    """To be compared after a call that must not change ``state`` in place."""
+    return [version_of(t) for t in state]
+
+
+def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if a forward pass changed a stream in place; names the step."""
+    _refuse_changed(
+        inputs,
+        versions,
+        f"{name} changed its input stream",
+        "the other stream would be combined with another value in each memory mode. Make the "
+        "first operation of the branch out of place (inplace=False)",
+    )
+
+
+def refuse_changed_outputs(name: str, outputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
+    _refuse_changed(
+        outputs,
+        versions,
+        f"the inverse of {name} changed its input stream",
+        "the caller may still hold that tensor, as an output of the forward pass. Make the "
+        "operations of the inverse out of place",
+    )
+
+
+def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -> None:
+    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
+        if (now := version_of(t)) != version:
+            raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
 
 
 class Entry:
@@ -101,27 +266,27 @@ class Entry:
         "strides",
     )
 
-    def __init__(self, step: Step, inputs: State, context: Mapping[str, Any]) -> None:
+    def __init__(
+        self, step: Step, inputs: State, context: Mapping[str, Any], drift_limit: float
+    ) -> None:
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
+        self.strides = tuple(t.stride() for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
-        self.limit = 0.0 if step.memory == "exact" else step.drift_limit
+        self.limit = drift_limit
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.extremes: list[Extremes] = []
-        self.strides: list[tuple[int, ...]] = []  # of the outputs
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
-        if self.limit < math.inf:
-            self.samples = sample(computed, known)
+        self.samples = sample(computed, known)
 
     def observe_outputs(self, inputs: State, outputs: State) -> None:
-        """Note the strides of the outputs and, if the step is on a grid, their range."""
-        self.strides = [t.stride() for t in outputs]
+        """Note the range of the outputs, if the step is on a grid."""
         if self.step.grid is not None:
             self.extremes = extremes(inputs, outputs, self.step.grid)
 
@@ -156,31 +321,30 @@ class Entry:
     def invert(self, outputs: State) -> State:
         """The step's inputs, without recording."""
         assert isinstance(self.step, Invertible)
+        versions = versions_of(outputs)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            inputs = self.step.inverse(*self._laid_out(outputs), **self.context)
+            inputs = self.step.inverse(*outputs, **self.context)
+        refuse_changed_outputs(self.name, outputs, versions)
         state = as_state(inputs, self.step)
         check_inputs(self.step, state, len(self.needs))
-        return state
+        return self.laid_out(state)
 
-    def _laid_out(self, outputs: State) -> State:
-        """The outputs with the strides of the forward pass, on which kernels' choices depend.
+    def laid_out(self, inputs: State) -> State:
+        """The inputs with the strides of the forward pass, see :mod:`revzoo.core.layout`.
 
-        Other strides may sum in another order, and gradients would not be the same bit for bit;
-        the compiled backward pass of a compiled branch accepts no other strides at all.
+        They are the outputs of the step before, so every state that the tape walks over has them.
         """
-        same = all(t.stride() == at for t, at in zip(outputs, self.strides, strict=True))
-        if same or (self.step.grid is None and not _has_compiled(self.step)):
-            return outputs
         return tuple(
-            t if t.stride() == stride else _empty(t, stride).copy_(t)
-            for t, stride in zip(outputs, self.strides, strict=True)
+            laid_out(t, stride) if t.dim() == len(stride) else t  # a wrong inverse: named later
+            for t, stride in zip(inputs, self.strides, strict=True)
         )
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
         """Replay the step forwards; returns its outputs."""
         replayed = Replayed(self)
         with self.conditions.restored():
-            outputs = replayed(self.step, inputs, self.needs, self.context)
+            call = functools.partial(plain_call, self.step)
+            outputs = replayed(call, inputs, self.needs, self.context)
         replayed.check()
         return outputs, replayed
 
@@ -188,10 +352,12 @@ class Entry:
         """Replay the step while inverting it; returns its inputs."""
         assert isinstance(self.step, Invertible)
         replayed = Replayed(self)
+        versions = versions_of(outputs)
         with self.conditions.restored():
-            inputs = self.step.replay(self._laid_out(outputs), replayed, self.context)
+            inputs = self.step.replay(outputs, replayed, self.context)
+        refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
-        return inputs, replayed
+        return self.laid_out(inputs), replayed
 
 
 class Replayed:
@@ -202,6 +368,7 @@ class Replayed:
         self._entry = entry
         self._count = 0
         self._values: list[tuple[Slot, Resident]] = []
+        self.used: list[Tensor] = []  # inputs of parts that saved something
 
     @property
     def complete(self) -> bool:
@@ -215,6 +382,10 @@ class Replayed:
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
             return as_state(inverse(*outputs, **context), self._entry.step)
 
+    def laid_out(self, inputs: State) -> State:
+        """See :class:`revzoo.core.invertible.Recording`."""
+        return self._entry.laid_out(inputs)
+
     def __call__(
         self,
         fn: Callable[..., Any],
@@ -224,8 +395,11 @@ class Replayed:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
-        with torch.enable_grad(), saved_tensors_hooks(self._pack, _refuse):
+        with torch.enable_grad(), Recording(self._pack, _refuse):
+            before = self._count
             outputs = as_state(fn(*leaves, **context))
+        if self._count > before:
+            self.used += leaves
         return tuple(map(_leaf, outputs))
 
     def _pack(self, t: Tensor) -> None:
@@ -267,16 +441,6 @@ class Replayed:
             "function of its inputs, parameters, buffers and torch's random state; use "
             "memory='store' for one that is not"
         )
-
-
-def _empty(t: Tensor, stride: tuple[int, ...]) -> Tensor:
-    return torch.empty_strided(t.shape, stride, dtype=t.dtype, device=t.device)
-
-
-def _has_compiled(step: Step) -> bool:
-    # module.compile() sets the one, torch.compile(module) wraps it as the other
-    modules = step.modules()
-    return any(m._compiled_call_impl is not None or "_orig_mod" in m._modules for m in modules)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -6,21 +6,36 @@ first two; it lets BatchNorm count the batch twice and follows whatever flags an
 modules have by the time of the backward pass.
 
 NOTE [ What a replay restores ]
-    1. Random state of the CPU and of each device among the inputs, where the step drew from it.
+    1. Random state of the CPU, of each device among the inputs, and of each ``torch.Generator``
+       among what the step reaches or gets as a keyword argument, where the step drew from it.
        The caller's own state is put back afterwards, so that the caller's random numbers are
-       those of a run without replay.
-    2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type.
-    3. ``training`` of every submodule, and the grid of every step.
+       those of a run without replay. Threads: NOTE [ Threads ] in :mod:`revzoo.core.threads`.
+    2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. The default
+       device and dtype, the kernels allowed for attention, and deterministic algorithms.
+    3. ``training`` of every module, grid and memory mode of every step.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
-       in autograd: the reconstruction would be wrong. One that the forward pass itself changed
-       (an initialisation from the first batch) has the value that it left.
-    5. Buffers: normalisation statistics in training influence no output, so the replay works on
-       throw-away copies. Any other buffer that the forward pass changed (spectral norm's vectors,
-       a user's counter) is given back its value from before it; while a step is inverted, those
+       in autograd: the reconstruction would be wrong. So is one converted (``model.double()``).
+       One that the forward pass itself changed (an initialisation from the first batch) or made
+       (``nn.LazyLinear``) has the value that it left.
+    5. Buffers: the statistics of torch's own normalisation layers in training influence no output,
+       unless code of the step reads them, so the replay works on throw-away copies. Any other
+       buffer that the forward pass changed (spectral norm's vectors, a user's counter, statistics
+       of a derived class) is given back its value from before it; while a step is inverted, those
        that it carries (``Invertible.carried``) have the value from after it. One that changed
        after the forward pass is an error, as for parameters; so is a changed keyword argument.
+    6. What the step reaches without owning it (NOTE [ What counts as reached ] in
+       :mod:`revzoo.core.reach`): modules are treated as its own, tensors as its buffers. Functions,
+       lists and modules that were replaced since the forward pass stand in their place again.
+
+NOTE [ Copies of buffers ]
+    Whether a forward pass changes a buffer in place is known only after it. A copy of each buffer
+    of up to ``_SMALL`` elements is taken before every forward pass. Of a larger one (a mask, a
+    table of positions) a copy is taken before the first forward pass, and in later ones only if
+    that one, or any since, changed it. If it then does change in place for the first time, the
+    value from before is lost: the replay raises and says how to go on. A buffer that is replaced
+    (``self.count = self.count + 1``) needs no copy.
 
 Known limit: state outside tensors (a Python attribute that ``forward`` changes) is not seen; ask
 :func:`is_replaying` there.
@@ -30,20 +45,36 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase  # base of BatchNorm*, InstanceNorm*, SyncBatchNorm
+from torch import Generator, Tensor, nn
+from torch.nn.modules import batchnorm, instancenorm
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from torch.utils._pytree import tree_iter
 
+from revzoo.core import threads
 from revzoo.core.invertible import Invertible, Step
+from revzoo.core.reach import Place, Reach, reached, reached_from
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
 _HOST = ("cpu", "meta")  # devices without a random state of their own
+_SMALL = 2**14  # elements; to copy them takes about as long as to look at them twice
+_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
+_BATCH_NORMS = (batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d)
+_INSTANCE_NORMS = (
+    instancenorm.InstanceNorm1d,
+    instancenorm.InstanceNorm2d,
+    instancenorm.InstanceNorm3d,
+)
+_NORMS = frozenset((*_BATCH_NORMS, *_INSTANCE_NORMS, batchnorm.SyncBatchNorm))
 
 
 def is_replaying() -> bool:
@@ -59,101 +90,286 @@ def is_replaying() -> bool:
 
 
 class _Held(NamedTuple):
-    """A parameter, buffer or keyword argument and what it was at forward."""
+    """A parameter, buffer, reached tensor or keyword argument and what it was at forward."""
 
-    owner: dict[str, Any] | None  # the module's _parameters or _buffers; None for an argument
+    owner: Place | None  # the module's _parameters or _buffers, say; None for an argument
+    key: Any
     name: str
     tensor: Tensor
+    made: weakref.ref[Tensor] | None  # what ``tensor`` stands for; None for itself
     version: int
     requires_grad: bool
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(owner: Place | None, key: Any, name: str, t: Tensor) -> _Held:
+        needs = t.requires_grad
+        if t.is_leaf:
+            return _Held(owner, key, name, t, None, version_of(t), needs, t.dtype)
+        # An alias of what has a graph: that may hold the tape, which holds this.
+        alias = t.detach().requires_grad_(needs)
+        return _Held(owner, key, name, alias, weakref.ref(t), version_of(t), needs, t.dtype)
+
+    def stands(self) -> bool:
+        """Whether the tensor is still in its place."""
+        assert self.owner is not None
+        now = self.owner.get(self.key)
+        return now is (self.tensor if self.made is None else self.made())
 
     def check(self) -> None:
-        if (now := version_of(self.tensor)) != self.version:
+        t = self.tensor
+        if (now := version_of(t)) != self.version:
             raise RuntimeError(
-                f"'{self.name}' of shape {tuple(self.tensor.shape)} was modified by an in-place "
+                f"'{self.name}' of shape {tuple(t.shape)} was modified by an in-place "
                 f"operation between forward and backward: it is at version {now}; "
                 f"expected version {self.version}. Activations recomputed with it would be wrong. "
                 "Run backward before changing it (optimizer.step(), load_state_dict()), or use "
                 "memory='store' for this step"
             )
+        if t.dtype is not self.dtype:  # another device is an error of torch's
+            raise RuntimeError(
+                f"'{self.name}' of shape {tuple(t.shape)} was converted between forward and "
+                f"backward: it is {t.dtype} now; expected {self.dtype}. "
+                "Run backward before converting the model (double(), half(), to()), or convert it "
+                "before the forward pass"
+            )
+
+
+class _Snapshot(NamedTuple):
+    """A tensor that the forward pass may change, and its value from before it."""
+
+    held: _Held
+    before: Tensor | None  # None where no copy was taken, NOTE [ Copies of buffers ]
+    module: nn.Module | None  # of a buffer
+    training: bool
+    unseen: bool  # whether changes of its value may leave its version as it is
+
+    @property
+    def changed(self) -> bool:
+        return (
+            self.unseen
+            or not self.held.stands()
+            or version_of(self.held.tensor) != self.held.version
+        )
+
+    def value(self) -> Tensor:
+        """A copy of what it was before the forward pass."""
+        held = self.held
+        before = self.before
+        if before is None and version_of(held.tensor) == held.version:
+            before = held.tensor  # replaced, not changed
+        if before is None:
+            raise RuntimeError(
+                f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by the "
+                "forward pass; expected it to stay as it was, as in the first one: its value from "
+                "before, which the replay needs, was not kept. Repeat the forward pass, which "
+                "keeps it from now on; or replace the tensor instead of changing it (self.name = "
+                "...), or use memory='store' for this step"
+            )
+        return before.clone()
+
+
+class _Statistics(NamedTuple):
+    """A statistic that influences no output."""
+
+    owner: dict[str, Any]
+    name: str
+    dtype: torch.dtype
+    device: torch.device
+
+
+# Buffers too large to copy in vain, which forward passes left alone: (name, training).
+_steady: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+_Source = torch.device | Generator
+_States = dict[_Source, Tensor]
 
 
 class Conditions:
-    """All but its inputs that a module depends on (NOTE [ What a replay restores ])."""
+    """All but its inputs that a module depends on (NOTE [ What a replay restores ]).
+
+    The forward pass runs inside ``with conditions:``.
+    """
 
     __slots__ = (
+        "_after",
+        "_alone",
+        "_ambient",
         "_autocast",
         "_carried",
         "_devices",
+        "_entered",
+        "_extra",
         "_flags",
         "_held",
+        "_lazy",
         "_left",
+        "_locked",
+        "_locks",
+        "_mark",
+        "_reach",
         "_rng",
         "_snapshots",
+        "_sources",
         "_statistics",
+        "_swap_mark",
     )
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
     ) -> None:
-        """Capture before the forward pass; call :meth:`finish` right after it."""
+        """Capture before the forward pass."""
+        inputs = tuple(inputs)
         self._devices = frozenset(t.device for t in inputs if t.device.type not in _HOST)
         self._autocast = _autocast_state(_with_autocast(self._devices))
+        self._ambient = _ambient()
         self._flags: list[tuple[nn.Module, str, Any]] = []
         self._held: list[_Held] = []
-        self._statistics: list[tuple[dict[str, Any], str]] = []
-        self._snapshots: list[tuple[dict[str, Any], str, Tensor, Tensor, int]] = []
+        self._statistics: list[_Statistics] = []
+        self._snapshots: list[_Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._left: list[tuple[dict[str, Any], str, Tensor]] = []
-        for m in _walk(module):
-            self._flags.append((m, "training", m.training))
-            if isinstance(m, Step):
-                self._flags.append((m, "grid", m.grid))
-            if isinstance(m, Invertible):
-                self._carried.extend((m._buffers, name) for name in m.carried)
-            for name, p in m._parameters.items():
-                if p is not None:
-                    self._held.append(_Held(m._parameters, name, p, version_of(p), p.requires_grad))
-            if m._buffers:
-                self._capture_buffers(m)
-        for name, value in (context or {}).items():
-            for t in tensors_of(value):
-                self._held.append(_Held(None, name, t, version_of(t), t.requires_grad))
-        self._rng: dict[torch.device, Tensor] | None = _rng_state(self._devices)
+        self._lazy: list[tuple[dict[str, Any], str]] = []
+        self._reach, modules = reached(module)
+        self._extra = None
+        if context:
+            for name, value in context.items():
+                for t in tensors_of(value):
+                    self._held.append(_Held.of(None, None, name, t))
+            self._extra = reached_from(tree_iter(dict(context)))
+        if self._extra is not None:
+            modules = list(dict.fromkeys((*modules, *self._extra.modules())))
+        reads, unseen = self._reach.reads_statistics, self._reach.updates_unseen
+        if self._extra is not None:
+            reads |= self._extra.reads_statistics
+            unseen |= self._extra.updates_unseen
+        for m in modules:
+            self._capture(m, reads, unseen)
+        for reach in self._reaches():
+            self._flags.extend((m, "training", m.training) for m in reach.shells)
+            for place, key, label in reach.tensors:
+                self._capture_reached(place, key, label, module.training)
+        self._sources: tuple[_Source, ...] = ()
+        if not _is_faked(inputs):  # what is faked draws nothing
+            generators = [g for reach in self._reaches() for g in reach.generators]
+            self._sources = (_CPU, *self._devices, *generators)
+        self._rng: _States | None = None
+        self._after: _States = {}
+        self._entered = self._locked = False
+        self._alone = True
 
-    def _capture_buffers(self, m: nn.Module) -> None:
+    def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
+        self._flags.append((m, "training", m.training))
+        if isinstance(m, Step):
+            self._flags += ((m, "grid", m.grid), (m, "memory", m.memory))
+        if isinstance(m, Invertible):
+            self._carried.extend((m._buffers, name) for name in m.carried)
+        for name, p in m._parameters.items():
+            if p is None:
+                continue
+            if type(p) in _LAZY:
+                self._lazy.append((m._parameters, name))
+            else:
+                self._held.append(_Held.of(m._parameters, name, name, p))
+        if m._buffers:
+            self._capture_buffers(m, reads, unseen)
+
+    def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
+        # Another class, a hook or other code of the step may read statistics while it trains.
+        throw_away = m.training and not reads and type(m) in _NORMS
+        if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
+            throw_away = False
+        unseen = m.training and (unseen or isinstance(m, batchnorm._NormBase))
         for name, b in m._buffers.items():
             if b is None:
                 continue
-            if m.training and isinstance(m, _NormBase):
-                self._statistics.append((m._buffers, name))
+            if type(b) in _LAZY:
+                self._lazy.append((m._buffers, name))
+            elif throw_away:
+                self._statistics.append(_Statistics(m._buffers, name, b.dtype, b.device))
             else:
-                self._snapshots.append((m._buffers, name, b, b.detach().clone(), version_of(b)))
+                large = b.numel() > _SMALL and not unseen
+                steady = large and (name, m.training) in _steady.get(m, ())
+                before = None if steady else b.detach().clone()
+                held = _Held.of(m._buffers, name, name, b)
+                self._snapshots.append(_Snapshot(held, before, m, m.training, unseen))
 
-    def finish(self) -> None:
-        """After the forward pass: forget the random state and the buffers that it left alone."""
-        if self._rng is not None and _same(self._rng, _rng_state(self._devices)):
-            self._rng = None
+    def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
+        t = place.get(key)
+        if not isinstance(t, Tensor) or type(t) in _LAZY:
+            return
+        held = _Held.of(place, key, label, t)
+        if isinstance(t, nn.Parameter):
+            self._held.append(held)
+            return
+        # Nobody expects a function to change what it does not own: large ones are not copied.
+        before = None if t.numel() > _SMALL else t.detach().clone()
+        self._snapshots.append(_Snapshot(held, before, None, training, False))
+
+    def _reaches(self) -> list[Reach]:
+        return [self._reach] if self._extra is None else [self._reach, self._extra]
+
+    def __enter__(self) -> None:
+        """Begin the forward pass."""
+        self._locks = self._reach.locks if self._statistics or self._snapshots else []
+        threads.acquire(self._locks)
+        self._locked = self._reach.draws and bool(self._sources) and threads.random_lock.acquire()
+        self._entered = True
+        self._mark = threads.sections.enter()
+        self._swap_mark = threads.swaps.now()
+        self._rng = _rng_state(self._sources)
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        """End it: forget the random state and the buffers that it left alone."""
+        try:
+            if failure is None:
+                self._finish_random()
+                self._finish_tensors()
+        finally:
+            threads.sections.leave()
+            if self._locked:
+                threads.random_lock.release()
+            threads.release(self._locks)
+
+    def _finish_random(self) -> None:
+        assert self._rng is not None
+        before, after = self._rng, _rng_state(self._sources)
+        changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
+        # A replay that another thread had under way may have put back the state, so that what was
+        # drawn meanwhile does not show.
+        hidden = not (self._locked or threads.swaps.alone(self._swap_mark))
+        self._rng = before if hidden and before else changed or None
+        self._after = {s: after[s] for s in self._rng or ()}
+        self._alone = threads.sections.alone(self._mark)
+        if self._reach.draws != bool(changed):
+            self._reach.draws = bool(changed)
+
+    def _finish_tensors(self) -> None:
         self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
         for i, held in enumerate(self._held):
             if held.owner is not None and version_of(held.tensor) != held.version:
                 self._held[i] = held._replace(version=version_of(held.tensor))
+        for owner, name in self._lazy:
+            if type(t := owner[name]) not in _LAZY:
+                self._held.append(_Held.of(owner, name, name, t))
+        if self._lazy and (step := self._reach.step()) is not None:
+            self._reach = reached(step)[0]  # the hook that made them is gone
         if not self._snapshots:
             return
-        changed = []
-        for entry in self._snapshots:
-            owner, name, tensor, _, version = entry
-            if owner.get(name) is tensor and version_of(tensor) == version:
-                self._held.append(_Held(owner, name, tensor, version, tensor.requires_grad))
+        snapshots, self._snapshots = self._snapshots, []
+        for s in snapshots:
+            if s.changed:
+                self._snapshots.append(s)
             else:
-                changed.append(entry)
-        self._snapshots = changed
+                self._held.append(s.held)
+            if s.module is not None and s.held.tensor.numel() > _SMALL:
+                known = _steady.setdefault(s.module, set())
+                (known.discard if s.changed else known.add)((s.held.key, s.training))
 
     def storages(self) -> set[int]:
         """Addresses of parameters and buffers: they stay in memory, saved by the graph or not."""
         held = [h.tensor for h in self._held]
-        held += [b for _, _, b, _, _ in self._snapshots]
-        held += [owner[name] for owner, name in self._statistics]
+        held += [s.held.tensor for s in self._snapshots]
+        held += [s.owner[s.name] for s in self._statistics]
         return {address(t) for t in held}
 
     @contextlib.contextmanager
@@ -164,65 +380,130 @@ class Conditions:
             inverting: give carried buffers the values that the forward pass left.
 
         Raises:
-            RuntimeError: a parameter or buffer was changed in place since the forward pass.
+            RuntimeError: a parameter or buffer was changed in place since the forward pass, or
+                another thread drew random numbers at the same time.
         """
         for held in self._held:
-            held.check()
+            if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
+                held.check()
+        rng = self._rng if self._entered else _rng_state(self._sources)
+        locks = self._reach.locks if self._statistics or self._snapshots else []
+        threads.acquire(locks)
+        locked = bool(rng) and threads.random_lock.acquire()
+        mark = (0, True)
+        if rng:
+            mark = threads.sections.enter()
+            threads.swaps.enter()
         undo: _Undo = []
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
-            if self._rng is not None:
-                undo.append((_set_rng_state, (_rng_state(self._devices),)))
-                _set_rng_state(self._rng)
+            if rng:
+                undo.append((_set_rng_state, (_rng_state(rng),)))
+                _set_rng_state(rng)
             self._restore_modules(undo)
             for owner, name, left in self._left if inverting else ():
                 _swap(undo, owner, name, left.clone())
-            with self._autocast_restored():
+            with self._ambient_restored(), self._autocast_restored():
                 yield
+            if rng and self._entered and not inverting:
+                self._check_threads(rng, mark)
         finally:
             _thread.depth -= 1
             for fn, arguments in reversed(undo):
                 fn(*arguments)
+            if rng:
+                threads.swaps.leave()
+                threads.sections.leave()
+            if locked:
+                threads.random_lock.release()
+            threads.release(locks)
+
+    def _check_threads(self, before: _States, mark: tuple[int, bool]) -> None:
+        """Rule 4 of NOTE [ Threads ]."""
+        if self._alone and threads.sections.alone(mark):
+            return
+        for source, state in _rng_state(before).items():
+            if not torch.equal(state, self._after[source]):
+                if torch.equal(state, before[source]):
+                    continue  # the replay drew nothing
+                raise RuntimeError(
+                    "several threads drew random numbers at once, so that a replay did not draw "
+                    "those of its forward pass; expected one thread at a time. Put a lock around "
+                    "the threads' forward and backward passes, give each thread's branches a "
+                    "torch.Generator of their own, use processes, or memory='store'"
+                )
+
+    def _ambient_restored(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if _ambient() == self._ambient else _set(self._ambient)
 
     def _autocast_restored(self) -> contextlib.AbstractContextManager[None]:
         same = self._autocast == _autocast_state(_with_autocast(self._devices))
         return contextlib.nullcontext() if same else _autocast(self._autocast)
 
     def _restore_modules(self, undo: _Undo) -> None:
+        if not self._reach.holds(self._reach.modules()):
+            for place, key, seen in self._reach.displaced():
+                _swap(undo, place, key, seen)
+            for children, before in self._reach.children:
+                if children != before:
+                    undo.append((_refill, (children, dict(children))))
+                    _refill(children, before)
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
                 undo.append((setattr, (m, name, now)))
                 setattr(m, name, value)
-        for owner, name, tensor, _, requires_grad in self._held:
-            if owner is not None and _replaced(tensor, owner.get(name)):
-                _swap(undo, owner, name, tensor)
-            if tensor.requires_grad != requires_grad and tensor.is_leaf:
+        for held in self._held:
+            owner, tensor = held.owner, held.tensor
+            if owner is not None and owner.get(held.key) is not tensor and _replaced(held):
+                _swap(undo, owner, held.key, tensor)
+            if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
-                tensor.requires_grad_(requires_grad)
-        for owner, name in self._statistics:
-            _swap(undo, owner, name, owner[name].detach().clone())
-        for owner, name, _, before, _ in self._snapshots:
-            _swap(undo, owner, name, before.clone())
+                tensor.requires_grad_(held.requires_grad)
+        for owner, name, dtype, device in self._statistics:
+            copy = owner[name].detach().clone()
+            if copy.dtype != dtype or copy.device != device:
+                copy = copy.to(device, dtype)
+            _swap(undo, owner, name, copy)
+        for s in self._snapshots:
+            assert s.held.owner is not None
+            _swap(undo, s.held.owner, s.held.key, s.value())
 
 
 _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
-def _walk(module: nn.Module) -> list[nn.Module]:
-    """``module.modules()`` without the cost of its nested generators."""
-    found: dict[nn.Module, None] = {}
-    stack: list[nn.Module | None] = [module]
-    while stack:
-        m = stack.pop()
-        if m is not None and m not in found:
-            found[m] = None
-            stack += m._modules.values()
-    return list(found)
+def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """For a forward pass that is not recorded: no other thread exchanges buffers meanwhile."""
+    if torch.compiler.is_compiling() or threading.active_count() == 1 or not step.training:
+        return contextlib.nullcontext()
+    return threads.exclusive(reached(step)[0].locks)
+
+
+def parameters_of(step: nn.Module) -> Iterator[Tensor]:
+    """Those of the step and of what it reaches."""
+    yield from step.parameters()
+    reach, modules = reached(step)
+    for m in modules:
+        yield from (p for p in m._parameters.values() if p is not None)
+    for place, key, _ in reach.tensors:
+        if isinstance(t := place.get(key), Tensor):
+            yield t
 
 
 def address(t: Tensor) -> int:
     """Identifies the storage of ``t`` for as long as it lives, empty or not."""
-    return t.untyped_storage()._cdata
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
+        return _address_without_storage(t)
+
+
+def _address_without_storage(t: Tensor) -> int:
+    if t.layout == torch.sparse_coo:
+        return address(t._values())
+    if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return address(t.values())
+    return -id(t)  # no storage has a negative address
 
 
 def version_of(t: Tensor) -> int:
@@ -238,36 +519,96 @@ def tensors_of(tree: Any) -> list[Tensor]:
     return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
 
 
-def _replaced(tensor: Tensor, now: Tensor | None) -> bool:
-    """Whether another parameter stands in the place of ``tensor``, and not its gathered shards."""
-    if now is tensor:
+def _replaced(held: _Held) -> bool:
+    """Whether another tensor stands in the place, and not gathered shards."""
+    if held.stands():
         return False
-    gathered = hasattr(tensor, "device_mesh") and not hasattr(now, "device_mesh")  # a DTensor's
+    assert held.owner is not None
+    now = held.owner.get(held.key)
+    gathered = hasattr(held.tensor, "device_mesh") and not hasattr(now, "device_mesh")  # a DTensor
     return not gathered
 
 
-def _swap(undo: _Undo, owner: dict[str, Any], name: str, tensor: Tensor) -> None:
-    undo.append((owner.__setitem__, (name, owner.get(name))))
-    owner[name] = tensor
+def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:
+    undo.append((owner.__setitem__, (key, owner.get(key))))
+    owner[key] = value
 
 
-def _rng_state(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:
-    states = {_CPU: torch.get_rng_state()}
-    for device in devices:
-        states[device] = torch.get_device_module(device).get_rng_state(device)
+def _refill(children: dict[str, nn.Module | None], wanted: dict[str, nn.Module | None]) -> None:
+    children.clear()
+    children.update(wanted)
+
+
+def _rng_state(sources: Iterable[_Source]) -> _States:
+    states: _States = {}
+    for source in sources:
+        if isinstance(source, Generator):
+            states[source] = source.get_state()
+        elif source.type == "cpu":
+            states[source] = torch.default_generator.get_state()
+        else:
+            states[source] = torch.get_device_module(source).get_rng_state(source)
     return states
 
 
-def _same(a: dict[torch.device, Tensor], b: dict[torch.device, Tensor]) -> bool:
-    return all(torch.equal(state, b[device]) for device, state in a.items())
-
-
-def _set_rng_state(states: dict[torch.device, Tensor]) -> None:
-    for device, state in states.items():
-        if device.type == "cpu":
-            torch.set_rng_state(state)
+def _set_rng_state(states: _States) -> None:
+    for source, state in states.items():
+        if isinstance(source, Generator):
+            source.set_state(state)
+        elif source.type == "cpu":
+            torch.default_generator.set_state(state)
         else:
-            torch.get_device_module(device).set_rng_state(state, device)
+            torch.get_device_module(source).set_rng_state(state, source)
+
+
+def _is_faked(inputs: Iterable[Tensor]) -> bool:
+    """Whether the step computes shapes alone: then random states are faked too, or not there."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")
+    if module is None:
+        return False
+    if torch._C._len_torch_dispatch_stack() and torch._guards.detect_fake_mode() is not None:
+        return True
+    return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
+
+
+# What branches depend on beside autocast, each with how to set it.
+_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
+    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
+    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
+    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
+    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+)  # torch's public functions call just these, at a higher cost
+_READS = tuple(read for read, _ in _SWITCHES)
+_Ambient = tuple[torch.device | None, list[Any]]
+
+
+def _ambient() -> _Ambient:
+    return _default_device(), [read() for read in _READS]
+
+
+def _default_device() -> torch.device | None:
+    """Where factories such as torch.zeros put tensors; None if nobody has said."""
+    if not torch._C._len_torch_function_stack():
+        return None
+    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
+        if isinstance(mode, DeviceContext):
+            return torch.device(mode.device)
+    return None
+
+
+@contextlib.contextmanager
+def _set(wanted: _Ambient) -> Iterator[None]:
+    device, values = wanted
+    with contextlib.ExitStack() as stack:
+        for (read, write), value in zip(_SWITCHES, values, strict=True):
+            if (now := read()) != value:
+                stack.callback(write, now)
+                write(value)
+        if _default_device() != device:
+            stack.enter_context(device or _CPU)
+        yield
 
 
 _AutocastState = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]

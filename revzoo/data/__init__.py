@@ -1,6 +1,6 @@
 """Data modules: real images, split, loaded, augmented and normalised.
 
-Start reading at ``module.py``, which says what every set has in common.
+Start reading at ``module.py``, which holds the rules for every set.
 """
 
 from revzoo.data.augment import Augment
@@ -9,5 +9,16 @@ from revzoo.data.digits import Digits
 from revzoo.data.errors import DataError
 from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.module import ImageData
+from revzoo.data.registry import DATA, register_data
 
-__all__ = ["CIFAR10", "CIFAR100", "Augment", "DataError", "Digits", "ImageData", "ImageFolder"]
+__all__ = [
+    "CIFAR10",
+    "CIFAR100",
+    "DATA",
+    "Augment",
+    "DataError",
+    "Digits",
+    "ImageData",
+    "ImageFolder",
+    "register_data",
+]

@@ -1,16 +1,17 @@
-"""Augmentation of whole batches of bytes, on whatever device they are.
+"""Augmentation of whole batches, on whatever device they are.
 
-The recipe of the CIFAR papers: zero-pad by 4, crop at random, flip at random.
-``torchvision.transforms.v2`` does the work. It draws one offset and one flip per *call*, for all
-images of the batch given, so the batch is cut in chunks of a few images and each chunk is
-transformed by a call of its own. A chunk is a new set of images each epoch, as the loader
-shuffles.
+Crops and flips work on bytes, by the recipe of the CIFAR papers: zero-pad by 4, crop at random,
+flip at random. ``torchvision.transforms.v2`` draws one offset and one flip per *call*, for all
+images it gets. Hence the batch is cut in chunks of a few images, with a call for each. As the
+loader shuffles, a chunk holds other images in each epoch.
 
 Cost for 128 images of 3x32x32 on one core of a server CPU (torch 2.15): chunks of 1 image 7.1 ms,
 of 8 images 1.0 ms, of 32 images 0.4 ms, the whole batch in one call 0.2 ms.
 
-Known limit: the padding is zero in bytes (black), as in torchvision's own recipes, not the mean
-colour.
+Mixup adds two images (Zhang et al. 2018, arXiv 1710.09412), CutMix puts a box of one into the other
+(Yun et al. 2019, arXiv 1905.04899). Both mix the labels in the same shares, one share per batch.
+
+Known limit: the padding is black (zero bytes), as in torchvision's recipes, not the mean colour.
 """
 
 from collections.abc import Mapping
@@ -21,24 +22,21 @@ import torch
 from torch import Tensor
 from torchvision.transforms import v2
 
-from revzoo.data.mixing import mix
-
 
 @dataclass(frozen=True, kw_only=True)
 class Augment:
-    """What is drawn at random for training images, and at what grain.
+    """Which random changes training images get.
 
     Attributes:
         crop_padding: pixels of padding on each side before the random crop; 0 for no crop, None
             for an eighth of the image's size (the papers' 4 for 32 pixels).
-        crop_scale: the least part of an image's area that a random resized crop shows, of sets that
-            are read from their files. 0.08 is that of GoogLeNet (Szegedy et al. 2015, arXiv
-            1409.4842), which runs of a hundred epochs take.
+        crop_scale: for sets read from their files, the least share of the area that a random
+            resized crop shows. 0.08 is GoogLeNet's (Szegedy et al. 2015, arXiv 1409.4842), the
+            choice for a hundred epochs.
         flip: mirror left and right with probability 1/2.
-        chunk: images that share one draw; fewer is finer and slower.
-        mixup: alpha of the Beta distribution that Mixup draws its share from, in batches of
-            training; 0 for no Mixup, see :mod:`revzoo.data.mixing`.
-        cutmix: the same of CutMix.
+        chunk: images that share one crop offset and one flip; fewer is slower.
+        mixup: alpha of the Beta distribution from which Mixup draws its share; 0 for no Mixup.
+        cutmix: the same for CutMix. With both, each batch draws one of them.
     """
 
     crop_padding: int | None = None
@@ -105,6 +103,23 @@ class Augment:
         return torch.cat([transform(chunk) for chunk in torch.split(images, self.chunk)])
 
     def mix(self, images: Tensor, labels: Tensor, *, num_classes: int) -> tuple[Tensor, Tensor]:
-        """Mix a float batch and its labels: see :func:`revzoo.data.mixing.mix`."""
-        shares = {"mixup": self.mixup, "cutmix": self.cutmix}
-        return mix(images, labels, num_classes=num_classes, **shares)
+        """Mixup or CutMix; where both are wanted, each batch draws one. Neither: as it was.
+
+        Args:
+            images: float (B, C, S, S).
+            labels: int64 (B,).
+            num_classes: number of classes.
+
+        Returns:
+            Images of the same shape, and labels as shares of the classes: (B, num_classes), of the
+            images' dtype.
+        """
+        chosen = [
+            kind(alpha=alpha, num_classes=num_classes)
+            for kind, alpha in ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
+            if alpha
+        ]
+        if not chosen:
+            return images, labels
+        images, labels = chosen[int(torch.randint(len(chosen), ()))](images, labels)
+        return images, labels.to(images.dtype)

@@ -1,32 +1,29 @@
 """CIFAR-10 and CIFAR-100 (A. Krizhevsky, 2009): 50,000 training and 10,000 test images of 3x32x32.
 
-torchvision downloads, checks the MD5 of every file and reads them; this module holds the result in
-memory as bytes (150 MB) and turns each way it can fail into one ``DataError`` that says where it
-looked and what to do.
+torchvision downloads, unpacks and reads them; this module holds the images in memory as bytes
+(150 MB) and turns every failure into one ``DataError`` that says where it looked and what to do.
 
-What a failed or interrupted download leaves is never taken for good: archive and unpacked files
-are used only if their MD5 is right, and a bad archive is removed. The files are pickles, which can
-run code: none is opened before its MD5 is found to be the published one.
+A failed or interrupted download never passes for a good one: archive and unpacked files are used
+only if their MD5 is right, and a bad archive is removed. The files are pickles, which can run code,
+so their MD5 is checked before they are opened.
 """
 
-import socket
-from collections.abc import Iterator
-from contextlib import contextmanager
+import tarfile
 from http.client import HTTPException
 from pathlib import Path
 from typing import ClassVar, Unpack
 
 import torch
 from torchvision import datasets
-from torchvision.datasets.utils import check_integrity, download_url
+from torchvision.datasets.utils import check_integrity, download_and_extract_archive
 
-from revzoo.data.archive import unpack
 from revzoo.data.errors import DataError
 from revzoo.data.images import TensorImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
+from revzoo.weights.files import socket_timeout
 
-_MAX_BYTES, _MAX_MEMBERS = 2**29, 100  # both sets: 186 MB in 9 members or fewer
 _TIMEOUT = 30.0  # seconds without an answer; torchvision sets none, so a silent network would hang
+_ERRORS = (OSError, HTTPException, RuntimeError, EOFError, tarfile.TarError)
 
 
 class CIFAR10(ImageData):
@@ -82,11 +79,11 @@ class CIFAR10(ImageData):
         source = self.source
         archive = self.root / source.filename
         try:
-            with _socket_timeout(_TIMEOUT):
-                download_url(source.url, self.root, source.filename, source.tgz_md5)
-            folder = self.root / source.base_folder
-            unpack(archive, folder, max_bytes=_MAX_BYTES, max_members=_MAX_MEMBERS)
-        except (OSError, HTTPException, RuntimeError, EOFError) as error:
+            with socket_timeout(_TIMEOUT):
+                download_and_extract_archive(
+                    source.url, self.root, filename=source.filename, md5=source.tgz_md5
+                )
+        except _ERRORS as error:
             if not check_integrity(archive, source.tgz_md5):
                 archive.unlink(missing_ok=True)
             return f"{type(error).__name__}: {error}"
@@ -118,13 +115,3 @@ class CIFAR100(CIFAR10):
     """CIFAR-100 with its 100 fine labels; else as ``CIFAR10`` (folder ``cifar-100-python``)."""
 
     source = datasets.CIFAR100
-
-
-@contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

@@ -1,29 +1,33 @@
 """Image files to bytes.
 
-Pillow decodes, as in torchvision's ``ImageFolder``, because it reads every format that one lists;
-and it lets go of the interpreter lock, so a few threads share the work of a whole folder.
+Pillow decodes, as in torchvision's ``ImageFolder``: it reads every format that torchvision lists,
+and it releases the interpreter lock, so a few threads can share the work of a whole folder.
 
 Known limits: images of more than 8 bits per channel are refused, since Pillow would clip them
 silently; transparency is dropped; an EXIF orientation is not applied (as in torchvision).
 """
 
+import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import torch
+from lightning_fabric.utilities.data import suggested_max_num_workers
 from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
 
 from revzoo.data.errors import DataError
-from revzoo.data.workers import available_cpus
 
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
 _BLOCK = 256  # images per task of a thread
-_WHAT_PILLOW_RAISES = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
+_LISTED = 5  # files in an error message
+
+log = logging.getLogger(__name__)
 
 
 def open_image(path: str, channels: int) -> Image.Image:
@@ -33,17 +37,57 @@ def open_image(path: str, channels: int) -> Image.Image:
         DataError: the file is corrupt, or has more than 8 bits per channel.
     """
     try:
+        if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
+            raise OSError("it is no regular file")
         with Image.open(path) as image:
-            if image.mode.startswith(("I", "F")):
-                raise DataError(
-                    f"{path} has more than 8 bits per channel (Pillow mode {image.mode}): "
-                    "convert it to 8 bits"
-                )
-            return image.convert("RGB" if channels == 3 else "L")
-    except _WHAT_PILLOW_RAISES as error:
+            if not image.mode.startswith(("I", "F")):
+                return image.convert("RGB" if channels == 3 else "L")
+            mode = image.mode
+    except Exception as error:  # Pillow's decoders fail in any way
         raise DataError(
             f"cannot decode image {path} ({type(error).__name__}: {error}): replace or remove it"
         ) from error
+    raise DataError(
+        f"{path} has more than 8 bits per channel (Pillow mode {mode}): convert it to 8 bits"
+    )
+
+
+class SkippedFiles:
+    """The images of a split that could not be read, where ``data.on_error=skip`` tolerates some.
+
+    Workers and the main process share what they know, so a file counts once, not once an epoch.
+
+    Args:
+        paths: all files of the split.
+        at_most: images that may be skipped.
+    """
+
+    def __init__(self, paths: Sequence[str], *, at_most: int) -> None:
+        self._paths, self._at_most = paths, at_most
+        self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
+
+    def add(self, row: int, error: DataError) -> None:
+        """Skip the file at ``row`` and log why.
+
+        Raises:
+            DataError: it is one too many.
+        """
+        if self._bad[row]:
+            return
+        self._bad[row] = True
+        log.warning("skipped: %s", error)
+        files = self.files()
+        if len(files) > self._at_most:
+            more = ", ..." if len(files) > _LISTED else ""
+            raise DataError(
+                f"more than data.max_errors={self._at_most} images cannot be read: "
+                f"{', '.join(files[:_LISTED])}{more}. Replace or remove them (`revzoo check data "
+                "DIR` lists all), or raise data.max_errors"
+            )
+
+    def files(self) -> list[str]:
+        """The paths of the skipped files."""
+        return [self._paths[row] for row in self._bad.nonzero().flatten().tolist()]
 
 
 def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Image:
@@ -62,51 +106,81 @@ def square_bytes(image: Image.Image, size: int, crop_pct: float) -> Tensor:
     return v2f.pil_to_tensor(to_square(image, size, crop_pct))
 
 
-def common_size(path: str) -> int:
-    """The side in pixels of the first image of a folder, which the others are held against.
+def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
+    """The side in pixels of the first image that can be read; the others are compared with it.
 
     Raises:
         DataError: it is not square, or corrupt.
     """
-    width, height = open_image(path, 3).size
-    if width != height:
-        raise DataError(
-            f"{path} has {width}x{height} pixels: networks here take squares, set data.image_size "
-            "to a side in pixels and images will be resized and cropped to it"
-        )
-    return width
+    for row, path in enumerate(paths):
+        try:
+            width, height = open_image(path, 3).size
+        except DataError as error:
+            if skipped is None:
+                raise
+            skipped.add(row, error)
+            continue
+        if width != height:
+            raise DataError(
+                f"{path} has {width}x{height} pixels: networks here take squares, set "
+                "data.image_size to a side in pixels and images will be resized and cropped to it"
+            )
+        return width
+    raise DataError(f"none of {len(paths)} images can be read, such as {paths[0]}")
 
 
-def decode_all(paths: Sequence[str], *, channels: int, size: int, resize: bool) -> Tensor:
-    """Decode a folder into one tensor, uint8 (N, channels, size, size).
+def decode_all(
+    paths: Sequence[str],
+    *,
+    channels: int,
+    size: int,
+    resize: bool,
+    skipped: SkippedFiles | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Decode a folder into one tensor.
 
     Args:
         paths: the files, in the order of the result.
         channels: 3 or 1.
         size: side in pixels.
         resize: bring other sizes to ``size``; if False, they are an error.
+        skipped: takes the files that cannot be read; None to raise at the first.
+
+    Returns:
+        Images uint8 (N, channels, size, size), and the positions of their files in ``paths``.
 
     Raises:
         DataError: a file is corrupt, or has another size and ``resize`` is False.
     """
     images = np.empty((len(paths), channels, size, size), dtype=np.uint8)
+    kept = torch.ones(len(paths), dtype=torch.bool)
+
+    def decode(row: int) -> None:
+        image = open_image(paths[row], channels)
+        if not resize and image.size != (size, size):
+            raise DataError(
+                f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
+                f"{paths[0]} {size}x{size}: set data.image_size to resize them all"
+            )
+        # Filled through NumPy: torchvision's conversion costs more than decoding a small image.
+        pixels = np.asarray(to_square(image, size)).reshape(size, size, channels)
+        images[row] = pixels.transpose(2, 0, 1)
 
     def decode_block(start: int) -> None:
         for row in range(start, min(start + _BLOCK, len(paths))):
-            image = open_image(paths[row], channels)
-            if not resize and image.size != (size, size):
-                raise DataError(
-                    f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
-                    f"{paths[0]} {size}x{size}: set data.image_size to resize them all"
-                )
-            # Filled through NumPy: torchvision's conversion costs more than decoding a small image.
-            pixels = np.asarray(to_square(image, size)).reshape(size, size, channels)
-            images[row] = pixels.transpose(2, 0, 1)
+            try:
+                decode(row)
+            except DataError as error:
+                if skipped is None:
+                    raise
+                kept[row] = False
+                skipped.add(row, error)
 
-    pool = ThreadPoolExecutor(max_workers=min(4, available_cpus()))
+    pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
     try:
         for _ in pool.map(decode_block, range(0, len(paths), _BLOCK)):
             pass  # iterating raises the error of the first block that failed
     finally:
         pool.shutdown(cancel_futures=True)
-    return torch.from_numpy(images)
+    pixels = torch.from_numpy(images)
+    return pixels if kept.all() else pixels[kept], kept.nonzero().flatten()

@@ -1,9 +1,8 @@
-"""The one error of the data floor: data that is missing, damaged or inconsistent.
+"""The error for data that are missing, damaged or inconsistent.
 
-Arguments that are wrong whatever the data are ``ValueError`` and are raised by the constructors.
-What only reading the data can show is a ``DataError``: its message says which path was looked at,
-what was expected there and what to do, so that a command line can print it alone, without a
-traceback.
+Arguments that are wrong whatever the data are raise ``ValueError`` in the constructors. A
+``DataError`` needs a look at the data: its message gives the path, what was expected there and what
+to do, so that a command line can print it without a traceback.
 """
 
 
@@ -16,4 +15,6 @@ class DataError(RuntimeError):
 
     def __init__(self, message: str) -> None:
         # A loader's worker sends an error as the text of its traceback, whose end is the message.
-        super().__init__(message.rpartition(f"{__name__}.DataError: ")[2].strip())
+        message = message.rpartition(f"{__name__}.DataError: ")[2].strip()
+        # Paths may hold bytes that are not UTF-8, which no log file could take.
+        super().__init__(message.encode("utf-8", "backslashreplace").decode())

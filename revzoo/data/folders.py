@@ -1,16 +1,21 @@
-"""The files of an image folder: ``ROOT/{train,val,test}/CLASS/...``, checked before any image is
-opened.
+"""The files of an image folder, ``ROOT/{train,val,test}/CLASS/...``: listed and checked.
 
-Listing is torchvision's; what it does not check is whether the splits agree on their classes.
-Labels are positions in the sorted class names, so a class that one split lacks would shift the
-labels of all that follow.
+torchvision lists the files. It does not check that the splits have the same classes: labels are
+positions in the sorted class names, so a class that one split lacks would shift all later labels.
+It also takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for classes; here
+hidden folders and files are left out.
 """
 
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from lightning_fabric.utilities.data import suggested_max_num_workers
 from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
 
+from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 
 _LAYOUT = (
@@ -49,8 +54,8 @@ def scan(root: Path) -> Tree:
     classes = _class_names(root / there[0])
     if len(classes) == 1:
         raise DataError(
-            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: a classifier "
-            f"tells at least two apart, each with a folder of its own; {_LAYOUT}"
+            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: expected at "
+            f"least two, each with its own folder; {_LAYOUT}"
         )
     for name in there[1:]:
         _check_same_classes(root, name, there[0], classes)
@@ -64,10 +69,29 @@ def no_training(root: Path) -> DataError:
 
 
 def _class_names(folder: Path) -> list[str]:
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+    names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p.name))
+    for name in names:
+        if not name.isprintable():  # nor could a checkpoint or a log file hold it
+            raise DataError(
+                f"the class folder {name!a} in {folder.absolute()} has a name that is not "
+                "UTF-8, or has control characters: rename it in every split"
+            )
     if not names:
         raise DataError(f"no class folders in {folder.absolute()}: {_LAYOUT}")
     return names
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__MACOSX"
+
+
+def _is_utf8(name: str) -> bool:
+    return name.encode("utf-8", "replace") == name.encode("utf-8", "surrogateescape")
+
+
+def _hidden_below(path: str, folder: Path) -> bool:
+    below = path.removeprefix(str(folder))  # as text: a million Path objects take seconds
+    return f"{os.sep}." in below or f"{os.sep}__MACOSX{os.sep}" in below
 
 
 def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:
@@ -85,6 +109,7 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
 def _list_images(folder: Path, classes: list[str]) -> Files:
     label_of = {name: label for label, name in enumerate(classes)}
     found = make_dataset(folder, label_of, extensions=IMG_EXTENSIONS, allow_empty=True)
+    found = [(path, label) for path, label in found if not _hidden_below(path, folder)]
     labels = [label for _, label in found]
     missing = set(label_of.values()).difference(labels)
     empty = [str(folder.absolute() / name) for name, label in label_of.items() if label in missing]
@@ -94,3 +119,58 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
             "or remove the folder from every split"
         )
     return Files([path for path, _ in found], labels)
+
+
+@dataclass(frozen=True)
+class FolderReport:
+    """The result of :func:`check_folder`.
+
+    Attributes:
+        images: number of image files.
+        bad: an error message for each that cannot be decoded, sorted by path.
+        layout: the fault in the folders of splits and classes; None if there is none.
+    """
+
+    images: int
+    bad: list[str]
+    layout: str | None
+
+
+def check_folder(root: str | Path, *, workers: int | None = None) -> FolderReport:
+    """Decode every image below ``root``, whatever its folders.
+
+    Args:
+        root: an image folder, see :class:`~revzoo.data.imagefolder.ImageFolder`, or a part of one.
+        workers: processes; None for the CPUs but one.
+
+    Raises:
+        DataError: ``root`` is no folder.
+    """
+    root = Path(root).expanduser()
+    layout = None
+    try:
+        scan(root)
+    except DataError as error:
+        if not root.is_dir():
+            raise
+        layout = str(error)
+    paths = sorted(_image_files(root))
+    with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
+        errors = pool.map(_error_of, paths, chunksize=64)
+        return FolderReport(len(paths), [error for error in errors if error], layout)
+
+
+def _image_files(root: Path) -> Iterator[str]:
+    for folder, folders, files in os.walk(root, followlinks=True):
+        folders[:] = [name for name in folders if not _is_hidden(name)]
+        for name in files:
+            if name.lower().endswith(IMG_EXTENSIONS) and not _is_hidden(name):
+                yield str(Path(folder, name))
+
+
+def _error_of(path: str) -> str | None:
+    try:
+        open_image(path, 3)
+    except DataError as error:
+        return str(error)
+    return None

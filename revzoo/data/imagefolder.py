@@ -1,17 +1,19 @@
 """Any folder of images: ``ROOT/train/CLASS/*.jpg``, optionally ``ROOT/val/`` and ``ROOT/test/``.
 
-Why not torchvision's ``ImageFolder`` alone: it opens and decodes every image again in each epoch.
-A set that fits under ``cache_bytes`` once decoded and resized is decoded once and then read like
-any set in memory (60,000 JPEGs of 32x32: 15 to 18 s on 2 busy cores). A larger one is read
-from its files by worker processes. Nothing is written to disk.
+torchvision's ``ImageFolder`` opens and decodes every image again in each epoch. Here a set that,
+decoded and resized, fits under ``cache_bytes`` is decoded once and then read like any set in memory
+(60,000 JPEGs of 32x32: 15 to 18 s on 2 busy cores). Worker processes read a larger one from its
+files. Nothing is written to disk.
 """
 
+import logging
 from pathlib import Path
 from typing import Unpack
 
 import torch
 
-from revzoo.data.decode import IMAGENET_CROP_PCT, common_size, decode_all
+from revzoo._checks import check_choice, check_count
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
@@ -21,24 +23,29 @@ from revzoo.data.state import crop_of
 
 _GIB = 2**30
 
+log = logging.getLogger(__name__)
+
 
 class ImageFolder(ImageData):
     """Images in class folders.
 
     Args:
         root: folder with ``train/`` and, optionally, ``val/`` and ``test/``. Without ``val/`` a
-            share of the training images is held back. For the evaluation of what a checkpoint
-            holds, the split that is evaluated is enough.
+            share of the training images is held back. To evaluate a checkpoint, only the evaluated
+            split must exist.
         image_size: side in pixels that images are resized (shorter side) and cropped (centre) to;
-            None for that of the checkpoint, where one is evaluated, else for the size they have, if
-            they all have the same and are square.
+            None for the checkpoint's, where one is evaluated, else for the size of the images, if
+            all have the same and are square.
         in_chans: 3 for RGB, 1 for grey; images are converted.
         cache_bytes: the largest set, over all its splits, that is held in memory.
+        on_error: ``"raise"``, or ``"skip"`` to leave out images that cannot be read, with a warning
+            for each. Batches then lack them. ``skipped_files`` lists them.
+        max_errors: images of each split that may be skipped, in each process that trains.
         **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
             (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
             counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
-            and the middle cut out. What a checkpoint holds is evaluated on images cut as its own
-            were, wherever they are read from.
+            and the middle cut out. A checkpoint is evaluated on images cut as in its training,
+            wherever they are read from.
     """
 
     def __init__(
@@ -48,6 +55,8 @@ class ImageFolder(ImageData):
         image_size: int | None = None,
         in_chans: int = 3,
         cache_bytes: int = 4 * _GIB,
+        on_error: str = "raise",
+        max_errors: int = 100,
         **loading: Unpack[LoadingOptions],
     ) -> None:
         super().__init__(**loading)
@@ -57,7 +66,11 @@ class ImageFolder(ImageData):
             raise ValueError(f"in_chans is {in_chans}: expected 3 (RGB) or 1 (grey)")
         if cache_bytes < 0:
             raise ValueError(f"cache_bytes is {cache_bytes}: expected bytes >= 0")
+        check_choice("on_error", on_error, ("raise", "skip"))
+        check_count("max_errors", max_errors)
         self.root = Path(root).expanduser()
+        self.on_error, self.max_errors = on_error, max_errors
+        self._skipped: dict[str, SkippedFiles] = {}
         self.cache_bytes = cache_bytes
         self._wanted_size = image_size
         self._wanted_chans = in_chans
@@ -78,7 +91,7 @@ class ImageFolder(ImageData):
             return None
         size, crop_pct = self.preparation()
         if crop_pct == 1 and self._fits(size):
-            return self._decode(tree.splits[split], size)
+            return self._decode(tree.splits[split], size, skipped=self._skipped.get(split))
         if self._given_size is None:
             raise DataError(
                 f"the images of {self.root.absolute()} take more than "
@@ -93,15 +106,16 @@ class ImageFolder(ImageData):
             augment=self.augment,
             crop_pct=crop_pct,
             training=split == "train",
+            skipped=self._skipped.get(split),
         )
 
     def preparation(self) -> tuple[int, float]:
-        first = next(iter(self._listing().splits.values())).paths[0]
-        size = self._given_size or common_size(first)
-        said = crop_of(self._state or {})
-        if said is None:
-            said = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
-        return size, said
+        split, files = next(iter(self._listing().splits.items()))
+        size = self._given_size or common_size(files.paths, self._skipped.get(split))
+        crop_pct = crop_of(self._state or {})
+        if crop_pct is None:
+            crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
+        return size, crop_pct
 
     @property
     def _given_size(self) -> int | None:
@@ -110,20 +124,37 @@ class ImageFolder(ImageData):
     def _listing(self) -> Tree:
         if self._tree is None:
             self._tree = scan(self.root)
+            if self.on_error == "skip":
+                self._skipped = {
+                    split: SkippedFiles(files.paths, at_most=self.max_errors)
+                    for split, files in self._tree.splits.items()
+                }
         return self._tree
+
+    @property
+    def skipped_files(self) -> list[str]:
+        """The images that could not be read so far, in this process and its workers."""
+        return [path for skipped in self._skipped.values() for path in skipped.files()]
+
+    def teardown(self, stage: str) -> None:
+        super().teardown(stage)
+        if files := self.skipped_files:
+            log.warning("skipped %d images: %s", len(files), DataError(", ".join(files)))
 
     def _fits(self, size: int) -> bool:
         images = sum(len(files.paths) for files in self._listing().splits.values())
         return images * self._wanted_chans * size * size <= self.cache_bytes
 
-    def _decode(self, files: Files, size: int) -> TensorImages:
-        images = decode_all(
+    def _decode(self, files: Files, size: int, *, skipped: SkippedFiles | None) -> TensorImages:
+        images, rows = decode_all(
             files.paths,
             channels=self._wanted_chans,
             size=size,
             resize=self._given_size is not None,
+            skipped=skipped,
         )
-        return TensorImages(images, torch.tensor(files.labels), classes=self._listing().classes)
+        labels = torch.tensor(files.labels)[rows]
+        return TensorImages(images, labels, classes=self._listing().classes)
 
     def _no_test(self) -> str:
         return f"no folder {self.root.absolute() / 'test'}: put test images there, or set data.root"

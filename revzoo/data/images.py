@@ -1,9 +1,9 @@
 """Labelled images as map-style datasets that are read a batch at a time.
 
-torch's ``TensorDataset`` is read image by image and collated: 128 Python calls and a ``stack`` for
-what is one indexing operation. ``__getitems__``, which the loader's fetcher prefers, gives the
-batch at once; with ``as_is`` for a collate function an ordinary ``DataLoader`` stays in charge of
-order, so samplers (also those that Lightning puts in for several processes) work as ever.
+torch's ``TensorDataset`` is read image by image and collated: 128 Python calls and a ``stack``
+instead of one indexing operation. The loader's fetcher prefers ``__getitems__``, which gives the
+whole batch; ``as_is`` is the collate function. An ordinary ``DataLoader`` still decides the order,
+so samplers work as usual, those that Lightning puts in for several processes, too.
 
 Shapes: N images in all, B in a batch, C channels, S pixels a side.
 """
@@ -27,15 +27,15 @@ def as_is(batch: _T) -> _T:
 
 
 class ImageSet(Protocol):
-    """What a data module needs to know of a set of images, wherever its pixels are.
+    """The interface of a set of images, in memory or in files.
 
     Attributes:
         labels: int64 (N,).
         classes: names, by label.
         in_chans: C.
         image_size: S, in pixels.
-        augments_itself: True where the training part is augmented image by image when read.
-        in_memory: True where reading costs no more than indexing.
+        augments_itself: True if training images are augmented one by one when they are read.
+        in_memory: True if reading costs no more than indexing.
     """
 
     labels: Tensor

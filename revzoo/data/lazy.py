@@ -1,9 +1,9 @@
 """Images read from their files batch by batch, for sets that do not fit in memory.
 
 The counterpart of ``TensorImages``: transforms run per image in the loader's workers, as images of
-different sizes cannot be a batch before they are cropped. The recipe is that of ImageNet training
-(K. He et al. 2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip; for
-evaluation a resize of the shorter side to 256/224 of the crop, and its centre.
+different sizes cannot be a batch before they are cropped. The recipe is ImageNet's (K. He et al.
+2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip for training; for
+evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,8 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from revzoo.data.augment import Augment
-from revzoo.data.decode import IMAGENET_CROP_PCT, open_image, square_bytes
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, open_image, square_bytes
+from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
 from revzoo.data.order import mixed, seeded
@@ -34,11 +35,12 @@ class FileImages(Dataset[Batch]):
         files: paths and labels.
         classes: names, by label.
         channels: 3 (RGB) or 1 (grey).
-        size: side in pixels of what is returned.
-        augment: what training images are subject to; a ``crop_padding`` of 0 switches random crops
-            off.
+        size: side in pixels of the images that are returned.
+        augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.
+        rows: which of the files belong to this set; None for all.
+        skipped: takes the files that cannot be read, which batches then lack; None to raise.
     """
 
     augments_itself = True
@@ -54,6 +56,8 @@ class FileImages(Dataset[Batch]):
         augment: Augment,
         crop_pct: float = IMAGENET_CROP_PCT,
         training: bool = False,
+        rows: Tensor | None = None,
+        skipped: SkippedFiles | None = None,
     ) -> None:
         self._files, self._channels, self._size, self._augment = files, channels, size, augment
         self._crop_pct = crop_pct
@@ -62,7 +66,9 @@ class FileImages(Dataset[Batch]):
         self._training = training
         # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
-        self.labels = torch.tensor(files.labels)
+        self._rows = torch.arange(len(files.paths)) if rows is None else rows
+        self._skipped = skipped
+        self.labels = torch.tensor(files.labels)[self._rows]
         self.classes = classes
 
     @property
@@ -74,19 +80,35 @@ class FileImages(Dataset[Batch]):
         return self._size
 
     def __len__(self) -> int:
-        return len(self._files.paths)
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
-        image = open_image(self._files.paths[index], self._channels)
+        image = open_image(self._files.paths[int(self._rows[index])], self._channels)
         if not self._training or self._epoch_seed < 0:
             return self._transform(image), self.labels[index]
         with seeded(mixed(int(self._epoch_seed), index)):
             return self._transform(image), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch."""
-        return torch.stack([self[index][0] for index in indices]), self.labels[list(indices)]
+        """A whole batch, without the images that cannot be read.
+
+        Raises:
+            DataError: an image cannot be read, and none may be skipped, or all would be.
+        """
+        images, kept = [], []
+        for index in indices:
+            try:
+                images.append(self[index][0])
+            except DataError as error:
+                if self._skipped is None:
+                    raise
+                self._skipped.add(int(self._rows[index]), error)
+            else:
+                kept.append(index)
+        if not kept:
+            raise DataError(f"none of the {len(indices)} images of a batch can be read")
+        return torch.stack(images), self.labels[kept]
 
     def begin_epoch(self, seed: int) -> None:
         self._epoch_seed.fill_(seed)
@@ -99,19 +121,16 @@ class FileImages(Dataset[Batch]):
         return evaluated.__getitems__(range(len(evaluated)))[0]
 
     def subset(self, indices: Tensor, *, training: bool) -> "FileImages":
-        chosen = indices.tolist()
-        files = Files(
-            [self._files.paths[index] for index in chosen],
-            [self._files.labels[index] for index in chosen],
-        )
         return FileImages(
-            files,
+            self._files,
             classes=self.classes,
             channels=self._channels,
             size=self._size,
             augment=self._augment,
             crop_pct=self._crop_pct,
             training=training,
+            rows=self._rows[indices],
+            skipped=self._skipped,
         )
 
 

@@ -1,4 +1,4 @@
-"""How the loaders of training images, and of those that are evaluated, are made."""
+"""The loaders for training and for evaluation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.data import suggested_max_num_workers
 from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
 from revzoo.data.order import EpochSampler, SteadyLoader, TrainLoader
-from revzoo.data.workers import available_cpus
 
 _MOST_WORKERS = 8
 
@@ -19,14 +19,14 @@ _MOST_WORKERS = 8
 def train_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, seed: int, trainer: pl.Trainer | None
 ) -> TrainLoader:
-    """This process's share of the images, in an order of its own in each epoch.
+    """The loader of this process's share of the images, in another order in each epoch.
 
     Args:
         images: of training.
         batch_size: images per step and process; an incomplete last batch is dropped.
         workers: as in ``ImageData``.
-        seed: with the epoch, what decides the order.
-        trainer: what the loader is for; None for a loop of one's own, in one process.
+        seed: decides the order, together with the epoch.
+        trainer: the trainer that will use the loader; None for your own loop in one process.
 
     Raises:
         DataError: there are fewer images than in a batch.
@@ -37,7 +37,7 @@ def train_loader(
     overfits = trainer is not None and any_trainer.overfit_batches  # the same few in every epoch
     sampler = EpochSampler(len(images), seed=seed, processes=processes, rank=rank)
     loader = TrainLoader(
-        **_options(images, batch_size, workers),
+        **_options(images, batch_size, workers, trainer),
         sampler=None if overfits else sampler,
         drop_last=True,
     )
@@ -48,10 +48,10 @@ def train_loader(
 
 
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
-    """Refuse batches larger than what each process has of the training images.
+    """Refuse batches that are larger than each process's share of the training images.
 
     Raises:
-        DataError: naming the largest that would do.
+        DataError: with the largest valid size.
     """
     share = images // processes
     if share < batch_size:
@@ -61,14 +61,21 @@ def check_batch_size(batch_size: int, images: int, processes: int) -> None:
         )
 
 
-def eval_loader(images: ImageSet, *, batch_size: int, workers: int | None) -> DataLoader[Batch]:
+def eval_loader(
+    images: ImageSet, *, batch_size: int, workers: int | None, trainer: pl.Trainer | None
+) -> DataLoader[Batch]:
     """All images, in their order."""
-    return SteadyLoader(**_options(images, batch_size, workers))
+    return SteadyLoader(**_options(images, batch_size, workers, trainer))
 
 
-def _options(images: ImageSet, batch_size: int, workers: int | None) -> dict[str, Any]:
+def _options(
+    images: ImageSet, batch_size: int, workers: int | None, trainer: pl.Trainer | None
+) -> dict[str, Any]:
     if workers is None:
-        workers = 0 if images.in_memory else min(_MOST_WORKERS, available_cpus())
+        # The processes of one machine share its CPUs; each trains on one device.
+        processes = 1 if trainer is None else trainer.num_devices
+        most = min(_MOST_WORKERS, suggested_max_num_workers(processes))
+        workers = 0 if images.in_memory else most
     return {
         "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
         "batch_size": batch_size,

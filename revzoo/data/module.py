@@ -1,21 +1,21 @@
-"""The data module all sets share: splits, loaders, augmentation, normalisation.
+"""The base class of all data modules: splits, loaders, augmentation, normalisation.
 
-Why not a plain ``DataLoader`` with per-image transforms: that is hundreds of Python calls for a
-batch. Here the images of a small set stay bytes in memory, a batch is one indexing operation, and
-it is augmented and normalised as a batch on the device, after the transfer of bytes.
+A plain ``DataLoader`` with per-image transforms makes hundreds of Python calls for a batch. Here
+the images of a small set stay in memory as bytes, and one indexing operation gives a batch. The
+bytes are transferred to the device, and augmented and normalised there as a batch.
 
 The rules, for every set:
 
-1. The validation split is taken from the training images (or is a folder of its own) by
-   ``split_seed`` alone.
+1. The validation split is a folder, or a share of the training images that ``split_seed`` alone
+   decides.
 2. The test split is read by ``setup("test")`` or ``setup("predict")`` and used by nothing else.
 3. Only batches of the training loop are augmented.
 4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
-   the number of the batch (``order.py``): what was drawn before does not matter. Each training
-   takes the seed anew, unless it goes on from a checkpoint.
-5. Normalisation is measured on the training images; a checkpoint keeps it, together with the class
-   names and how images were cut to size, so that it is evaluated on what it was trained on, and
-   refused on other classes.
+   the number of the batch (``order.py``), not from earlier draws. Each training takes the seed
+   anew, unless it resumes from a checkpoint.
+5. Normalisation is measured on the training images. A checkpoint keeps it, together with the class
+   names and the crop, so that evaluation prepares images as training did, and refuses other
+   classes.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
@@ -32,14 +32,13 @@ from torch.utils.data import DataLoader
 
 from revzoo._checks import check_count, check_number
 from revzoo.data.augment import Augment
-from revzoo.data.classes import check_same_classes
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.normalise import Normalisation
 from revzoo.data.order import batch_seed, seeded
 from revzoo.data.split import hold_back
-from revzoo.data.state import BYTE_MAX, check_state, normalisation_for
+from revzoo.data.state import BYTE_MAX, check_same_classes, check_state, normalisation_for
 
 Split = Literal["train", "val", "test"]
 _EVALUATED: dict[str | None, Split] = {"validate": "val", "test": "test", "predict": "test"}
@@ -59,8 +58,8 @@ class LoadingOptions(TypedDict, total=False):
 class ImageData(pl.LightningDataModule, ABC):
     """Classification images for Lightning, or for a plain loop.
 
-    The loaders give bytes; ``on_after_batch_transfer`` (called by Lightning) or ``transform`` (in a
-    loop of one's own) makes normalised float32 of them.
+    The loaders give bytes. ``on_after_batch_transfer`` (called by Lightning) or ``transform`` (in
+    your own loop) turns them into normalised float32.
 
     Example::
 
@@ -73,11 +72,12 @@ class ImageData(pl.LightningDataModule, ABC):
     Args:
         batch_size: training images per step and process; an incomplete last batch is dropped.
         eval_batch_size: images per validation, test and prediction step.
-        num_workers: processes that load; None for 0 where the set is in memory, else one per CPU,
-            at most 8.
-        val_fraction: share of the training images held back for validation, where the set has no
-            validation split of its own.
-        split_seed: the only source of chance for that split.
+        num_workers: processes that load for each process that trains; None for 0 where the set is
+            in memory, else the CPUs of the machine but one, shared among the processes that train
+            on it, at most 8 each.
+        val_fraction: share of the training images held back for validation, if the set has no
+            validation split.
+        split_seed: alone decides which images are held back.
         augment: an ``Augment`` or its options.
 
     Attributes:
@@ -86,11 +86,11 @@ class ImageData(pl.LightningDataModule, ABC):
             pixels.
 
     Raises:
-        ValueError: an argument is out of range. No data is touched before that is known.
+        ValueError: an argument is out of range. No data is touched before.
     """
 
     pixel_max: ClassVar[int] = BYTE_MAX
-    """Largest value that a stored pixel can have."""
+    """Largest value of a stored pixel."""
 
     classes: list[str]
     in_chans: int
@@ -128,14 +128,14 @@ class ImageData(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
-        """Read one split; None where the set has no such split of its own.
+        """Read one split; None if the set does not have it.
 
         Raises:
             DataError: it is missing or damaged.
         """
 
     def preparation(self) -> tuple[int | None, float]:
-        """How images are brought to one size when they are read, by ``decode.to_square``.
+        """How ``decode.to_square`` brings images to one size when they are read.
 
         Returns:
             Their side in pixels, None for the one they have; and ``crop_pct``.
@@ -153,14 +153,14 @@ class ImageData(pl.LightningDataModule, ABC):
         return len(self._images("train"))
 
     def has(self, split: Split) -> bool:
-        """Whether the set has this split of its own; known without reading it."""
+        """Whether the set comes with this split; nothing is read."""
         return split != "val"
 
     def setup(self, stage: str | None = None) -> None:
         """Read what ``stage`` ("fit", "validate", "test", "predict") needs, once.
 
         The training images are read for every stage, as they define classes and normalisation,
-        unless a checkpoint has said these (``load_state_dict``) and the stage has its own split.
+        unless a checkpoint gave these (``load_state_dict``) and the stage has its own split.
 
         Raises:
             DataError: data is missing, damaged, too small to be split, or of other classes.
@@ -210,7 +210,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self._ended = True
 
     def _forget_run(self) -> None:
-        """As if none had been before; not when it ends, as evaluations of it may follow."""
+        """Forget the last run: not when it ends, since its evaluation may follow."""
         if self._state is not None and "train" in self._sets:
             self.normalisation = self._measured
         self._state = self._order_seed = None
@@ -218,7 +218,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
-        if self._order_seed is None:  # else from the checkpoint of the run that goes on
+        if self._order_seed is None:  # else the resumed checkpoint's
             seed = torch.initial_seed()
             self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
         return train_loader(
@@ -245,7 +245,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _evaluated(self, split: Split) -> DataLoader[Batch]:
         images, size = self._images(split), self.eval_batch_size
-        return eval_loader(images, batch_size=size, workers=self.num_workers)
+        return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
@@ -255,7 +255,7 @@ class ImageData(pl.LightningDataModule, ABC):
         return self.normalisation(images)
 
     def shown(self, images: Tensor) -> Tensor:
-        """What :meth:`transform` has normalised (B, C, S, S), to be looked at: in [0, 1]."""
+        """Normalised images (B, C, S, S) as pixels in [0, 1], for pictures."""
         return (self.normalisation.inverse(images) / self.pixel_max).clamp(0, 1)
 
     def on_after_batch_transfer(self, batch: Batch, dataloader_idx: int) -> Batch:
@@ -292,10 +292,10 @@ class ImageData(pl.LightningDataModule, ABC):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take what a checkpoint says of the data, with ``setup``, until the run has ended.
+        """Use a checkpoint's classes, normalisation and crop until the run ends.
 
         Raises:
-            DataError: the data have other classes, or it is not valid.
+            DataError: the data have other classes, or the state is not valid.
         """
         check_state(state_dict)
         if hasattr(self, "classes"):

@@ -1,14 +1,14 @@
 """The order of training images and their augmentation, as functions of (seed, epoch, batch) alone.
 
-A ``DataLoader`` with ``shuffle=True`` draws from torch's global generator: what an epoch holds
-then depends on everything drawn before, and an epoch can only be begun at its first batch. Here
-each epoch's permutation has a generator of its own, and so has each batch's (or, in sets that
-augment themselves, each image's) augmentation. A run that was stopped in the middle of an epoch
-goes on with the images, and the crops of them, that it would have seen.
+A ``DataLoader`` with ``shuffle=True`` draws from torch's global generator: the order of an epoch
+then depends on everything drawn before, and an epoch can only begin at its first batch. Here each
+epoch's permutation has its own generator, and so has the augmentation of each batch (or of each
+image, in sets that augment themselves). A run that stopped in the middle of an epoch resumes with
+the same images and the same crops.
 
-Lightning's own protocol for this, loaders with ``load_state_dict``, is not relied on: Lightning
-2.6 hands the states over while it builds the loaders, and a schedule that asks for the number of
-steps has them built before the checkpoint is restored.
+Lightning's own protocol, loaders with ``load_state_dict``, does not work here: Lightning 2.6 hands
+the states over while it builds the loaders, and a schedule that asks for the number of steps lets
+it build them before it restores the checkpoint.
 """
 
 import logging
@@ -45,7 +45,7 @@ def batch_seed(seed: int, trainer: pl.Trainer) -> int:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Torch's random numbers on the CPU from ``seed`` inside, from where they were after."""
+    """Seed torch's random numbers on the CPU inside; restore their state after."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:
@@ -57,12 +57,12 @@ def seeded(seed: int) -> Iterator[None]:
 class EpochSampler(DistributedSampler[int]):
     """A permutation of ``count`` images for each epoch; this process's share of it.
 
-    A ``DistributedSampler`` by type, so that Lightning leaves it in place and tells it the epoch.
-    In a loop of one's own each pass is the next epoch.
+    A ``DistributedSampler`` by type, so that Lightning keeps it and sets its epoch.
+    In your own loop each pass is the next epoch.
 
     Args:
         count: images in all.
-        seed: with the epoch, the only source of chance.
+        seed: decides the order, together with the epoch.
         processes: processes that train together.
         rank: the number of this one.
 
@@ -154,8 +154,8 @@ class SteadyLoader(DataLoader[Batch]):
 class TrainLoader(SteadyLoader):
     """A loader whose pass over an epoch begins at the batch that ``first_batch`` names.
 
-    Nothing is drawn or loaded before the first batch is asked for, as Lightning makes the iterator
-    before it says which epoch it is for.
+    Nothing is drawn or loaded before the first batch, as Lightning makes the iterator before it
+    sets the epoch.
 
     Attributes:
         first_batch: the number of the batch that the next pass begins with; None for 0.

@@ -1,7 +1,7 @@
 """Stratified split of a labelled set in two.
 
-The split depends on the labels and a seed of its own, never on the run's seed or the global
-generator: runs with different seeds, and runs that are resumed, hold back the same images.
+The split depends on the labels and ``split_seed``, never on the run's seed or the global generator:
+runs with different seeds, and resumed runs, hold back the same images.
 """
 
 import torch
@@ -12,10 +12,10 @@ from revzoo.data.images import ImageSet
 
 
 def hold_back(source: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Training images without a share that is held back for validation, and that share.
+    """Two sets: the training images that remain, and the share held back for validation.
 
     Raises:
-        DataError: so small a share of so few images is none.
+        DataError: the share is less than one image.
     """
     rest, held_back = stratified_split(source.labels, fraction, seed)
     if len(held_back) == 0:
@@ -34,7 +34,7 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
     Args:
         labels: class indices, int64 (N,).
         fraction: share of the images that goes to the second part, strictly between 0 and 1.
-        seed: the only source of chance.
+        seed: alone decides the split.
 
     Returns:
         Two ascending int64 tensors of indices, disjoint and together complete: the rest and the

@@ -1,24 +1,25 @@
-"""What the state of a data module, as a checkpoint or weights keep it, says to other data."""
+"""The state of a data module in a checkpoint or in weights: its checks, its use for other data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from revzoo._checks import is_count
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 
-BYTE_MAX = 255  # of the pixels of image files, and of a state that does not say
+BYTE_MAX = 255  # in image files, and the default of older states
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+_LISTED = 20  # names of a long list of classes
 LARGEST = 1e9  # number, and 1 / LARGEST the least scale: normalised pixels then fit into float32
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
-    """Refuse what no data module has saved, before anything is computed from it.
+    """Refuse a state that no data module has saved, before anything is computed from it.
 
     Args:
-        state: of a data module, from a file that may be anyone's.
+        state: of a data module, from a file that anyone may have written.
         num_classes: of the model; None where it is not known.
         in_chans: channels of the images that the model takes; None for those of ``state``.
 
@@ -34,7 +35,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
     ]
     if faults:
         raise DataError(
-            f"what the checkpoint says of its data is not valid: {'; '.join(faults)}. Use a "
+            f"the checkpoint's state of its data is not valid: {'; '.join(faults)}. Use a "
             "checkpoint that a run has saved"
         )
 
@@ -42,7 +43,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
 def _rules(
     state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
 ) -> Iterator[tuple[str, bool, str]]:
-    """Name, whether its value is valid, and what is expected; older states lack most of these."""
+    """Name, whether its value is valid, and the expected value; older states lack most names."""
     classes: Any = state.get("classes")
     names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     many = names and 0 < len(classes) == (num_classes or len(classes))
@@ -96,7 +97,32 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
 
 
 def crop_of(state: Mapping[str, Any]) -> float | None:
-    """The ``crop_pct`` (see ``decode.to_square``) of the evaluation; None where it is not said."""
+    """The ``crop_pct`` (see ``decode.to_square``) of the evaluation; None in older states."""
     if "in_memory" in state:  # checkpoints from before crop_pct
         return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
     return state.get("crop_pct")
+
+
+def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
+    """Refuse data whose class names, by label, are not those of training.
+
+    Raises:
+        DataError: with both lists and their differences.
+    """
+    if list(trained) == list(found):
+        return
+    lacking, new = sorted({*trained} - {*found}), sorted({*found} - {*trained})
+    differ = (
+        f"only trained on: {_brief(lacking)}; only in the data: {_brief(new)}"
+        if lacking or new
+        else "the same names in another order"
+    )
+    raise DataError(
+        f"the model was trained on {len(trained)} classes {_brief(trained)}, "
+        f"this data has {len(found)}: {_brief(found)}; {differ}. Give data with the same "
+        "classes, whose folders have the same names"
+    )
+
+
+def _brief(names: Sequence[str]) -> str:
+    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "") or "none"

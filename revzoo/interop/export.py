@@ -6,8 +6,8 @@
 ``safetensors``  the weights, and how to make the network; ``revzoo.from_pretrained(path)``
 =============  ===================================================================================
 
-What is exported is the network in evaluation mode and plain arithmetic (memory mode ``store``, no
-rounding to a grid). Every file carries what is known of the network (the fields of
+The network is exported in evaluation mode and plain arithmetic (memory mode ``store``, no
+rounding to a grid). Every file carries a description of the network (the fields of
 :class:`~revzoo.weights.entry.WeightsEntry`): in ``revzoo.json`` among the archive's extra files, in
 ONNX's metadata by field, in the safetensors header.
 
@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from revzoo._files import replacing
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
 from revzoo.models.save import pack
@@ -44,12 +44,12 @@ Predictor = Callable[[Tensor], Tensor]
 
 
 class ExportError(ValueError):
-    """An export that cannot be made, or does not compute what the network does; no file is left."""
+    """An export that fails, or computes other values than the network; no file is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """What is to be written.
+    """A job: the options of one export.
 
     Attributes:
         network: made by ``create_model``.
@@ -83,7 +83,7 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     """Write ``path``, which is replaced as a whole; the network is left as it was.
 
     Args:
-        job: what is to be written.
+        job: the options.
         path: the file; its name ends in the format's suffix.
         kind: one of :data:`FORMATS`.
         tolerance: the largest difference that is allowed.
@@ -94,7 +94,7 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
 
     Raises:
         ExportError: the difference is above ``tolerance``, a package is missing, or the file's name
-            or an option does not fit the format; ``path`` is what it was before.
+            or an option does not fit the format; ``path`` is unchanged.
         ValueError: the network does not take such images.
     """
     form = _checked(job, path, kind)

@@ -13,20 +13,17 @@ tar files of torch 0.1.
 from __future__ import annotations
 
 import pickle
-import tarfile
 import types
-import warnings
-import zipfile
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from revzoo.weights.archive import check_archive, is_archive
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.torch_file import check_tensors, read_torch_file
 
 Weights = Mapping[str, Tensor]
 
@@ -65,7 +62,7 @@ class Placeholder:
 
 
 class _Rebuild:
-    """What a pickle may call. No plain function: a pickle may set the attributes of one."""
+    """A call that a pickle may make. No plain function: a pickle may set the attributes of one."""
 
     __slots__ = ()
 
@@ -102,10 +99,17 @@ KNOWN: Mapping[tuple[str, str], Any] = {
 }
 
 
+BYTEARRAY8 = pickle.BYTEARRAY8[0]
 WRAPPED = (Mapping, Placeholder)
+_MOST_MODULES, _DEEPEST = 100_000, 50
 
 
-class _Unpickler(pickle.Unpickler):
+class _Unpickler(pickle._Unpickler):
+    """Python's unpickler: the one in C allocates its memo for the largest index in the file."""
+
+    # A bytearray is filled with zeros before it is read, however large the file says it is.
+    dispatch: ClassVar = {k: v for k, v in pickle._Unpickler.dispatch.items() if k != BYTEARRAY8}
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
             return KNOWN[module, name]
@@ -116,7 +120,7 @@ def _load(file: Any, **options: Any) -> Any:
     return _Unpickler(file, **options).load()
 
 
-# What torch.load expects of a pickle module.
+# As torch.load expects a pickle module to be.
 _RESTRICTED = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler, load=_load)
 
 
@@ -138,47 +142,21 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
                 f"{path}: {key!r} is {value!r}, expected a tensor; this way of storing one cannot "
                 "be read. Load the file with the program that wrote it and save a plain state_dict"
             )
-    while all(key.startswith("module.") for key in found):
+    try:
+        check_tensors(found.items(), path)
+    except UnreadableWeightsError as error:
+        raise ConversionError(str(error)) from None
+    while found and all(key.startswith("module.") for key in found):
         found = {key.removeprefix("module."): value for key, value in found.items()}
     return found
 
 
 def _read(path: Path) -> Any:
-    if is_archive(path):  # a missing file is an OSError
-        try:
-            check_archive(path)
-        except UnreadableWeightsError as error:
-            raise ConversionError(str(error)) from None
-    _refuse_programs(path)
+    path.stat()  # a missing file is an OSError
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception:  # of several kinds, one for each thing that it does not know
-        pass
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a pickled model's source is not at hand
-            return torch.load(
-                path, map_location="cpu", weights_only=False, pickle_module=_RESTRICTED
-            )
-    except Exception as error:
-        raise ConversionError(
-            f"{path} cannot be read as a checkpoint of torch ({type(error).__name__}: {error}); "
-            "expected a file written by torch.save"
-        ) from error
-
-
-def _refuse_programs(path: Path) -> None:
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.rpartition("/")[2] == "constants.pkl" for name in archive.namelist()):
-                raise ConversionError(
-                    f"{path} is a TorchScript archive, which holds a program: save the module's "
-                    "state_dict with torch.save instead"
-                )
-    elif tarfile.is_tarfile(path):
-        raise ConversionError(
-            f"{path} is a tar file, the format of torch 0.1: load and save it with torch 0.2 to 1.5"
-        )
+        return read_torch_file(path, fallback_pickle=_RESTRICTED)
+    except UnreadableWeightsError as error:
+        raise ConversionError(str(error)) from None
 
 
 def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
@@ -190,7 +168,7 @@ def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
             break
         content = content[inner]
     if isinstance(content, Placeholder):
-        found = list(_module_state(content))
+        found = list(_module_state(content, path))
         if found:
             yield from found
             return
@@ -208,16 +186,25 @@ def _is_state(content: Mapping[Any, Any]) -> bool:
     )
 
 
-def _module_state(module: Placeholder, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _module_state(module: Placeholder, path: Path) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers of a pickled ``torch.nn.Module``, by their path."""
-    state = module.state if isinstance(module.state, Mapping) else {}
-    for kind in ("_parameters", "_buffers"):
-        for name, value in _items(state, kind):
-            if value is not None:
-                yield f"{prefix}{name}", value
-    for name, child in _items(state, "_modules"):
-        if isinstance(child, Placeholder):
-            yield from _module_state(child, f"{prefix}{name}.")
+    pending = [("", 0, module)]
+    visits = 0
+    while pending:
+        prefix, depth, module = pending.pop()
+        visits += 1
+        if visits > _MOST_MODULES or depth > _DEEPEST:  # shared modules, or one inside itself
+            raise ConversionError(
+                f"{path} holds more than {_MOST_MODULES:,} modules, or modules more than "
+                f"{_DEEPEST} deep: save the model's state_dict instead"
+            )
+        state = module.state if isinstance(module.state, Mapping) else {}
+        for kind in ("_parameters", "_buffers"):
+            for name, value in _items(state, kind):
+                if value is not None:
+                    yield f"{prefix}{name}", value
+        children = [(n, m) for n, m in _items(state, "_modules") if isinstance(m, Placeholder)]
+        pending += [(f"{prefix}{name}.", depth + 1, child) for name, child in reversed(children)]
 
 
 def _items(state: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:

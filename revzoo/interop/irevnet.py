@@ -34,7 +34,7 @@ def spec(weights: Weights) -> dict[str, Any]:
     """The arguments of :func:`revzoo.create_model`; images are taken to have 3 channels.
 
     The squeeze before a first block that appends zeros has no trace in the shapes: none, as in the
-    release's CIFAR networks, unless the width is that of a squeezed image.
+    release's CIFAR networks, unless the width fits a squeezed image.
 
     Raises:
         KeyError: a layer's weights are missing.

@@ -45,7 +45,7 @@ def spec(weights: Weights) -> dict[str, Any]:
     """The arguments of :func:`revzoo.create_model`.
 
     Strides have no trace in the shapes: 1 for the first stage and 2 for the others, as in MemCNN's
-    CIFAR networks, and 1 wherever there is no projection. Normalisation is that of its CIFAR
+    CIFAR networks, and 1 wherever there is no projection. Normalisation is as in its CIFAR
     configurations; ``convention="memcnn_fix"`` is for its ``batch_norm_fix=True``.
 
     Raises:

@@ -6,9 +6,9 @@
 =============  ===================================================================================
 
 The architecture is read off the shapes of the tensors (:mod:`revzoo.interop.irevnet`,
-:mod:`revzoo.interop.memcnn`). What shapes do not tell (strides of MemCNN's
-stages, an i-RevNet's squeeze before zero padding, dropout) is that of the published networks, or
-given by keyword. Files are read by :mod:`revzoo.interop.foreign`, which executes nothing in them.
+:mod:`revzoo.interop.memcnn`). Shapes leave open the strides of MemCNN's stages, an
+i-RevNet's squeeze before zero padding, and dropout: these are the published networks', unless given
+by keyword. :mod:`revzoo.interop.foreign` reads the files and executes nothing in them.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def load_published(
         path: the file, as its program wrote it.
         source: ``"irevnet"`` or ``"memcnn"``.
         name: the network (see :func:`revzoo.list_models`); None to read it off the tensors.
-        overrides: arguments of :func:`revzoo.create_model` that replace what was read off, such as
+        overrides: arguments of :func:`revzoo.create_model` that replace the ones read off, such as
             ``memory="exact"``, ``strides=(1, 1, 2)`` or ``convention="memcnn_fix"``.
 
     Raises:

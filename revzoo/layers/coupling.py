@@ -74,6 +74,7 @@ class Coupling(Invertible):
         (value,) = record(self.branch, (x2,), (need2,), context)
         with torch.no_grad():
             x1 = (self.recover if record.complete else self.uncombine)(y2, value)
+        x1, x2 = record.laid_out((x1, x2))
         if not record.complete:  # an addition saves nothing
             record(self.combine, (x1, value), (need1, value.requires_grad), {})
         return x1, x2

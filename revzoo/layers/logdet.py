@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
+from revzoo.core.recording import call_without_changing_hooks
 
 
 def zero_total(x: Tensor) -> Tensor:
@@ -45,7 +46,12 @@ class WithLogDet(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *streams, total = state
-        outputs, log_det = self.step.forward_with_log_det(*streams, **context)
+        step, inverted = self.step, self.memory in ("invert", "exact")
+        if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
+            outputs = call_without_changing_hooks(step, *streams, **context)
+            log_det = step.log_det(*streams, **context)
+        else:
+            outputs, log_det = step.forward_with_log_det(*streams, **context)
         return *as_state(outputs), total + log_det
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
@@ -56,9 +62,9 @@ class WithLogDet(Invertible):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         *ended, total = outputs
         streams = record.inverted(self.step.inverse, tuple(ended), context)
-        zero = torch.zeros_like(total)
-        *_, log_det = record(self.forward, (*streams, zero), record.needs, context)
-        return *streams, total - log_det.detach()
+        inputs = record.laid_out((*streams, torch.zeros_like(total)))
+        *_, log_det = record(self.forward, inputs, record.needs, context)
+        return *inputs[:-1], total - log_det.detach()
 
     @property
     def drift(self) -> float | None:

@@ -11,7 +11,15 @@ from typing import Any
 
 from torch import Tensor
 
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, Step, as_state, name_of
+from revzoo.core.invertible import (
+    Invertible,
+    NotInvertibleError,
+    State,
+    Step,
+    as_state,
+    name_of,
+    plain_call,
+)
 from revzoo.layers.sequence import ReversibleSequence
 
 
@@ -88,7 +96,7 @@ class ReversedStep(Invertible):
         return as_state(self.step.inverse(*state, **context))
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
-        return as_state(self.step(*state, **context))
+        return as_state(plain_call(self.step, *state, **context))
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         return -self.step.log_det(*as_state(self.step.inverse(*state, **context)), **context)

@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from revzoo.core.checkpoint import run_step
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -19,8 +18,10 @@ from revzoo.core.invertible import (
     Step,
     as_state,
     label_steps,
+    name_of,
 )
-from revzoo.core.memory import assign_memory
+from revzoo.core.modes import assign_memory, mode_of, run_step
+from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -40,7 +41,7 @@ class ReversibleSequence(Invertible):
         steps: :class:`~revzoo.Invertible` modules. A :class:`Step` without an inverse is allowed:
             it is recomputed from its input where the mode is ``invert``, and :meth:`inverse`
             refuses.
-        memory: mode of all steps, see :mod:`revzoo.core.memory`; :func:`revzoo.set_memory`
+        memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
             changes it later. Whatever mode a member had is replaced; None keeps it.
         dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
 
@@ -88,6 +89,8 @@ class ReversibleSequence(Invertible):
     def exact(self) -> bool:  # type: ignore[override]
         return all(step.exact for step in self)
 
+    __call__ = nn.Module.__call__  # each member runs in its own memory mode
+
     def __len__(self) -> int:
         return len(self.steps)
 
@@ -130,8 +133,11 @@ class ReversibleSequence(Invertible):
                 state = as_state(step.inverse(*state, **context))
             else:
                 check_range(step, state)
+                versions = versions_of(state)
                 with Conditions(step, state).restored():
-                    state = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+                    inputs = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+                refuse_changed_outputs(name_of(step), state, versions)
+                state = inputs
         state = Merge(self.dim)(*state) if merge else state
         return state[0] if len(state) == 1 else state
 
@@ -198,7 +204,7 @@ def _advance(
 
 def _like(neighbour: Step, edge: Step) -> Step:
     """Splitting and merging join the chain of the step beside them, if that is inverted."""
-    edge.memory = "invert" if neighbour.memory in ("invert", "exact") else "store"
+    edge.memory = "invert" if mode_of(neighbour.memory).inverts else "store"
     edge.grid = neighbour.grid
     return edge
 

@@ -18,10 +18,10 @@ class ConvolutionalClassifier(ImageNetwork):
     """
 
     size_multiple: int
-    """What height and width of an image must be multiples of."""
+    """Height and width of an image must be multiples of it."""
 
     size_reason: ClassVar[str]
-    """What the network does that needs it, for the error message."""
+    """The reason, for the error message."""
 
     def _append_norm(self, norm_act: NormAct, *, size_multiple: int) -> None:
         self.size_multiple = size_multiple

@@ -1,6 +1,6 @@
 """Feature maps: a network without its head, giving the maps at the ends of chosen stages.
 
-Forward hooks on stages would give the same maps, but run what comes after the last of them. Here
+Forward hooks on stages would give the same maps, but also run the layers after the last one. Here
 the states are taken between the stages, where no step holds them: only the maps given out are kept,
 copies of the streams side by side, and everything between is recomputed as ever.
 """

@@ -88,7 +88,7 @@ class IRevNetVariant:
         check_count("image_size", self.image_size)
         check_count("bottleneck", self.bottleneck)
         check_probability("dropout", self.dropout)
-        NormAct(self.norm, self.activation)  # refuses what is not known
+        NormAct(self.norm, self.activation)  # refuses unknown names
         lengths = {len(s) for s in (self.units, self.strides, self.channels) if s is not None}
         if len(lengths) != 1:
             raise ValueError(
@@ -100,7 +100,7 @@ class IRevNetVariant:
 
     @property
     def size_multiple(self) -> int:
-        """What height and width of an image must be multiples of, for the squeezes."""
+        """Height and width of an image must be multiples of it, for the squeezes."""
         return self.squeeze * math.prod(self.strides)
 
     def norm_act(self, momentum: float) -> NormAct:
@@ -123,7 +123,7 @@ class IRevNetVariant:
                     f"channels={self.channels}: stage {stage} gets {width} channels (images of "
                     f"{in_chans}, squeezed) and cannot have 2x{self.channels and after // 2}. A "
                     "stage of stride 2 has four times the channels before it, one of stride 1 at "
-                    "least as many. channels=None takes what the image gives."
+                    "least as many. channels=None takes the image's."
                 )
             if after // stride**2 % 2:  # only the first stage can start from an odd number
                 raise ValueError(

@@ -1,4 +1,4 @@
-"""What all networks of the zoo share: the head, encoding and its inverse, checks of the images.
+"""The base class of all networks: the head, encoding and its inverse, checks of the images.
 
     image -> stem -> stages of steps -> features -> pool -> [dropout] -> linear
 
@@ -30,7 +30,7 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.memory import set_memory
+from revzoo.core.modes import set_memory
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.save import Saved
@@ -52,7 +52,7 @@ class ImageNetwork(Saved, ABC):
     """Image classifier, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Subclasses build ``stem`` and ``stages``, call :meth:`_assemble` at the end of their
-    constructor, and define what is abstract here.
+    constructor, and define the abstract methods.
 
     Args:
         in_chans: channels of the images.
@@ -150,7 +150,7 @@ class ImageNetwork(Saved, ABC):
     def encode(self, x: Tensor) -> Tensor:
         """Representation of images ``(B, in_chans, H, W)``: the last stage's streams, merged.
 
-        What the head normalises, pools and classifies. In memory mode ``exact`` the image is
+        The head normalises, pools and classifies it. In memory mode ``exact`` the image is
         rounded to the grid (a multiple of ``2**-14`` stays as it is) and :meth:`inverse` gives it
         back bit for bit.
 
@@ -192,7 +192,7 @@ class ImageNetwork(Saved, ABC):
         return torch.cat(state, dim=self.channel_dim)
 
     def keep_stages(self, count: int) -> None:
-        """Remove what comes after the first ``count`` stages, the head included."""
+        """Remove everything after the first ``count`` stages, the head included."""
         self.stages = self.stages[:count]
         for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
             delattr(self, name)

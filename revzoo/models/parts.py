@@ -1,4 +1,4 @@
-"""The parts of a network from the image to the logits: what is frozen and rated as one.
+"""The parts of a network from the image to the logits, each frozen or given a learning rate as one.
 
     stem, stages.0, ..., stages.N (with the normalisation after it), fc
 

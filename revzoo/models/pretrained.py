@@ -1,6 +1,6 @@
 """Trained weights into a network: found, verified, fitted, and only then loaded.
 
-Two things may differ from what the weights were trained for, as in a transfer to other data:
+Two things may differ from the training of the weights, as in a transfer to other data:
 
 * image channels: the first convolution's weights are summed to one channel, or repeated and
   scaled, so that its activations keep their size (the rule of the library timm);
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """What a name given to ``create_model`` means."""
+    """The meaning of a name given to ``create_model``."""
 
     architecture: str
     entry: WeightsEntry | None = None
@@ -57,7 +57,7 @@ def find_source(
             folders.
         known: the architectures.
         pretrained: whether weights are wanted, so that a bare architecture means its default ones.
-        cache_dir: for what the hub sends.
+        cache_dir: for files from the hub.
         table: where names are looked up; None for the package's entries.
 
     Raises:
@@ -107,8 +107,6 @@ def load_weights(
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
-    if not allow_nonfinite:
-        check_finite(tensors, file.where)
     _adapt_input(network, tensors)
     head = _fresh_head(network, own, tensors)
     if head:
@@ -119,6 +117,8 @@ def load_weights(
         )
     fitted = {**tensors, **head}
     check_fit(own, fitted, file.where)
+    if not allow_nonfinite:
+        check_finite(file.tensors, file.where)  # after the shapes: it costs memory
     network.load_state_dict(fitted)
 
 
@@ -143,8 +143,10 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
     return (
-        head.shape[0] if head is not None and head.dim() == 2 else None,
-        first.shape[1] if first is not None and first.dim() == 4 else file.in_chans,
+        head.shape[0] if head is not None and head.dim() == 2 and head.numel() else None,
+        first.shape[1]
+        if first is not None and first.dim() == 4 and first.numel()
+        else file.in_chans,
     )
 
 
@@ -152,7 +154,7 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     """Weights ``(out, C, h, w)`` of a convolution for ``channels`` instead of C channels.
 
     One channel: the sum, which is what C equal channels would give. Others: repeated, times
-    ``C / channels``, so that the sum over channels is about that of before.
+    ``C / channels``, so that the sum over channels stays about the same.
     """
     old = weight.shape[1]
     if channels == 1:

@@ -6,8 +6,9 @@ shallower network needs no new name.
 
 import fnmatch
 import inspect
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
@@ -55,6 +56,38 @@ MODELS: dict[str, Entry] = {
     **{name: Entry(IRevNet, variant) for name, variant in IREVNETS.items()},
     **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
 }
+
+
+def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None:
+    """Add a model to the zoo: ``create_model(name)`` then builds ``network(variant, ...)``.
+
+    Args:
+        name: letters, digits and underscores; a dot would begin the tag of weights.
+        network: a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes
+            a row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
+        variant: the row, a dataclass, such as :class:`~revzoo.models.variant.Variant`.
+
+    Raises:
+        ValueError: the name is taken, or not of these characters.
+        TypeError: ``network`` or ``variant`` is of another kind.
+
+    Example::
+
+        row = Variant(stem_width=32, widths=(32, 64, 112), units=(5, 5, 5))
+        revzoo.register_model("revnet62", RevNet, row)
+    """
+    if name in MODELS:
+        raise ValueError(f"model {name!r} is registered already: choose another name")
+    if not re.fullmatch(r"\w+", name, re.ASCII):
+        raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
+    if not (isinstance(network, type) and issubclass(network, ImageNetwork)):
+        raise TypeError(f"model {name!r}: expected a subclass of ImageNetwork, got {network!r}")
+    if not is_dataclass(variant) or isinstance(variant, type):
+        raise TypeError(
+            f"model {name!r}: expected a dataclass instance as variant, got {variant!r}"
+        )
+    MODELS[name] = Entry(network, variant)
+
 
 # keywords of training, which weights do not depend on
 _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
@@ -109,9 +142,9 @@ def create_model(
             ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
         pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
             from the package, the cache, or downloaded into it, and verified.
-        num_classes: number of logits; None for that of the weights, or 10. If it differs from the
+        num_classes: number of logits; None for the weights', or 10. If it differs from the
             weights', the classifier starts afresh.
-        in_chans: channels of the images; None for that of the weights, or 3. If it differs, the
+        in_chans: channels of the images; None for the weights', or 3. If it differs, the
             first convolution is adapted.
         features_only: give a list of feature maps instead, see :class:`FeatureNet`.
         out_indices: the stages whose maps are given, negative ones from the last; None for all.

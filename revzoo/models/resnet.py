@@ -15,9 +15,8 @@ from dataclasses import replace
 from typing import ClassVar
 
 from revzoo.core.invertible import Step
-from revzoo.models.shortcut import shortcut
 from revzoo.models.staged import StagedNetwork
-from revzoo.models.unit import ResidualUnit, branch
+from revzoo.models.unit import ResidualUnit, branch, shortcut
 from revzoo.models.variant import UnitPlan, Variant
 
 

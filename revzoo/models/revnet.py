@@ -18,9 +18,8 @@ from typing import ClassVar
 
 from revzoo.core.invertible import Step
 from revzoo.layers.sequence import ReversibleBlock
-from revzoo.models.shortcut import shortcut
 from revzoo.models.staged import StagedNetwork
-from revzoo.models.unit import MergedUnit, Transition, branch
+from revzoo.models.unit import MergedUnit, Transition, branch, shortcut
 from revzoo.models.variant import UnitPlan, Variant
 
 

@@ -45,7 +45,7 @@ class RevViTVariant:
             positions' embeddings are learned for it.
         patch_size: side of a patch in pixels.
         mlp_ratio: hidden width of an MLP over ``width``.
-        activation: that of the MLPs, a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
+        activation: of the MLPs, a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
         dropout: probability of zeroing a value that a branch computes.
         drop_path_rate: probability of dropping a sample's whole branch, in the last block; it grows
             linearly with depth from 0 (stochastic depth).

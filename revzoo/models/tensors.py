@@ -1,32 +1,30 @@
-"""Files of tensors, read without running anything.
+"""The tensors of a model in a file: safetensors, a ``state_dict``, or a checkpoint of training.
 
-safetensors files hold bytes and shapes. torch's own files are pickles; they are read by
-``torch.load(weights_only=True)``, which refuses everything but tensors and plain containers, and by
-nothing else.
+safetensors files hold bytes and shapes only. torch's own files are read by
+:mod:`revzoo.weights.torch_file`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor
 
 from revzoo._checks import is_count
-from revzoo.weights.archive import check_archive, is_archive
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
 from revzoo.weights.header import entry_beside, metadata_of
+from revzoo.weights.torch_file import is_dense, read_torch_file
 
 PICKLED = (".pt", ".pth", ".ckpt")
 
 
 class TensorFile(NamedTuple):
-    """Tensors by name, what they are called in errors, and what is known of their network."""
+    """Tensors by name, their name in errors, and what the file says about their network."""
 
     tensors: dict[str, Tensor]
     where: str
@@ -42,13 +40,13 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     """
     try:
         tensors = load(data)
-    except (SafetensorError, ValueError) as error:
+    except Exception as error:  # its own error, or a KeyError for a type that torch does not have
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
-    in_chans = int(channels) if channels.isdecimal() else None
+    in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
 
@@ -70,35 +68,14 @@ def read_checkpoint(path: Path) -> TensorFile:
         raise UnreadableWeightsError(
             f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
         )
-    content = load_plain(path)
-    tensors = tensors_in(content, str(path))
-    return TensorFile(tensors, str(path), *_model_in(content, str(path)))
-
-
-def load_plain(path: Path) -> Mapping[str, Any]:
-    """The content of a file of torch, which must be plain containers of tensors.
-
-    Raises:
-        UnreadableWeightsError: damaged, or it holds other objects, which could run code.
-    """
-    try:
-        if is_archive(path):
-            check_archive(path)
-        content = torch.load(path, map_location="cpu", weights_only=True)
-    except UnreadableWeightsError:
-        raise
-    except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
-        cause = next(iter(str(error).splitlines()), type(error).__name__)
-        raise UnreadableWeightsError(
-            f"{path} is damaged or holds more than tensors in plain containers, and was not "
-            f"loaded: {cause}"
-        ) from error
+    content = read_torch_file(path)
     if not isinstance(content, Mapping):
         raise UnreadableWeightsError(
             f"{path} holds a {type(content).__name__}, expected tensors by name: save "
             "model.state_dict()"
         )
-    return content
+    tensors = tensors_in(content, str(path))
+    return TensorFile(tensors, str(path), *_model_in(content, str(path)))
 
 
 def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
@@ -139,26 +116,18 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse what is no ``state_dict`` of a model: names, and a dense tensor for each.
+    """Refuse anything but a ``state_dict`` of a model: a dense tensor by each name.
 
     Raises:
         UnreadableWeightsError: naming the others.
     """
-    others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and _is_dense(v)))
+    others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
     if others:
         more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise UnreadableWeightsError(
             f"{where} holds other things than tensors: {', '.join(others[:5])}{more}; expected a "
             "state_dict: a dense tensor by each name"
         )
-
-
-def _is_dense(value: Any) -> bool:
-    return (
-        isinstance(value, Tensor)
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.is_meta or value.is_nested)
-    )
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:

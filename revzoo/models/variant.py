@@ -18,7 +18,7 @@ from revzoo.layers.norm import EPSILON, MOMENTUM, RELEASE, NormAct, NormKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Convention:
-    """What implementations of the same networks do differently.
+    """Differences between implementations of the same networks.
 
     Attributes:
         projects: shortcuts are a 1x1 convolution and a normalisation, whatever the branch.
@@ -52,7 +52,7 @@ CONVENTIONS: dict[str, Convention] = {
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one residual unit is built from; channels count all streams together."""
+    """The plan of one residual unit; channels count all streams together."""
 
     in_channels: int
     out_channels: int
@@ -130,7 +130,7 @@ class Variant:
             )
         check_choice("branch", self.branch, BRANCHES)
         check_choice("convention", self.convention, CONVENTIONS)
-        NormAct(self.norm, self.activation)  # refuses what is not known
+        NormAct(self.norm, self.activation)  # refuses unknown names
 
     @property
     def norm_act(self) -> NormAct:
@@ -146,7 +146,7 @@ class Variant:
 
     @property
     def size_multiple(self) -> int:
-        """What height and width of an image must be multiples of.
+        """Height and width of an image must be multiples of it.
 
         The basic shortcut average-pools without padding, which fits the branch's padded strided
         convolution on even sizes only; a strided 1x1 convolution fits any size.

@@ -1,1 +1,1 @@
-"""Floor 0, without torch at import: what is known of trained weights, and where their bytes are."""
+"""Trained weights: their descriptions, and their files. ``torch_file`` alone imports torch."""

@@ -9,11 +9,11 @@ from revzoo.weights.entry import WeightsEntry
 
 
 def model_card(entry: WeightsEntry, *, source: str = "DIR") -> str:
-    """``README.md`` for ``entry``; what the entry leaves out is left out.
+    """``README.md`` for ``entry``, without the fields that the entry leaves out.
 
     Args:
-        entry: what is told.
-        source: what a reader gives to ``from_pretrained``: this folder, or a repository.
+        entry: the description of the weights.
+        source: the argument of ``from_pretrained``: this folder, or a repository.
     """
     return "\n".join([*_header(entry), "", *_body(entry, source)]) + "\n"
 

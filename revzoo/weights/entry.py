@@ -1,4 +1,4 @@
-"""One set of trained weights, as data: which network, which file, how it was made and measured.
+"""One set of trained weights as data: its network, its file, how it was trained and measured.
 
 An entry is a JSON object with the fields of :class:`WeightsEntry`. It stands beside its file, in
 the package, in a folder made by ``save_pretrained`` or in a repository of the hub.
@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
+from types import NoneType
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ _NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsEntry:
-    """What is known of one set of weights.
+    """The description of one set of weights.
 
     Attributes:
         name: ``architecture.dataset_recipe``, e.g. ``revnet38.cifar10``; also the JSON file's stem.
@@ -40,12 +41,12 @@ class WeightsEntry:
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
-        crop_pct: share of the shorter side that is cut out of the middle of an image, to be
-            evaluated, when it was resized to ``input_size / crop_pct``; 1 where all of it is kept.
+        crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and cut
+            ``input_size`` out of the middle; 1 keeps all of it.
         license: SPDX identifier of the weights' licence.
         recipe: the exact command that trained them.
         metrics: measured figures by name, in parts of one.
-        measured_on: what they were measured on: set, split, number of images, precision.
+        measured_on: set, split, number of images and precision of the measurement.
         folder: where the entry was read; no part of the JSON.
 
     Raises:
@@ -90,23 +91,45 @@ class WeightsEntry:
         return [name for name in names if not getattr(self, name)]
 
     def plain(self) -> dict[str, Any]:
-        """As plain containers for JSON, without what is left out."""
+        """As plain containers for JSON, without empty fields."""
         values = {k: v for k, v in asdict(self).items() if k != "folder"}
         return {k: v for k, v in values.items() if v not in (None, {}, False)}
 
     def _faults(self) -> Iterator[str]:
-        if not isinstance(self.name, str) or not _NAME.fullmatch(self.name):
+        wrong_types = list(self._faults_of_type())
+        if wrong_types:  # the other checks rely on the types
+            yield from wrong_types
+            return
+        if not _NAME.fullmatch(self.name):
             yield f"name={self.name!r}, expected architecture.dataset_recipe"
         elif self.name.partition(".")[0] != self.architecture:
-            yield f"architecture={self.architecture!r} is not what the name begins with"
-        if not isinstance(self.sha256, str) or not _SHA256.fullmatch(self.sha256):
+            yield f"architecture={self.architecture!r} is not the beginning of the name"
+        if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
-        if not isinstance(self.options, Mapping) or not isinstance(self.metrics, Mapping):
-            yield "options and metrics must be objects"
-        elif not all(_is_number(v) for v in self.metrics.values()):
+        if not all(map(_is_number, self.metrics.values())):
             yield f"metrics={dict(self.metrics)}, expected finite numbers"
         yield from self._faults_of_place()
         yield from self._faults_of_shape()
+
+    def _faults_of_type(self) -> Iterator[str]:
+        for name in ("name", "architecture", "sha256"):
+            if not isinstance(getattr(self, name), str):
+                yield f"{name}={getattr(self, name)!r}, expected a string"
+        for name in ("file", "url", "license", "recipe", "measured_on"):
+            if not isinstance(getattr(self, name), (str, NoneType)):
+                yield f"{name}={getattr(self, name)!r}, expected a string or nothing"
+        for name in ("options", "metrics"):
+            if not isinstance(getattr(self, name), Mapping):
+                yield f"{name}={getattr(self, name)!r}, expected an object"
+        for name in ("classes", "mean", "std"):
+            if not isinstance(getattr(self, name), (tuple, NoneType)):
+                yield f"{name}={getattr(self, name)!r}, expected a list or nothing"
+        if not isinstance(self.input_size, tuple):
+            yield f"input_size={self.input_size!r}, expected [channels, height, width]"
+        if not isinstance(self.default, bool):
+            yield f"default={self.default!r}, expected true or false"
+        if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
+            yield "classes has other things than names"
 
     def _faults_of_place(self) -> Iterator[str]:
         if self.file is None and self.url is None:
@@ -115,9 +138,7 @@ class WeightsEntry:
             Path(self.file).name != self.file or not self.file.endswith(".safetensors")
         ):
             yield f"file={self.file!r}, expected the name of a .safetensors file, without folders"
-        if self.url is not None and not (
-            self.url.startswith(HUB) or urlsplit(self.url).scheme in ("http", "https")
-        ):
+        if self.url is not None and not (self.url.startswith(HUB) or is_web_address(self.url)):
             yield f"url={self.url!r}, expected https://... or {HUB}owner/name"
 
     def _faults_of_shape(self) -> Iterator[str]:
@@ -148,7 +169,7 @@ def read_entry(path: Path) -> WeightsEntry:
         EntryError: the file is no JSON object, or has unknown, missing or invalid fields.
     """
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise EntryError(f"{path} is no readable JSON file: {error}") from error
     if not isinstance(values, dict):
@@ -172,8 +193,29 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
         )
     try:
         return WeightsEntry(**values, folder=folder)
-    except TypeError as error:  # a number where there should be a list
-        raise EntryError(f"{where}: a field has another type than expected: {error}") from error
+    except EntryError as error:
+        raise EntryError(f"{where}: {error}") from None
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The content of a JSON text.
+
+    Raises:
+        ValueError: it is none, or its lists are nested too deep.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deep") from None
+
+
+def is_web_address(url: str) -> bool:
+    """Whether ``url`` is of http or https, with a host."""
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # half of an IPv6 address
+        return False
+    return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def _is_number(value: object) -> bool:

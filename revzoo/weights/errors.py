@@ -1,4 +1,4 @@
-"""What can be wrong with weights; one base class, so that a caller can catch them all."""
+"""Errors of weights, with one base class to catch them all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class WeightsError(RuntimeError):
 
 
 class EntryError(WeightsError):
-    """The description of weights (a JSON file) is not valid; the message lists what is wrong."""
+    """The description of weights (a JSON file) is not valid; the message lists the faults."""
 
 
 class UnknownWeightsError(WeightsError):

@@ -1,14 +1,17 @@
-"""From an entry to verified bytes: beside the entry, in the cache, from its address."""
+"""From an entry to verified bytes: beside the entry, from the cache, or downloaded."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.client import HTTPException
 from pathlib import Path
 
-from revzoo.weights.download import download, sha256_of
-from revzoo.weights.entry import HUB, WeightsEntry
-from revzoo.weights.errors import HashMismatchError, UnknownWeightsError
+from revzoo.weights.entry import HUB, WeightsEntry, is_web_address
+from revzoo.weights.errors import DownloadError, HashMismatchError, UnknownWeightsError
 from revzoo.weights.hub import fetch
 
 
@@ -60,3 +63,50 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
         )
     download(entry.url, cached, sha256=entry.sha256)
     return cached
+
+
+def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> None:
+    """Put the file at ``url`` at ``target``, verified, in one step.
+
+    Args:
+        url: http or https.
+        target: the file; its folder is made.
+        sha256: of the whole file, 64 hexadecimal digits.
+        timeout: seconds without a byte after which the download fails.
+
+    Raises:
+        DownloadError: the address is not http, or the server does not answer with a file.
+        HashMismatchError: the connection ended early, or the server has another file.
+    """
+    if not is_web_address(url):
+        raise DownloadError(f"{url}: expected an address that begins with https:// or http://")
+    from torch.hub import download_url_to_file  # here: this floor works without torch
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with socket_timeout(timeout):
+            download_url_to_file(url, str(target), hash_prefix=sha256, progress=False)
+    except (OSError, HTTPException, ValueError) as error:
+        raise DownloadError(f"{url} cannot be downloaded ({error}): check the network") from None
+    except RuntimeError as error:  # what torch raises for a wrong hash
+        raise HashMismatchError(
+            f"{url}: {error}. The connection ended early, or the file there is another one; "
+            "nothing was kept. Try again"
+        ) from None
+
+
+@contextmanager
+def socket_timeout(seconds: float) -> Iterator[None]:
+    """Let connections fail after so long without a byte; torch and torchvision set no limit."""
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(seconds)
+    try:
+        yield
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+def sha256_of(path: Path) -> str:
+    """The hash of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,8 +1,8 @@
-"""What a safetensors file says of itself: the header's strings, and the entry among them.
+"""The header of a safetensors file: its strings, and the entry among them.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON), then the tensors
 (https://github.com/huggingface/safetensors#format). Its ``__metadata__`` maps strings to strings;
-``entry`` there is the JSON of what an entry knows before the file's own hash and place.
+``entry`` there is the JSON of an entry without the file's hash and place.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from revzoo.weights.entry import WeightsEntry, entry_from, read_entry
+from revzoo.weights.entry import WeightsEntry, entry_from, parse_json, read_entry
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.hub import CONFIG_FILE
 
@@ -29,9 +29,10 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
     """
     size = int.from_bytes(data[:8], "little")
     try:
+        # ValueError: no JSON; TypeError, AttributeError: another kind of value than an object
         if len(data) < 8 + size:
             raise ValueError(f"{len(data)} bytes, and a header of {size}")
-        found = dict(json.loads(data[8 : 8 + size]).get("__metadata__", {}))
+        found = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
@@ -55,13 +56,13 @@ def entry_of_file(path: Path) -> WeightsEntry:
 
     Raises:
         EntryError: it is not valid.
-        UnreadableWeightsError: the file is damaged, or says nothing of the model's options.
+        UnreadableWeightsError: the file is damaged, or has no entry.
     """
     if (entry := entry_beside(path)) is not None:
         return entry
     data = path.read_bytes()
     try:
-        known = json.loads(metadata_of(data, str(path))[KEY])
+        known = parse_json(metadata_of(data, str(path))[KEY])
     except (KeyError, ValueError):
         known = None
     if not isinstance(known, Mapping):
@@ -86,8 +87,8 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 
 
 def _file_in(path: Path) -> Any:
-    """The file that an entry names; None for what is no entry, as any ``config.json`` may be."""
+    """The file that an entry names; None if it is no entry, as any ``config.json`` may be."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))["file"]
+        return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):
         return None

@@ -60,7 +60,7 @@ class WeightsTable:
         """The entry of ``architecture.tag``, or the default one of ``architecture``.
 
         Raises:
-            UnknownWeightsError: there is none; names the nearest and says what there is.
+            UnknownWeightsError: there is none; the message gives the nearest and all known names.
         """
         if name in self.entries:
             return self.entries[name]

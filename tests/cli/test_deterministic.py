@@ -10,9 +10,9 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.commands import train as train_module
-from revzoo.cli.commands.train import train
-from revzoo.core.memory import MODES
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.train import train
+from revzoo.core.modes import MODES
 
 # said where a test may use one CPU only
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")

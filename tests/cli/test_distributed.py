@@ -14,10 +14,10 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 
-from revzoo.cli.commands import train as train_module
-from revzoo.cli.commands.resume import resume
-from revzoo.cli.commands.train import train
-from revzoo.cli.config.overrides import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.resume import resume
+from revzoo.cli.run.train import train
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import LAST, read_checkpoint
@@ -77,7 +77,7 @@ class SpoiledInStep5(GracefulStop):
 
 
 def config(*overrides: str) -> dict[str, Any]:
-    return to_plain(compose_checked(overrides, config_dir=CONFIGS))
+    return to_plain(compose_checked(overrides))
 
 
 def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:
@@ -85,7 +85,7 @@ def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> A
     train_module.GracefulStop = kind  # type: ignore[misc, attr-defined]
     try:
         if again:
-            return resume(["--resume", str(folder)], config_dir=CONFIGS)
+            return resume(["--resume", str(folder)])
         return train(config(*TOGETHER, "data.batch_size=32"), run_dir=folder)
     except SystemExit as end:
         return end.code

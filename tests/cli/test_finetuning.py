@@ -9,9 +9,9 @@ import pytest
 import torch
 from small_weights import small, write_entry
 
-from revzoo.cli.commands.train import train
 from revzoo.cli.config.build import build_trainer
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.train import train
 from revzoo.models import pretrained
 from revzoo.training import Classifier
 from revzoo.weights.table import WeightsTable

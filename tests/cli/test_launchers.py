@@ -1,4 +1,4 @@
-"""Two processes on gloo, started by each of the programs that the README names."""
+"""Two processes on gloo, started by each of the programs that the guide names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TRAIN = str(ROOT / "train.py")
-README = (ROOT / "README.md").read_text()
+GUIDE = (ROOT / "docs" / "guide" / "runs.md").read_text()
 DDP = (
     "trainer=ddp",
     "trainer.accelerator=cpu",
@@ -91,7 +91,7 @@ def test_a_signal_ends_what_lightning_has_started(tmp_path: Path) -> None:
         told, _ = process.communicate(timeout=120)  # until the last process closes the pipe
     assert process.returncode == 143, told
     assert "Traceback" not in told
-    assert told.count("go on with: revzoo-train --resume") == 1
+    assert told.count(f"go on with: python {TRAIN} --resume") == 1
     assert summary(tmp_path / "run")["stopped"] == "stopped by SIGTERM"
 
 
@@ -113,8 +113,8 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_script_for_slurm(tmp_path: Path) -> None:
-    """The README's script, on two tasks of one machine, with an srun and a scontrol of our own."""
-    script = README.split("On SLURM")[1].split("```bash\n")[1].split("```")[0]
+    """The guide's script, on two tasks of one machine, with an srun and a scontrol of our own."""
+    script = GUIDE.split("## SLURM")[1].split("```bash\n")[1].split("```")[0]
     gpus = "trainer.devices=4 trainer.num_nodes=2"
     assert gpus in script
     options = f"{' '.join(DDP)} trainer.max_epochs=8"

@@ -6,10 +6,12 @@ import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_weights import change, small, write_entry
 
+from revzoo.cli import program
 from revzoo.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -17,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_every_row_is_a_command() -> None:
     for name, row in COMMANDS.items():
-        module = import_module(f"revzoo.cli.commands.{row.module}")
+        module = import_module(f"revzoo.cli.{row.module}")
         assert callable(module.run), name
         assert callable(module.add_arguments), name
         assert f"revzoo {name}" in (module.__doc__ or "")
@@ -108,3 +110,69 @@ def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
     change(tmp_path, "revnet38.small", sha256="0")
     with pytest.raises(SystemExit, match="expected 64 hexadecimal digits"):
         main(["info", "revnet38.small", "--weights", str(tmp_path)])
+
+
+LIGHT = {"torch", "pytorch_lightning", "torchvision", "optuna"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--help",),
+        ("train", "--help"),
+        ("predict", "--help"),
+        ("sweep", "--help"),
+        ("list",),
+        ("tarin",),
+        ("train", "modle=x"),
+        ("train", "optim.lrr=1"),
+        ("train", "model=revnet39", "-m"),
+        ("train", "--resume", "nowhere", "optim.lr=1"),
+        ("train", "--cfg", "job"),
+        ("eval", "ckpt=x", "splt=val"),
+        ("eval", "model=x"),
+        ("sweep", "trails=2"),
+        ("sweep", "optim.lrr=interval(0,1)"),
+        ("predict", "revnet38.cifar10", "nowhere.png"),
+    ],
+    ids=" ".join,
+)
+def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
+    """A misspelt override was answered after torch and Lightning had been imported."""
+    script = (
+        "import sys; from revzoo.cli.main import main\n"
+        "try:\n    main(sys.argv[1:])\n"
+        f"finally:\n    print('heavy:', *({LIGHT!r} & set(sys.modules)), file=sys.stderr)\n"
+    )
+    command = [sys.executable, "-c", script, *arguments]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "heavy:" in done.stderr.splitlines(), done.stderr
+    assert "Traceback" not in done.stderr
+    assert (done.returncode == 0) == ("--help" in arguments or arguments[-1] in ("list", "job"))
+
+
+def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path: Path) -> None:
+    """Ctrl-C in the first seconds showed the traceback of an import."""
+    (tmp_path / "slow.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
+    )
+    command = [sys.executable, "-m", "revzoo", "train", "--import", "slow"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "revzoo: interrupted\n")
+
+
+def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages named revzoo-train where only train.py was there."""
+    module = SimpleNamespace(__spec__=SimpleNamespace(name="revzoo.__main__"))
+    script = SimpleNamespace(__spec__=None)
+    for main_module, argv, found, texts in [
+        (module, "x/__main__.py", None, ("python -m revzoo train", "python -m revzoo eval")),
+        (script, "/x/bin/revzoo", None, ("revzoo train", "revzoo eval")),
+        (script, "../train.py", None, ("python ../train.py", "python -m revzoo eval")),
+        (script, "../train.py", "/bin/revzoo", ("python ../train.py", "revzoo eval")),
+    ]:
+        monkeypatch.setitem(sys.modules, "__main__", main_module)
+        monkeypatch.setattr("sys.argv", [argv])
+        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        assert tuple(program.command_line(name) for name in ("train", "eval")) == texts
+    monkeypatch.undo()

@@ -1,4 +1,4 @@
-"""The recipes of ``configs/experiment/`` are what their first lines and the README say of them."""
+"""The recipes of ``configs/experiment/`` are what their first lines and the guide say of them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from PIL import Image
 from torchvision import datasets
 from torchvision.transforms import v2
 
-from revzoo.cli.commands.train import train
 from revzoo.cli.config import checks
 from revzoo.cli.config.build import build_data
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.train import train
 from revzoo.models import create_model
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.weights.table import SHIPPED
@@ -214,14 +214,15 @@ def test_the_command_in_seconds_runs(
 
 
 def rows() -> list[Any]:
-    """The README's table of recipes: model, data, the paper's command and the short one."""
-    table = (ROOT / "README.md").read_text().split("### Recipes")[1].split("\n#")[0]
+    """The guide's table of recipes: model, data, the paper's command and the short one."""
+    page = (ROOT / "docs" / "guide" / "training.md").read_text()
+    table = page.split("## Recipes")[1].split("\n#")[0]
     cells = [line.strip("| ").split(" | ") for line in table.splitlines() if "| `exp" in line]
     chosen = [(row[0], row[1], row[2].strip("`"), row[4].strip("`")) for row in cells]
     return [pytest.param(*row, id=f"{row[0]} on {row[1]}") for row in chosen]
 
 
-def test_the_readme_has_all_that_papers_published() -> None:
+def test_the_guide_has_all_that_papers_published() -> None:
     cifar = {f"{m} on CIFAR-{n}" for m in WITH_CIFAR for n in (10, 100)}
     assert {row.id for row in rows()} == cifar | {f"{m} on ImageNet" for m in WITH_IMAGENET}
 
@@ -231,7 +232,7 @@ WITH_IMAGENET = ("revnet56", "revnet104", "irevnet301")
 
 
 @pytest.mark.parametrize(("model", "data", "paper", "short"), rows())
-def test_the_readmes_rows_mean_what_they_say(
+def test_the_rows_of_the_guide_mean_what_they_say(
     model: str, data: str, paper: str, short: str, compose: Any
 ) -> None:
     kinds = {"CIFAR-10": "CIFAR10", "CIFAR-100": "CIFAR100", "ImageNet": "ImageFolder"}

@@ -10,11 +10,11 @@ import pytest
 import torch
 from small_task import TinyNet, loader
 
-from revzoo.cli.commands import train as train_module
-from revzoo.cli.commands.resume import resume
-from revzoo.cli.commands.train import train
 from revzoo.cli.config.build import build_trainer
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.resume import resume
+from revzoo.cli.run.train import train
 from revzoo.training import Classifier
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 
@@ -111,7 +111,7 @@ def test_a_run_ended_early_is_tested_and_not_trained_when_it_goes_on(
         with pytest.raises(SystemExit):
             train(config, run_dir=tmp_path)
     before = json.loads((tmp_path / "summary.json").read_text())
-    figures = resume(["--resume", str(tmp_path)], config_dir=CONFIGS)
+    figures = resume(["--resume", str(tmp_path)])
     after = json.loads((tmp_path / "summary.json").read_text())
     assert [(s["epochs"], s["steps"]) for s in (before, after)] == [(2, 2)] * 2
     assert (before["stopped"], after["stopped"]) == ("stopped by SIGTERM", None)

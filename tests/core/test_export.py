@@ -9,7 +9,7 @@ from compare import conv_net, error, images
 
 import revzoo
 from revzoo import set_memory
-from revzoo.core.memory import MODES
+from revzoo.core.modes import MODES
 
 
 def evaluated(mode):

@@ -71,7 +71,7 @@ def test_the_limit_is_a_setting():
     net = conv_net().bfloat16()
     set_drift_limit(net, float("inf"))
     run(net, images().bfloat16())
-    assert drift(net) == {}  # not even sampled
+    assert max(drift(net).values()) > 1e-3  # measured all the same
     set_drift_limit(net, 0.5)
     run(net, images().bfloat16())
     assert max(drift(net).values()) > 1e-3

@@ -164,7 +164,7 @@ def test_an_archive_of_other_content_is_not_unpacked(
     # and were it published so, it would be refused as well
     md5 = hashlib.md5(server.read_bytes()).hexdigest()
     monkeypatch.setattr(datasets.CIFAR10, "tgz_md5", md5)
-    with pytest.raises(DataError, match=r"ArchiveError.*'\.\./outside'"):
+    with pytest.raises(DataError, match=r"OutsideDestinationError: '\.\./outside'"):
         CIFAR10(fake_cifar).prepare_data()
     assert not (tmp_path / "outside").exists()
     assert [path.name for path in fake_cifar.iterdir()] == [datasets.CIFAR10.filename]

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import revzoo.data
@@ -15,7 +16,8 @@ _CONFIGS = sorted(path for path in _FOLDER.glob("*.yaml") if path.stem != "image
 
 
 def _build(path: Path) -> tuple[dict[str, Any], ImageData]:
-    config = OmegaConf.load(path)
+    with initialize_config_dir(str(_FOLDER.parent), version_base="1.3"):
+        config = compose("train", [f"data={path.stem}"]).data
     if OmegaConf.is_missing(config, "root"):
         config.root = "nowhere"
     options = OmegaConf.to_container(config, resolve=True)

@@ -1,3 +1,5 @@
+import os
+import random
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +26,19 @@ def test_pixels_arrive_unchanged_and_in_order(
     monkeypatch.setattr("revzoo.data.decode._BLOCK", 3)  # several tasks, the last one short
     pixels = [np.roll(_noise(8, 8), n, axis=0) for n in range(10)]
     paths = [_save(tmp_path / f"{n}.png", image) for n, image in enumerate(pixels)]
-    images = decode_all(paths, channels=3, size=8, resize=False)
+    images, rows = decode_all(paths, channels=3, size=8, resize=False)
+    assert rows.tolist() == list(range(10))
     assert torch.equal(images, torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2))
 
 
 def test_grey_and_rgb_are_converted_into_each_other(tmp_path: Path) -> None:
     rgb = _save(tmp_path / "rgb.png", _noise(8, 8))
     grey = _save(tmp_path / "grey.png", _noise(8, 8)[..., 0])
-    one = decode_all([rgb, grey], channels=1, size=8, resize=False)
+    one, _ = decode_all([rgb, grey], channels=1, size=8, resize=False)
     assert torch.equal(one[1, 0], torch.from_numpy(_noise(8, 8)[..., 0]))
     luma = torch.from_numpy(np.array(Image.fromarray(_noise(8, 8)).convert("L")))
     assert torch.equal(one[0, 0], luma)
-    three = decode_all([rgb, grey], channels=3, size=8, resize=False)
+    three, _ = decode_all([rgb, grey], channels=3, size=8, resize=False)
     assert torch.equal(three[1], one[1].expand(3, 8, 8))
 
 
@@ -108,10 +111,60 @@ def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
     message = r"b\.png has 9x6 pixels, .*a\.png 8x8: set data\.image_size"
     with pytest.raises(DataError, match=message):
         decode_all(paths, channels=3, size=8, resize=False)
-    assert decode_all(paths, channels=3, size=8, resize=True).shape == (2, 3, 8, 8)
+    assert decode_all(paths, channels=3, size=8, resize=True)[0].shape == (2, 3, 8, 8)
 
 
 def test_size_of_a_folder_is_that_of_a_square_image(tmp_path: Path) -> None:
-    assert common_size(_save(tmp_path / "a.png", _noise(8, 8))) == 8
+    assert common_size([_save(tmp_path / "a.png", _noise(8, 8))]) == 8
     with pytest.raises(DataError, match=r"b\.png has 9x6 pixels: .* set data\.image_size"):
-        common_size(_save(tmp_path / "b.png", _noise(6, 9)))
+        common_size([_save(tmp_path / "b.png", _noise(6, 9))])
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_with_the_name_of_an_image_is_refused(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer, inside C, where not even SIGTERM ends it."""
+    os.mkfifo(tmp_path / "a.png")
+    with pytest.raises(DataError, match=r"cannot decode image .*a\.png .*no regular file"):
+        open_image(str(tmp_path / "a.png"), 3)
+
+
+def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
+    """A log file could not hold the error of such a file."""
+    path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
+    with pytest.raises(DataError, match=r"caf\\udce9\.png") as caught:
+        open_image(path, 3)
+    str(caught.value).encode()
+
+
+@pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
+@pytest.mark.parametrize("suffix", ["png", "jpg", "gif"])
+def test_mutated_images_are_read_or_refused_by_name(tmp_path: Path, suffix: str) -> None:
+    """Some damaged images raised errors of Pillow's decoders that did not name the file."""
+    whole = Path(_save(tmp_path / f"good.{suffix}", _noise(8, 8))).read_bytes()
+    rng, bad, refused = random.Random(0), tmp_path / f"bad.{suffix}", 0
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for _ in range(rng.randrange(1, 8)):
+            place = rng.randrange(len(damaged))
+            if rng.random() < 0.2:
+                del damaged[place : place + rng.randrange(1, 9)]
+            else:
+                damaged[place] = rng.randrange(256)
+        bad.write_bytes(damaged)
+        try:
+            open_image(str(bad), 3)
+        except DataError as error:
+            refused += str(bad) in str(error)
+    assert refused > 20
+
+
+def test_an_error_of_any_kind_in_a_decoder_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise IndexError("of a decoder")
+
+    path = _save(tmp_path / "a.png", _noise(8, 8))
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(DataError, match=r"a\.png \(IndexError: of a decoder\)"):
+        open_image(path, 3)

@@ -1,10 +1,11 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from revzoo.data import DataError
-from revzoo.data.folders import scan
+from revzoo.data.folders import check_folder, scan
 
 MakeFolder = Callable[..., Path]
 _TWO = {"cat": 2, "dog": 3}
@@ -69,3 +70,53 @@ def test_a_split_with_one_of_the_classes_is_told_what_it_lacks(make_folder: Make
     root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
     with pytest.raises(DataError, match="missing from test: ant; only in test: none"):
         scan(root)
+
+
+@pytest.mark.parametrize("hidden", [".ipynb_checkpoints", "__MACOSX"])
+def test_hidden_folders_and_files_are_neither_classes_nor_images(
+    hidden: str, make_folder: MakeFolder
+) -> None:
+    """``.ipynb_checkpoints`` and ``__MACOSX`` became classes, and shifted the labels."""
+    root = make_folder({"train": {**_TWO, hidden: 2}, "test": _TWO})
+    cat = root / "train" / "cat"
+    (cat / hidden).mkdir()
+    for copy in (cat / hidden / "00.png", cat / "._00.png"):
+        copy.write_bytes((cat / "00.png").read_bytes())
+    tree = scan(root)
+    assert tree.classes == ["cat", "dog"]
+    assert len(tree.splits["train"].paths) == 5
+
+
+def test_a_root_in_a_hidden_folder_is_read(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    root = root.rename(root.with_name(".images"))
+    assert len(scan(root).splits["train"].paths) == 5
+
+
+def test_class_names_that_are_not_utf8_are_refused(make_folder: MakeFolder) -> None:
+    """They passed the checks, and the run ended where a checkpoint or a log was written."""
+    root = make_folder({"train": {**_TWO, os.fsdecode(b"caf\xe9"): 1}})
+    with pytest.raises(DataError, match=r"class folder 'caf\\udce9' in .* not UTF-8.*rename"):
+        scan(root)
+
+
+def test_a_folder_is_checked_whole(make_folder: MakeFolder) -> None:
+    """Only the first bad image was named, and the next one ended the next run."""
+    root = make_folder({"train": _TWO, "test": _TWO})
+    bad = [root / "test" / "cat" / "01.png", root / "train" / "dog" / "00.png"]
+    bad[0].write_bytes(b"no image")
+    bad[1].unlink()
+    bad[1].symlink_to(root / "gone.png")
+    report = check_folder(root, workers=2)
+    assert (report.images, report.layout) == (10, None)
+    assert [str(path) in line for path, line in zip(bad, report.bad, strict=True)] == [True, True]
+
+
+def test_a_folder_without_the_layout_is_checked_too(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": {"cat": 2}})
+    report = check_folder(root, workers=1)
+    assert (report.images, report.bad) == (2, [])
+    assert report.layout is not None
+    assert "only one class folder" in report.layout
+    with pytest.raises(DataError, match="does not exist"):
+        check_folder(root / "nowhere")

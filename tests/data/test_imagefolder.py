@@ -1,9 +1,11 @@
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
 import torch
 from PIL import Image
 from small_images import image_folder
@@ -125,11 +127,83 @@ def test_large_sets_need_an_image_size(make_folder: MakeFolder) -> None:
 def test_workers_load_large_sets_and_none_loads_small_ones(
     make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.data.loaders.available_cpus", lambda: 1)
+    monkeypatch.setattr("revzoo.data.loaders.suggested_max_num_workers", lambda _: 1)
     root = make_folder({"train": _TWO})
     assert _ready(root, num_workers=None).train_dataloader().num_workers == 0
     lazy = _ready(root, num_workers=None, image_size=8, cache_bytes=0)
     assert lazy.train_dataloader().num_workers == 1
+
+
+def test_the_processes_of_a_machine_share_its_cpus(
+    make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of 8 processes on 16 CPUs started 8 workers: 64 in all."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)))
+    data = _ready(
+        make_folder({"train": _TWO, "val": _TWO}), num_workers=None, image_size=8, cache_bytes=0
+    )
+    alone = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]
+    trainer = pl.Trainer(accelerator="cpu", devices=4, strategy="ddp", logger=False)
+    data.trainer = trainer
+    together = [data.train_dataloader().num_workers, data.val_dataloader().num_workers]
+    assert (alone, together) == ([8, 8], [3, 3])
+
+
+def _damage(root: Path) -> list[str]:
+    """An image that is none, and one that vanishes."""
+    bad = [root / "train" / "cat" / "03.png", root / "train" / "dog" / "07.png"]
+    bad[0].write_bytes(b"no image")
+    bad[1].unlink()
+    return [str(path) for path in bad]
+
+
+@pytest.mark.parametrize("cache_bytes", [2**20, 0])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_bad_images_are_skipped_up_to_a_number(
+    cache_bytes: int, workers: int, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One corrupt image, or one that vanished, ended the run, and only the first was named."""
+    root = make_folder({"train": _TWO, "val": _TWO})
+    options = {"on_error": "skip", "image_size": 8, "cache_bytes": cache_bytes}
+    options["num_workers"] = workers
+    datas = [ImageFolder(root, **options, batch_size=10, max_errors=n) for n in (2, 1)]
+    for data in datas:
+        data.prepare_data()
+    bad = _damage(root)
+    data, strict = datas
+    data.setup("fit")
+    for _ in range(2):  # a file counts once, not once an epoch
+        seen = [labels for _, labels in data.train_dataloader()]
+        assert sum(map(len, seen)) in ((38,) if cache_bytes == 0 else (30,))  # drop_last
+    assert data.skipped_files == bad
+    data.teardown("fit")
+    assert f"skipped 2 images: {', '.join(bad)}" in caplog.text
+    message = r"more than data\.max_errors=1 images cannot be read: .*cat"
+    with pytest.raises(DataError, match=message):
+        _read_all(strict)
+
+
+def _read_all(data: ImageFolder) -> None:
+    data.setup("fit")
+    for _ in data.train_dataloader():
+        pass
+
+
+def test_the_first_image_may_be_bad_where_some_are_skipped(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    (root / "train" / "cat" / "00.png").write_bytes(b"no image")
+    data = _ready(root, on_error="skip")
+    assert data.image_size == 8
+    assert data.train_count + len(data.val_dataloader().dataset) == 39  # type: ignore[arg-type]
+
+
+def test_a_batch_without_any_good_image_is_an_error(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO, "val": _TWO})
+    data = _ready(root, on_error="skip", image_size=8, cache_bytes=0, eval_batch_size=2)
+    for name in ("00", "01"):
+        (root / "val" / "cat" / f"{name}.png").unlink()
+    with pytest.raises(DataError, match="none of the 2 images of a batch can be read"):
+        list(data.val_dataloader())
 
 
 def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
@@ -265,8 +339,10 @@ def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> N
     [
         ({"image_size": 0}, "image_size is 0: expected pixels >= 1"),
         ({"in_chans": 2}, "in_chans is 2: expected 3"),
+        ({"on_error": "ignore"}, "on_error=ignore: expected one of raise, skip"),
+        ({"max_errors": 0}, "max_errors=0: expected a whole number"),
         ({"cache_bytes": -1}, "cache_bytes is -1: expected bytes >= 0"),
-        ({"val_fraction": 2.0}, "val_fraction is 2.0"),
+        ({"val_fraction": 2.0}, r"val_fraction=2\.0: expected a number in"),
     ],
 )
 def test_arguments_are_checked_before_data_is_touched(

@@ -123,7 +123,7 @@ def test_a_killed_worker_changes_nothing(evaluates: bool, caplog: pytest.LogCapt
         images = Deadly(bad=60, times=times)
         options: dict[str, Any] = {"batch_size": 8, "workers": workers}
         if evaluates:
-            loader: Any = eval_loader(images, **options)
+            loader: Any = eval_loader(images, **options, trainer=None)
         else:
             loader = train_loader(images, **options, seed=0, trainer=None)
         return [labels for passes in range(2) for _, labels in loader]
@@ -140,5 +140,5 @@ def test_workers_that_are_always_killed_end_the_pass_with_the_cause() -> None:
     with pytest.raises(
         DataError, match=r"killed 4 times in a row at batch [67].*lower data.num_workers"
     ):
-        list(eval_loader(Deadly(bad=60, times=9), batch_size=8, workers=1))
+        list(eval_loader(Deadly(bad=60, times=9), batch_size=8, workers=1, trainer=None))
     assert signal.getsignal(signal.SIGCHLD) == before  # nothing raises in the middle of a save

@@ -8,7 +8,7 @@ from compare import error
 from small_weights import small
 
 import revzoo
-from revzoo.core.memory import MODES
+from revzoo.core.modes import MODES
 from revzoo.models import FeatureNet, create_model
 from revzoo.profiling.live import LiveMemory
 

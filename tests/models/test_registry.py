@@ -1,11 +1,14 @@
+import dataclasses
 import inspect
 from pathlib import Path
 
 import pytest
 import torch
+from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from revzoo.models import ResNet, RevNet, create_model, list_models
+import revzoo
+from revzoo.models import ResNet, RevNet, Variant, create_model, list_models
 from revzoo.models.registry import MODELS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
@@ -83,8 +86,10 @@ def test_there_is_a_config_for_every_network():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_keywords_of_create_model_with_its_defaults(path):
-    config = OmegaConf.to_container(OmegaConf.load(path))
+    with initialize_config_dir(str(path.parents[1]), version_base="1.3"):
+        config = OmegaConf.to_container(compose(f"model/{path.stem}").model)
     assert config.pop("name") == path.stem
+    assert "pretrained" in config
     network, variant = MODELS[path.stem]
     defaults = inspect.signature(create_model).parameters | inspect.signature(network).parameters
     for key, value in config.items():
@@ -92,3 +97,35 @@ def test_configs_are_keywords_of_create_model_with_its_defaults(path):
         assert value == default, key
     with torch.device("meta"):
         create_model(path.stem, **config)
+
+
+@pytest.fixture
+def models(monkeypatch):
+    monkeypatch.setattr("revzoo.models.registry.MODELS", table := dict(MODELS))
+    return table
+
+
+def test_a_registered_model_is_one_of_the_zoo(models):
+    row = Variant(stem_width=8, widths=(8, 16), units=(1, 2), strides=(1, 2))
+    revzoo.register_model("tiny_revnet", RevNet, row)
+    assert "tiny_revnet" in list_models("tiny*")
+    model = create_model("tiny_revnet", num_classes=3, units=(2, 2))
+    assert type(model) is RevNet
+    assert model.variant == dataclasses.replace(row, units=(2, 2))
+    assert model(torch.zeros(1, 3, 32, 32)).shape == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("name", "network", "variant", "message"),
+    [
+        ("revnet38", RevNet, MODELS["revnet38"].variant, "'revnet38' is registered already"),
+        ("tiny.revnet", RevNet, MODELS["revnet38"].variant, "letters, digits and underscores"),
+        ("tiny", torch.nn.Linear, MODELS["revnet38"].variant, "subclass of ImageNetwork"),
+        ("tiny", RevNet, {"units": (1, 1, 1)}, "a dataclass instance"),
+        ("tiny", RevNet, Variant, "a dataclass instance"),
+    ],
+)
+def test_what_cannot_be_registered_is_refused(name, network, variant, message, models):
+    with pytest.raises((ValueError, TypeError), match=message):
+        revzoo.register_model(name, network, variant)
+    assert models == MODELS

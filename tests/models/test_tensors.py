@@ -1,6 +1,8 @@
 """Files of tensors: what is read, and that nothing in them is run."""
 
+import json
 import os
+import random
 
 import pytest
 import torch
@@ -9,7 +11,8 @@ from small_weights import OPTIONS, write_entry
 
 from revzoo.models import create_model
 from revzoo.models.tensors import read_checkpoint, safetensors_bytes
-from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError
+from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError, WeightsError
+from revzoo.weights.header import entry_of_file
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
 
@@ -68,7 +71,7 @@ class Payload:
 
 def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
     torch.save({"a": Payload(tmp_path / "run")}, tmp_path / "w.pt")
-    with pytest.raises(UnreadableWeightsError, match="more than tensors"):
+    with pytest.raises(UnreadableWeightsError, match=r"more than plain values and tensors.*mkdir"):
         read_checkpoint(tmp_path / "w.pt")
     assert not (tmp_path / "run").exists()
     torch.load(tmp_path / "w.pt", weights_only=False)
@@ -86,6 +89,29 @@ def test_a_truncated_file_is_refused(tmp_path, suffix, size):
     path.write_bytes(path.read_bytes()[:size])
     with pytest.raises(UnreadableWeightsError, match=r"w\."):
         read_checkpoint(path)
+
+
+def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
+    """A deep list in a header ended in a RecursionError that did not name the file."""
+    rng, path, refused = random.Random(0), tmp_path / "w.safetensors", 0
+    known = {"name": "revnet38.x", "architecture": "revnet38", "num_classes": 2}
+    content = safetensors_bytes(TENSORS, {"in_chans": "3", "entry": json.dumps(known)})
+    end = 8 + int.from_bytes(content[:8], "little")
+    for _ in range(300):
+        header = bytearray(content[8:end])
+        place = rng.randrange(len(header))
+        new = rng.choice(
+            (b"[" * 5000, b"[1]", b"null", b'"', b"9" * 5000, bytes([place % 256]), b"")
+        )
+        header[place : place + rng.randrange(1, 20)] = new
+        path.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+        for read in (read_checkpoint, entry_of_file):
+            try:
+                read(path)
+            except WeightsError as error:
+                refused += str(path) in str(error)
+                assert str(path) in str(error)  # noqa: PT017
+    assert refused > 300
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,9 @@ class Served:
 
     def __init__(self) -> None:
         self.content = bytes(range(256)) * 40
-        self.etag: str | None = '"one"'
         self.status = 200
         self.cut: int | None = None  # send so many bytes of what was promised
-        self.wrong_part = False
+        self.silent: threading.Event | None = None  # send nothing before it is set
         self.requests: list[dict[str, str]] = []
         self.port = 0
 
@@ -38,24 +37,12 @@ def _handler(served: Served) -> type[BaseHTTPRequestHandler]:
             if served.status != 200:
                 self.send_error(served.status)
                 return
-            asked = self.headers.get("Range")
-            first = int(asked.removeprefix("bytes=").rstrip("-")) if asked else 0
-            if first and first >= len(served.content):
-                self.send_error(416)
-                return
-            same = self.headers.get("If-Range") == served.etag
-            first = first if same else 0
-            body = served.content[first:]
-            self.send_response(206 if first else 200)
-            if served.etag:
-                self.send_header("ETag", served.etag)
-            if first:
-                start = first + 1 if served.wrong_part else first
-                end = len(served.content)
-                self.send_header("Content-Range", f"bytes {start}-{end - 1}/{end}")
-            self.send_header("Content-Length", str(len(body)))
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(served.content)))
             self.end_headers()
-            self.wfile.write(body[: served.cut])
+            if served.silent:
+                served.silent.wait(10)
+            self.wfile.write(served.content[: served.cut])
 
         def log_message(self, *args: object) -> None:
             pass

@@ -1,4 +1,5 @@
 import json
+import random
 
 import pytest
 
@@ -54,9 +55,9 @@ def test_what_is_left_out_is_told(tmp_path):
         ({"sha256": "0" * 63}, "expected 64 hexadecimal digits"),
         ({"sha256": "G" * 64}, "expected 64 hexadecimal digits"),
         ({"sha256": "A" * 64}, "in lower case"),
-        ({"sha256": 7}, "expected 64 hexadecimal digits"),
+        ({"sha256": 7}, "sha256=7, expected a string"),
         ({"name": "revnet38/x"}, "expected architecture.dataset_recipe"),
-        ({"name": "revnet110.x"}, "is not what the name begins with"),
+        ({"name": "revnet110.x"}, "is not the beginning of the name"),
         ({"file": None}, "file and url are both missing"),
         ({"file": "../x.safetensors"}, "without folders"),
         ({"file": "x.pt"}, r"\.safetensors file"),
@@ -72,14 +73,68 @@ def test_what_is_left_out_is_told(tmp_path):
         ({"crop_pct": 87.5}, "expected a share"),
         ({"crop_pct": "0.875"}, "expected a share"),
         ({"metrics": {"acc": "high"}}, "expected finite numbers"),
-        ({"options": [1]}, "must be objects"),
+        ({"options": [1]}, r"options=\[1\], expected an object"),
         ({"nmae": "x"}, r"unknown fields \['nmae'\]"),
-        ({"input_size": 3}, "another type"),
+        ({"input_size": 3}, r"input_size=3, expected \[channels"),
+        ({"url": ["https://x"]}, r"url=\['https://x'\], expected a string"),
+        ({"url": "http://["}, "expected https"),
+        ({"file": ["x"]}, "file=.*expected a string"),
+        ({"classes": [1, 2]}, "other things than names"),
+        ({"default": "yes"}, "default='yes', expected true or false"),
     ],
 )
 def test_a_field_that_is_not_valid_is_named(tmp_path, change, message):
-    with pytest.raises(EntryError, match=message):
-        read_entry(written(tmp_path, {**VALID, **change}))
+    path = written(tmp_path, {**VALID, **change})
+    with pytest.raises(EntryError, match=message) as caught:
+        read_entry(path)
+    assert str(caught.value).startswith(str(path))
+
+
+def test_deep_json_is_refused_by_name(tmp_path):
+    """It ended in a RecursionError that did not name the file."""
+    path = tmp_path / "entry.json"
+    for text in ("[" * 100_000, '{"options":' * 100_000):
+        path.write_text(text)
+        with pytest.raises(EntryError, match=r"entry\.json is no readable JSON file: .*too deep"):
+            read_entry(path)
+
+
+def mutated(content: bytes, rng: random.Random) -> bytes:
+    """``content`` with a byte changed, a piece cut out, or one value in the place of another."""
+    data = bytearray(content)
+    place = rng.randrange(len(data))
+    kind = rng.randrange(3)
+    if kind == 0:
+        data[place] = rng.choice(b'[]{}",:0129-eE.nullNtf\x00\xff')
+    elif kind == 1:
+        del data[place : place + rng.randrange(1, 20)]
+    else:
+        values = (b"[1]", b"{}", b"null", b"true", b"-1", b"1e999", b'"x"', b"[[[1]]]", b"9" * 400)
+        end = data.find(b",", place)
+        start = data.rfind(b":", 0, place) + 1
+        data[start:end] = rng.choice(values)
+    return bytes(data)
+
+
+def test_mutated_entries_are_read_or_refused_by_name(tmp_path):
+    """A list as ``url`` ended in an AttributeError."""
+    rng, path = random.Random(0), tmp_path / "entry.json"
+    full = {
+        **VALID,
+        "url": "https://x/y",
+        "mean": [0.5] * 3,
+        "std": [0.5] * 3,
+        "classes": ["a", "b"],
+    }
+    content = json.dumps(full).encode()
+    refused = 0
+    for _ in range(300):
+        path.write_bytes(mutated(content, rng))
+        try:
+            read_entry(path)
+        except EntryError as error:
+            refused += str(path) in str(error)
+    assert refused > 200
 
 
 def test_all_faults_are_told_at_once():

@@ -1,1 +1,1 @@
-"""The subcommands of the program, one per file."""
+"""The subcommands, one per module. They import torch when they run, not for help or typos."""

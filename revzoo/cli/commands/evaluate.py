@@ -1,197 +1,54 @@
-"""Evaluate a trained model: ``revzoo-eval ckpt=RUN_DIR/checkpoints/best.ckpt``.
+"""Evaluate a trained model.
 
-``ckpt`` may also be weights: a name (``ckpt=revnet38.cifar10 data=cifar10``), a safetensors file or
-a folder of ``save_pretrained``; these keep no run, so their data must be given.
+  revzoo eval ckpt=RUN_DIR/checkpoints/best.ckpt
 
-The data are those of the run, as its ``config.yaml`` says, or others of the same classes
-(``data=imagefolder data.root=DIR``); they are normalised with the numbers of the checkpoint. Prints
-the figures, a line each. No activation is kept, so the memory mode does not matter.
+ckpt may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file or a
+folder of save_pretrained; these keep no run, so their data must be given.
+
+The data are those of the run, as its config.yaml says, or others of the same classes
+(data=imagefolder data.root=DIR), normalised with the numbers of the checkpoint. Prints a line for
+each figure. No activation is kept, so the memory mode does not matter.
+
+Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, data, precision, trainer.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
-import pytorch_lightning as pl
-
-from revzoo._checks import check_names
-from revzoo.cli.commands.resume import recorded_config
-from revzoo.cli.config.build import apply_precision, build_data
-from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
-from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
-from revzoo.cli.run.errors import TOLD, quiet, told_plainly
-from revzoo.cli.run.folder import CONFIG_FILE
-from revzoo.data import DataError
-from revzoo.training.checkpoint.files import PlainCheckpointIO
-from revzoo.training.checkpoint.restore import Restored, restore
-from revzoo.training.distributed import is_first_process
-from revzoo.training.tuning.out_of_memory import NoMemoryError, told_out_of_memory
-
-log = logging.getLogger(__name__)
-
-SPLITS = ("test", "val")
-KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
+from revzoo.cli.config.errors import ConfigError
 
 
-def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a checkpoint on a split: ``test/loss``, ``test/acc`` and so on.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="such as ckpt=PATH")
 
-    Args:
-        config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
+
+def run(args: argparse.Namespace) -> None:
+    """Evaluate, and print the figures.
 
     Raises:
-        ValueError: for a configuration that cannot be run.
-        CheckpointError, WeightsError: if the checkpoint or the weights cannot be used.
-        DataError: if the data cannot, or have other classes than the checkpoint.
-        NoMemoryError: if so many images at once do not fit.
+        ConfigError: for a key or an option that does not exist.
+        SystemExit: the checkpoint or the data cannot be used; the message says why.
     """
-    check_eval(config)
-    restored = restore(config["ckpt"])
-    data_config = config.get("data") or recorded_data(config["ckpt"])
-    check_data(data_config)
-    if config["batch_size"] is not None:
-        data_config = {**data_config, "eval_batch_size": config["batch_size"]}
-    apply_precision(config["precision"])
-    data = build_data(data_config)
-    data.prepare_data()
-    testing = config["split"] == "test"
-    if not data.has(config["split"]):
-        if testing:
-            raise DataError("the data have no test split: evaluate split=val")
-        check_held_back(config["ckpt"], data_config)
-    data.load_state_dict(restored.data_state)
-    data.setup("test" if testing else "validate")
-    _check_images(restored, in_chans=data.in_chans)
-    restored.module.lay_out(channels_last=config["precision"]["channels_last"])
-    trainer = pl.Trainer(
-        **config["trainer"],
-        precision=config["precision"]["trainer"],
-        plugins=[PlainCheckpointIO()],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    run = trainer.test if testing else trainer.validate
-    with told_out_of_memory(trainer, restored.module, data, eval_option="batch_size"):
-        (figures,) = run(restored.module, datamodule=data, verbose=False)
-    return {name: float(value) for name, value in figures.items()}
+    from revzoo.cli.config.compose import Source, compose_checked, to_plain
 
-
-def check_eval(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that cannot be run, before any data is touched.
-
-    Raises:
-        ConfigError: with what was got and what is expected.
-    """
-    check_names(config, KEYS, where="config")
-    if config["ckpt"] in (None, "???"):
-        raise ConfigError(
-            "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
-            "ckpt=revnet38.cifar10"
-        )
-    if config["split"] not in SPLITS:
-        raise ConfigError(f"split={config['split']}: expected {' or '.join(SPLITS)}")
-    size = config["batch_size"]
-    if size is not None and (not isinstance(size, int) or size < 1):
-        raise ConfigError(f"batch_size={size}: expected a whole number >= 1")
-    check_trainer(config["trainer"])
-    check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
-
-
-def recorded_data(checkpoint: str) -> dict[str, Any]:
-    """The data section of the run that a checkpoint lies in.
-
-    Raises:
-        ConfigError: if it does not lie in a run's folder.
-    """
-    data = run_data(checkpoint)
-    if data is None:
-        raise ConfigError(
-            f"{checkpoint} does not lie in the folder of a run, so its data are not known: give "
-            "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
-        )
-    return data
-
-
-def run_data(checkpoint: str) -> dict[str, Any] | None:
-    """As :func:`recorded_data`; None for a checkpoint that does not lie in a run's folder.
-
-    Raises:
-        ConfigError: the run's configuration names no data.
-    """
-    run_dir = Path(checkpoint).absolute().parent.parent
-    if not (run_dir / CONFIG_FILE).is_file():
-        return None
-    data = recorded_config(run_dir).get("data")
-    if not isinstance(data, dict):
-        raise ConfigError(f"{run_dir / CONFIG_FILE} names no data: give data=NAME")
-    return data
-
-
-def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
-    """Refuse another part of the training images than the run has held back for its validation.
-
-    Weights that do not lie in the folder of a run do not say which that was: then it is a warning.
-
-    Raises:
-        ConfigError: naming the options that differ.
-    """
-    trained = run_data(checkpoint)
-    if trained is None:
-        if is_first_process():
-            log.warning(
-                "%s does not say which images were held back from its training: those evaluated "
-                "may be among the others",
-                checkpoint,
-            )
-        return
-    same = all(data.get(key) == trained.get(key) for key in ("_target_", "root"))
-    differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
-    if same and differing:
-        was, given = (
-            " ".join(f"data.{key}={of.get(key)}" for key in differing) for of in (trained, data)
-        )
-        raise ConfigError(
-            f"the run held back its validation images with {was}; with {given} some of them were "
-            f"trained on: give {was}"
-        )
-
-
-def _check_images(restored: Restored, *, in_chans: int) -> None:
-    if in_chans != restored.in_chans:
-        raise DataError(
-            f"the model takes images of {restored.in_chans} channels, the data have "
-            f"{in_chans}: set data.in_chans={restored.in_chans}, or give the data it was trained on"
-        )
-
-
-def _check_given(overrides: Sequence[str]) -> None:
-    """Refuse ``model=...``, a group of training: what is evaluated is named by ``ckpt``."""
-    for override in overrides:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    for override in args.overrides:
         key, _, value = override.partition("=")
         if key == "model":
-            raise ConfigError(f"{override}: a trained model is named by ckpt: give ckpt={value}")
+            raise ConfigError(f"{override}: ckpt names a trained model: give ckpt={value}")
+    config = to_plain(compose_checked(args.overrides, Source("eval")))
+    from revzoo.cli.plugins import check_imports
+    from revzoo.cli.run.errors import USER_ERRORS, quiet, user_errors
+    from revzoo.cli.run.evaluate import evaluate, run_of
+    from revzoo.training.distributed import is_first_process
+    from revzoo.training.tuning.out_of_memory import NoMemoryError
 
-
-def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = None) -> None:
-    """The console script ``revzoo-eval``."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in given or "-h" in given:
-        sys.stdout.write(f"{__doc__}\nKeys: {', '.join(KEYS)}\n")
-        return
-    with quiet(), told_plainly((*TOLD, NoMemoryError)):
-        _check_given(given)
-        config = to_plain(compose_checked(given, config_dir=config_dir, name="eval"))
+    with quiet(), user_errors((*USER_ERRORS, NoMemoryError)):
+        check_imports(run_of(str(config["ckpt"])))
         figures = evaluate(config)
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
-
-
-if __name__ == "__main__":
-    main()

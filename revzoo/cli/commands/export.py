@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.cli.tables import add_table, table_of
+from revzoo.cli.commands.list import add_weights_option, weights_table
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
@@ -42,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="largest difference, in parts of the largest logit (1e-4)"
     )
-    add_table(parser)
+    add_weights_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         ValueError: there is no such model, or an option does not fit.
         WeightsError: the weights cannot be used.
     """
-    from revzoo.cli.run.errors import told_plainly
+    from revzoo.cli.run.errors import user_errors
     from revzoo.interop.export import TOLERANCE, export
 
     stem = args.name.rstrip("/").rpartition("/")[2]
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
         stem = stem.removesuffix(suffix)
     path = args.output or Path(f"{stem}.{args.format}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    with told_plainly():
+    with user_errors():
         largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20
     sys.stdout.write(
@@ -82,7 +82,7 @@ def _job(args: argparse.Namespace) -> Export:
         assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
         return Export(network=network, image_size=size, facts=restored.facts, **given)
     trained = args.pretrained or args.name not in MODELS
-    model = create_model(args.name, pretrained=trained, table=table_of(args))
+    model = create_model(args.name, pretrained=trained, table=weights_table(args))
     if model.entry is None:
         return Export(network=model, image_size=args.image_size, **given)
     facts = {name: getattr(model.entry, name) for name in _KEPT}

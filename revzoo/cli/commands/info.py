@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from revzoo.cli.tables import add_table, table_of
+from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
@@ -18,15 +18,13 @@ if TYPE_CHECKING:  # torch is imported when costs are measured, after what is kn
 
     from revzoo.models.network import ImageNetwork
 
-MODES = ("store", "recompute", "invert", "exact")  # offload keeps the same, elsewhere
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model (revnet38), or its weights (revnet38.cifar10)")
     parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
-    add_table(parser)
+    add_weights_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
     """
     if args.batch < 1:
         raise ValueError(f"--batch {args.batch}: expected a positive whole number")
-    table = table_of(args)
+    table = weights_table(args)
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():
         _tell(key, value)
@@ -64,13 +62,13 @@ def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
-    from revzoo.core.memory import set_memory
+    from revzoo.core.modes import COUNTED, set_memory
     from revzoo.profiling.costs import activation_bytes, forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
-    for mode in MODES:
+    for mode in COUNTED:
         try:
             set_memory(model, mode)
         except ValueError:

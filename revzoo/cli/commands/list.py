@@ -7,7 +7,7 @@ import fnmatch
 import sys
 from importlib.resources import files
 
-from revzoo.cli.tables import add_table, table_of
+from revzoo.weights.table import SHIPPED, WeightsTable
 
 
 def model_names() -> list[str]:
@@ -16,13 +16,28 @@ def model_names() -> list[str]:
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
+def add_weights_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--weights``, which several subcommands share."""
+    parser.add_argument(
+        "--weights",
+        metavar="DIR",
+        action="append",
+        help="folder with entries of weights (NAME.json) instead of the package's; repeatable",
+    )
+
+
+def weights_table(args: argparse.Namespace) -> WeightsTable:
+    """The entries that ``--weights`` chooses."""
+    return WeightsTable(*args.weights) if args.weights else SHIPPED
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "pattern", nargs="?", default="*", help="with *, ? or [...]; all by default"
     )
     parser.add_argument("--pretrained", action="store_true", help="names of weights instead")
-    add_table(parser)
+    add_weights_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -32,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
         ValueError: nothing matches.
     """
     if args.pretrained:
-        names = table_of(args).names(args.pattern)
+        names = weights_table(args).names(args.pattern)
     else:
         names = fnmatch.filter(model_names(), args.pattern)
     if not names:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="written by revzoo-train")
+    parser.add_argument("checkpoint", type=Path, help="written by revzoo train")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
     parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
     parser.add_argument("--recipe", required=True, help="the exact command that trained it")
@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> None:
     facts: dict[str, Any] = {**given, "url": args.url, "default": args.default}
     metrics = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
     facts |= {"name": args.name, "metrics": metrics}
-    from revzoo.cli.run.errors import told_plainly
+    from revzoo.cli.run.errors import user_errors
 
-    with told_plainly():
+    with user_errors():
         paths = publish(args.checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
 

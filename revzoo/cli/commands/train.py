@@ -1,275 +1,170 @@
-"""Train a model: ``revzoo-train model=revnet38 data=cifar10``.
+"""Train a model, or resume a run.
 
-The command line is checked first, then the whole configuration, then the data are read: what
-cannot be run is refused in one or two lines, with status 1, and leaves nothing behind.
+  revzoo train model=revnet38 data=cifar10 trainer.max_epochs=30
+
+Arguments are overrides of the configuration in configs/train.yaml, in Hydra's grammar:
+  model=NAME data=NAME ...    choose an option of a group; the groups are listed below
+  optim.lr=0.1                set a value
+  +model.units=[1,1,1]        add a keyword that the section knows
+  -m seed=0,1,2               several runs, one after the other
+
+revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Two things may
+change: memory=MODE, and precision=NAME with --allow-precision-change.
+
+NOTE [ The order of checks ]
+The command line is checked first, without torch; then the whole configuration; then the data are
+read. A run that cannot work ends with one or two lines and status 1, and leaves nothing behind.
+The folder is locked before anything is written into it.
 """
 
 from __future__ import annotations
 
-import logging
+import argparse
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
-import hydra
-import pytorch_lightning as pl
-from hydra.core.hydra_config import HydraConfig
-from hydra.types import RunMode
-from omegaconf import DictConfig
-from tqdm.contrib.logging import logging_redirect_tqdm
+from revzoo.cli.config.errors import ConfigError
 
-from revzoo.cli.commands.tune import SECTION, tune
-from revzoo.cli.config.build import (
-    apply_precision,
-    build_data,
-    build_module,
-    build_trainer,
-    data_name,
-)
-from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.command_line import check_command_line
-from revzoo.cli.config.overrides import CONFIG_MODULE, CONFIG_NAME, HYDRA_VERSION, to_plain
-from revzoo.cli.run.errors import ENDINGS, TOLD, TOLD_IN_TRAINING, quiet, told_plainly
-from revzoo.cli.run.folder import (
-    CONFIG_FILE,
-    check_unused,
-    describe_run,
-    discard_folder,
-    record_session,
-    seconds_before,
-    way_on,
-    write_config,
-    write_summary,
-)
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.multirun import run_job
-from revzoo.cli.switches import switches_restored
-from revzoo.data import DataError, ImageData
-from revzoo.data.classes import check_same_classes
-from revzoo.data.loaders import check_batch_size
-from revzoo.training import Classifier
-from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.callbacks.registry import best_checkpoint_path
-from revzoo.training.checkpoint.files import read_checkpoint
-from revzoo.training.checkpoint.state import RunState
-from revzoo.training.distributed import end_together, is_first_process
-from revzoo.training.lightning_compat import batches_of_run
-from revzoo.training.tuning.out_of_memory import told_out_of_memory
+if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
+    from omegaconf import DictConfig
 
-log = logging.getLogger(__name__)
+    from revzoo.cli.config.compose import Source
+
+INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
-def run(cfg: DictConfig) -> dict[str, float]:
-    """Train in the folder that Hydra has made for this run; returns the final figures.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments: Hydra's, and those of a resumed run."""
+    add = parser.add_argument
+    add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
+    add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder")
+    add("--allow-precision-change", action="store_true", help="with --resume and precision=NAME")
+    add("--multirun", "-m", action="store_true", help="a run for each combination of the values")
+    add("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
+    add("--resolve", action="store_true", help="with --cfg: references resolved")
+    add("--package", "-p", metavar="SECTION", help="with --cfg: this section alone")
+    add("--config-dir", "-cd", type=Path, metavar="DIR", help="a further folder of options")
+    add("--config-name", "-cn", metavar="NAME", help="the primary file (default train)")
+    add("--config-path", "-cp", metavar="DIR", help="the folder of the primary file and the groups")
+    add("--info", "-i", const="all", nargs="?", choices=INFO, help="how Hydra composes, and exit")
+    add("--hydra-help", action="store_true", help="Hydra's own keys, and exit")
+    add("--shell-completion", "-sc", action="store_true", help="install=SHELL or uninstall=SHELL")
+    add("--run", "-r", action="store_true", help=argparse.SUPPRESS)
+    add("--experimental-rerun", help=argparse.SUPPRESS)
+    parser.epilog = "groups:\n" + "\n".join(_groups())
 
-    A run that is refused takes its folder away again. A job of a multirun is a run of its own.
-    """
-    hydra_cfg = HydraConfig.get()
-    run_dir = Path(hydra_cfg.runtime.output_dir)
-    if hydra_cfg.mode == RunMode.MULTIRUN:
-        run_job(hydra_cfg, run_dir)
-        return {}
-    with locked(run_dir):
-        with told_plainly():
-            check_unused(run_dir)
-        try:
-            overrides = list(hydra_cfg.overrides.task)
-            return train(to_plain(cfg), run_dir=run_dir, overrides=overrides)
-        except BaseException:
-            if is_first_process() and not (run_dir / CONFIG_FILE).exists():
-                discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
-            raise
+
+def _groups() -> list[str]:
+    folder = Path(str(files("revzoo.configs")))
+    groups = {
+        group.name: ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
+        for group in sorted(folder.iterdir())
+    }
+    return [f"  {name:12}{options}" for name, options in groups.items() if options]
 
 
-def train(
-    config: Mapping[str, Any],
-    *,
-    run_dir: Path,
-    overrides: Sequence[str] = (),
-    resume: Path | None = None,
-) -> dict[str, float]:
-    """Train, then test the best checkpoint; leaves configuration, logs and figures in ``run_dir``.
-
-    Args:
-        config: a composed configuration as plain containers.
-        run_dir: the run's folder.
-        overrides: what was asked for on the command line, for the record.
-        resume: the checkpoint to go on from; None for a run from the start.
-
-    Returns:
-        The last figures of training and validation, and those of the test; none where a search
-        was all that was asked for.
+def run(args: argparse.Namespace) -> None:
+    """Train as the arguments say.
 
     Raises:
-        SystemExit: if the configuration or the data cannot be used, if training fails in a known
-            way (the message says why), or with 143 or 130 after SIGTERM or Ctrl-C.
+        ConfigError: for what cannot be run, before anything is written.
+        SystemExit: as :func:`revzoo.cli.run.train.train` says.
     """
-    stop = GracefulStop()
-    try:
-        with stop.listening(), switches_restored():
-            if config.get(SECTION) is None or resume is not None:
-                return _train(config, run_dir, overrides, resume, stop)
-            following = search(config, run_dir, overrides)
-            if config[SECTION]["then"] == "stop":
-                return {}
-            return _train(following, run_dir, overrides, resume, stop)
-    except RunStopped as stopped:
-        status = stopped.status
-        if is_first_process():
-            log.warning("%s; %s", stopped, way_on(run_dir))
-    # Not inside the handler: the exception holds the frames, and they the graph of the step that
-    # it ended, which must not outlive the interpreter.
-    sys.exit(status)
-
-
-def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Find what ``config["tuner"]`` asks for; returns the configuration of the run that follows."""
-    with quiet(), told_plainly((*TOLD, *TOLD_IN_TRAINING)):
-        check_config(config)
-        following = tune(config, run_dir)
-    if config[SECTION]["then"] == "stop":
-        write_config(config, run_dir)
-        record_session(run_dir, overrides=overrides, from_step=0)
-    return following
-
-
-def _train(
-    config: Mapping[str, Any],
-    run_dir: Path,
-    overrides: Sequence[str],
-    resume: Path | None,
-    stop: GracefulStop,
-) -> dict[str, float]:
-    with quiet(), told_plainly():
-        check_config(config)
-        apply_precision(config["precision"])
-        pl.seed_everything(config["seed"], workers=True, verbose=False)
-        again = (run_dir / CONFIG_FILE).exists()
-        step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
-        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
-        data = build_data(config["data"])
-        data.prepare_data()
-        data.setup("fit")
-        check_batch_size(data.batch_size, data.train_count, trainer.world_size)
-        if trained_on is not None:  # now, as the model is made for these data
-            _check_same_data(trained_on, data)
-        module = build_module(config, data)
-    if trainer.is_global_zero:
-        if resume is None:
-            write_config(config, run_dir)
-        else:  # what it changes is to stay, once the checkpoint has been accepted
-            told = pl.callbacks.LambdaCallback(
-                on_train_start=lambda *_: write_config(config, run_dir)
-            )
-            trainer.callbacks.append(told)  # type: ignore[attr-defined]
-        record_session(run_dir, overrides=overrides, from_step=step or 0)
-        log.info("%s on %s, seed %d", config["model"]["name"], data_name(config), config["seed"])
-        if resume is not None:
-            log.info("going on at step %d, from %s", step, resume)
-    return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
-
-
-def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The optimiser steps done when a checkpoint was saved, and what it says of the data."""
-    state = read_checkpoint(path)
-    return state["global_step"], state[data_name(config)]
-
-
-def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
-    check_same_classes(trained_on["classes"], data.classes)
-    if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
-        raise DataError(
-            f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
-            f"give data.in_chans={channels}"
-        )
-
-
-@told_plainly(TOLD_IN_TRAINING)
-def fit_and_test(
-    trainer: pl.Trainer,
-    module: Classifier,
-    data: ImageData,
-    *,
-    run_dir: Path,
-    test: bool,
-    resume: Path | None = None,
-) -> dict[str, float]:
-    """Train, test the best checkpoint (the last weights, if none was kept), write the summary.
-
-    Raises:
-        SystemExit: training or test has failed in a known way; the summary says so, too.
-        RunStopped: after SIGTERM or Ctrl-C.
-    """
-    start = time.perf_counter() - seconds_before(run_dir)
-    figures: dict[str, float] = {}
-    stopped, asked = None, False
-    try:
-        with quiet(), redirected_log(trainer), told_out_of_memory(trainer, module, data):
-            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-        figures = gathered(trainer)
-        seconds = time.perf_counter() - start
-        if test and data.has("test") and trainer.state.finished:
-            figures |= test_best(trainer, module, data)
-    except (RunStopped, *ENDINGS) as error:
-        seconds = time.perf_counter() - start
-        asked = isinstance(error, RunStopped)
-        if asked or batches_of_run(trainer):  # a batch has begun
-            figures, stopped = figures or gathered(trainer), str(error)
-        raise
-    finally:
-        if trainer.is_global_zero and (figures or stopped):
-            summary = describe_run(
-                trainer, module, seconds=seconds, figures=figures, stopped=stopped
-            )
-            write_summary(summary, run_dir)
-            log.info("%.1f s of training; run folder %s", seconds, run_dir)
-        end_together(trainer, ask=asked)
-    return figures
-
-
-def gathered(trainer: pl.Trainer) -> dict[str, float]:
-    """The figures of training and validation, also those from before the run was stopped."""
-    states = [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
-    before = states[0].figures if states else {}
-    return {**before, **{name: float(v) for name, v in trainer.callback_metrics.items()}}
-
-
-def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
-    """The figures of the test split, with the best checkpoint's weights."""
-    best = best_checkpoint_path(trainer)
-    with quiet(), told_out_of_memory(trainer, module, data):
-        results = trainer.test(
-            module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
-        )
-    figures = {name: float(value) for name, value in results[0].items()}
-    told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-    if trainer.is_global_zero:
-        log.info("%s (%s)", told, "best checkpoint" if best else "last weights")
-    return figures
-
-
-def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
-    """Keep log lines and the progress bar apart, where there is a bar."""
-    return logging_redirect_tqdm() if trainer.progress_bar_callback else nullcontext()
-
-
-def main() -> None:
-    """The console script, with the installed configurations."""
-    from revzoo.cli.commands.resume import asks_to_resume, resume
-
-    if asks_to_resume(sys.argv[1:]):
-        resume(sys.argv[1:])
+    if args.experimental_rerun is not None:
+        raise ConfigError("--experimental-rerun reads a pickle, which can run code: give overrides")
+    if args.resume is not None:
+        _resume(args)
         return
-    check_command_line(sys.argv[1:])
-    hydra.main(
-        version_base=HYDRA_VERSION,
-        config_path=f"pkg://{CONFIG_MODULE}",
-        config_name=CONFIG_NAME,
-    )(run)()
+    from revzoo.cli.config.compose import check_sweep, compose_whole, to_plain
+
+    source = _source(args)
+    if args.multirun:
+        check_sweep(args.overrides, source)
+        _multirun(args, source)
+        return
+    if args.shell_completion:
+        _show(args, source)
+        return
+    cfg, whole = compose_whole(args.overrides, source)
+    if args.info or args.hydra_help:
+        _show(args, source)
+    elif args.cfg is not None:
+        _print(whole if args.cfg == "all" else whole.hydra if args.cfg == "hydra" else cfg, args)
+    elif whole.hydra.mode is not None and whole.hydra.mode.name == "MULTIRUN":
+        _multirun(args, source)
+    else:
+        config = to_plain(cfg)
+        from revzoo.cli.run.train import begin
+
+        begin(config, whole, overrides=args.overrides)
 
 
-if __name__ == "__main__":
-    main()
+def _source(args: argparse.Namespace) -> Source:
+    """Where the arguments say that configurations are read."""
+    from revzoo.cli.config.compose import CONFIGS, Source
+
+    path = args.config_path
+    if path is not None and "://" in path:
+        raise ConfigError(f"-cp {path}: expected a folder of configuration files")
+    folder = CONFIGS if path is None else Path(path)
+    return Source(args.config_name or "train", folder=folder, extra=args.config_dir)
+
+
+def _multirun(args: argparse.Namespace, source: Source) -> None:
+    from revzoo.cli.run.multirun import multirun
+
+    multirun(args.overrides, source)
+
+
+def _resume(args: argparse.Namespace) -> None:
+    from revzoo.cli.config.compose import compose_checked
+
+    check_changes(args.overrides)
+    compose_checked(args.overrides)
+    from revzoo.cli.run.resume import resume
+
+    resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)
+
+
+def check_changes(overrides: Sequence[str]) -> None:
+    """Refuse to change what a run computes when it is resumed.
+
+    Raises:
+        ConfigError: naming the override.
+    """
+    for override in overrides:
+        if override.partition("=")[0] not in ("memory", "precision"):
+            raise ConfigError(
+                f"{override}: a run goes on as it was configured; only memory=MODE may be changed, "
+                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
+            )
+
+
+def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
+    from omegaconf import Container, OmegaConf
+
+    found = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
+    if found is None:
+        raise ConfigError(f"--package {args.package}: there is no such section")
+    if args.resolve and isinstance(found, Container):
+        OmegaConf.resolve(found)
+    text = OmegaConf.to_yaml(found) if isinstance(found, Container) else f"{found}\n"
+    sys.stdout.write(text)
+
+
+def _show(args: argparse.Namespace, source: Source) -> None:
+    from hydra._internal.utils import get_args_parser
+    from hydra.types import RunMode
+
+    from revzoo.cli.config.compose import hydra_of
+
+    with hydra_of(source) as hydra:
+        if args.shell_completion:
+            hydra.shell_completion(config_name=source.name, overrides=args.overrides)
+        elif args.hydra_help:
+            hydra.hydra_help(config_name=source.name, args_parser=get_args_parser(), args=args)
+        else:
+            hydra.show_info(args.info, source.name, overrides=args.overrides, run_mode=RunMode.RUN)

@@ -23,16 +23,14 @@ from pytorch_lightning.profilers import (
     SimpleProfiler,
 )
 
-from revzoo.data import CIFAR10, CIFAR100, Digits, ImageData, ImageFolder
+from revzoo.data import ImageData
+from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.csv_logger import MetricsCSV
 
-DATA: dict[str, type[ImageData]] = {
-    f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
-}
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,

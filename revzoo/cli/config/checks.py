@@ -17,17 +17,17 @@ import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
 from revzoo._checks import check_names, check_number, did_you_mean
-from revzoo.cli.commands.tune import SECTION, check_tuner
 from revzoo.cli.config.build import (
-    DATA,
     LOGGERS,
     MANAGED_BY_TRAIN,
     PROFILERS,
     build_data,
     model_spec,
 )
-from revzoo.cli.config.overrides import ConfigError
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.run.tune import SECTION, check_tuner
 from revzoo.data import ImageData
+from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
 from revzoo.training.callbacks.finetune import Finetuning

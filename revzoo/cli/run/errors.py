@@ -1,4 +1,4 @@
-"""How a program ends: with a message that says what to do, and a status that says how it went."""
+"""Which errors end a program with their message alone, and which warnings mean nothing to users."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ from revzoo.training.tuning.out_of_memory import NoMemoryError
 from revzoo.weights.errors import WeightsError
 
 # while a run is being prepared
-TOLD = (ValueError, DataError, CheckpointError, MisconfigurationException, WeightsError, OSError)
+USER_ERRORS = (
+    ValueError,
+    DataError,
+    CheckpointError,
+    MisconfigurationException,
+    WeightsError,
+    OSError,
+)
 # what ends a training that has begun
 ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
-TOLD_IN_TRAINING = (*ENDINGS, CheckpointError)
+TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
     ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
     "You requested to overfit",  # debug=overfit means it
-    "It is recommended to use `self.log.'footprint/",  # of the first process, and so meant
+    "It is recommended to use `self.log.'footprint/",  # the first process logs its own
     "Using `DistributedSampler` with",  # figures leave repeated images out
-    "Checkpoint directory .* exists and is not empty",  # that of a run that goes on
-    "Found .* in eval mode at the start of training",  # what fine-tuning freezes, in a search
+    "Checkpoint directory .* exists and is not empty",  # a resumed run has checkpoints
+    "Found .* in eval mode at the start of training",  # fine-tuning freezes modules in a search
 )
 
 
 @contextmanager
-def told_plainly(kinds: tuple[type[Exception], ...] = TOLD) -> Iterator[None]:
+def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[None]:
     """End the program with an error's message alone, where the message says what to do.
 
     With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, traceback and all.

@@ -11,7 +11,8 @@ import json
 import logging
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -19,10 +20,13 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from omegaconf import OmegaConf
 
 from revzoo._files import write_atomically
-from revzoo.cli.config.overrides import ConfigError
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.yaml_files import read_yaml, write_yaml
+from revzoo.cli.plugins import SESSIONS_FILE, import_arguments, imported
+from revzoo.cli.program import command_line
+from revzoo.cli.run.errors import USER_ERRORS
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved
@@ -33,7 +37,6 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
-SESSIONS_FILE = "sessions.jsonl"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
 
@@ -43,9 +46,37 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     write_yaml(config, run_dir / CONFIG_FILE)
 
 
-def write_yaml(values: Mapping[str, Any], path: Path) -> None:
-    """Write plain containers as YAML, whole or not at all."""
-    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
+def recorded_config(run_dir: Path) -> dict[str, Any]:
+    """The configuration of a run, as it was last started or resumed.
+
+    Raises:
+        ConfigError: if there is none, or it is no YAML mapping.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(f"there is no {path}: give the folder of a run, such as outputs/DAY/TIME")
+    return read_yaml(path)
+
+
+@contextmanager
+def errors_naming(path: Path) -> Iterator[None]:
+    """Errors in the block name the file that is wrong, whatever kind they are.
+
+    A configuration that was edited by hand may hold anything anywhere, and the checks of a section
+    expect the types that a composed configuration has.
+
+    Raises:
+        ConfigError: in one line.
+    """
+    try:
+        yield
+    except USER_ERRORS as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+    except Exception as error:
+        raise ConfigError(
+            f"{path} is not as a run has written it ({type(error).__name__}: {one_line(error)}): "
+            "restore it from a copy"
+        ) from error
 
 
 def check_unused(run_dir: Path) -> None:
@@ -62,12 +93,12 @@ def check_unused(run_dir: Path) -> None:
 
 
 def way_on(run_dir: Path) -> str:
-    """What the user of a run that was stopped is told to do next."""
+    """How the user continues a run that was stopped."""
     if not (run_dir / CONFIG_FILE).exists():
         return "the run had not begun: start it anew"
     saved = has_saved(run_dir / CHECKPOINTS)
     note = "" if saved else " (nothing is saved yet: from the start)"
-    return f"go on with: revzoo-train --resume {run_dir}{note}"
+    return f"go on with: {command_line('train', '--resume', run_dir, *import_arguments())}{note}"
 
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
@@ -94,6 +125,7 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
     session = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
+        "imports": imported(),
         "from_step": from_step,
         "versions": versions(),
         "git": git_state(),

@@ -18,8 +18,8 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from revzoo.cli.config.overrides import ConfigError
-from revzoo.cli.run.errors import told_plainly
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.run.errors import user_errors
 from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def locked(folder: Path) -> Iterator[None]:
     with ExitStack() as stack:
         if is_first_process():
             file = stack.enter_context((folder / LOCK_FILE).open("a+"))
-            with told_plainly():
+            with user_errors():
                 _lock(file, folder)
             _held.add(file)
             stack.callback(_held.discard, file)

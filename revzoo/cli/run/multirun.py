@@ -1,59 +1,97 @@
-"""Several runs from one command line (``-m seed=0,1``), each a plain run in a process of its own.
+"""Several runs from one command line (``-m seed=0,1``), each a plain run in its own process.
 
-Hydra enumerates the jobs and makes their folders. What is done in each folder is the same as
-without ``-m``: a job may be distributed (``trainer=ddp``), and one that fails fails alone.
+A job is the same as without ``-m``: it may be distributed (``trainer=ddp``), and if it fails, the
+others still run. This process writes nothing: each job locks its folder before it writes there.
+
+Why not Hydra's launcher: it writes into the folders of the jobs before they can be locked, and
+Lightning repeats its command line in each process of a distributed job.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hydra._internal.utils import get_args_parser
-from hydra.conf import HydraConf
-from hydra.errors import CompactHydraException
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.errors import HydraException
 
-from revzoo.cli.config.overrides import ConfigError
+from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.plugins import import_arguments
+from revzoo.cli.program import process_of
 from revzoo.cli.run.subprocess import quoted, run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
 
+log = logging.getLogger(__name__)
 
-def run_job(hydra_cfg: HydraConf, run_dir: Path) -> None:
-    """Run a job of a multirun, in its folder, as the command line without ``-m`` would.
+
+def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
+    """Run a job for each combination of the values, one after the other.
 
     Raises:
-        CompactHydraException: the job has failed; Hydra tells so when all jobs have ended.
-        SystemExit: with 143 or 130 after SIGTERM or Ctrl-C; the job has ended before.
+        ConfigError: for a command line that makes no jobs.
+        SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
     """
-    own = [o for o in hydra_cfg.overrides.hydra if not o.startswith(("hydra.mode=", "hydra.run."))]
-    overrides = [*hydra_cfg.overrides.task, *own, f"hydra.run.dir={quoted(run_dir)}"]
+    check_started_together(overrides, several=True)
+    jobs, own = split_jobs(overrides, source)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
+    log.info("Launching %d jobs, one after the other", len(jobs))
+    failed, sweep_dir = [], None
+    for number, job in enumerate(jobs):
+        log.info("  #%d: %s", number, " ".join(job))
+        trusted = [f"hydra.job.num={number}"]
+        try:
+            _, whole = compose_whole([*job, *own], source, trusted=trusted)
+            sweep_dir = sweep_dir or Path(str(whole.hydra.sweep.dir))  # once: it has the time
+            run_dir = sweep_dir / str(whole.hydra.sweep.subdir)
+            status = run_program(
+                [
+                    *process_of("train"),
+                    *source_arguments(source),
+                    *import_arguments(),
+                    *(*job, *own, f"hydra.run.dir={quoted(run_dir)}"),
+                ]
+            )
+        except ConfigError as error:
+            failed.append(f"job {number}: {error}")
+            continue
+        except RunStopped as stopped:
+            sys.exit(stopped.status)
+        if status:
+            failed.append(f"{run_dir}: the run has ended with status {status}")
+    if failed:
+        sys.exit("\n".join(f"revzoo: {message}" for message in failed))
+
+
+def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]], list[str]]:
+    """The overrides of each job, and those of Hydra, which all jobs have.
+
+    Raises:
+        ConfigError: naming the key or the range.
+    """
+    parsed = check_sweep(overrides, source)
+    theirs = [str(o.input_line) for o in parsed if o.is_hydra_override()]
+    own = [o for o in theirs if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
     try:
-        status = run_program([*this_program(), *own_configuration(sys.argv[1:]), *overrides])
-    except RunStopped as stopped:
-        sys.exit(stopped.status)
-    if status:
-        raise CompactHydraException(f"revzoo: {run_dir}: the run has ended with status {status}")
+        (jobs,) = BasicSweeper.split_arguments(
+            [o for o in parsed if not o.is_hydra_override()], max_batch_size=None
+        )
+    except HydraException as error:
+        raise ConfigError(f"-m: {one_line(error)}; revzoo sweep searches intervals") from None
+    return jobs, own
 
 
-def this_program() -> list[str]:
-    """The command that has started this process, without its arguments."""
-    spec = sys.modules["__main__"].__spec__
-    if spec is not None:
-        return [sys.executable, "-m", spec.name]
-    return [sys.executable, str(Path(sys.argv[0]).absolute())]
-
-
-def own_configuration(arguments: Sequence[str]) -> list[str]:
+def source_arguments(source: Source) -> list[str]:
     """The options of a command line that say which configuration is composed."""
-    args = get_args_parser().parse_args(list(arguments))
     found = {
-        "--config-name": args.config_name,
-        "--config-path": args.config_path,
-        "--config-dir": args.config_dir,
+        "--config-name": source.name if source.name != TRAIN.name else None,
+        "--config-path": source.folder if source.folder != CONFIGS else None,
+        "--config-dir": source.extra,
     }
-    return [part for option, value in found.items() if value for part in (option, value)]
+    return [str(part) for option, value in found.items() if value for part in (option, value)]
 
 
 def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
@@ -61,7 +99,7 @@ def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
 
     Args:
         overrides: of the command line.
-        several: whether it asks for several runs (``-m``, ``revzoo-sweep``).
+        several: whether it asks for several runs (``-m``, ``revzoo sweep``).
 
     Raises:
         ConfigError: naming what to add.

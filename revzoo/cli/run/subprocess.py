@@ -1,9 +1,8 @@
-"""A program in a process of its own, which is ended in good order when this one is asked to end.
+"""A program in its own process, which is asked to end when this one is.
 
-Trials of a search and jobs of a multirun are plain runs of ``revzoo-train``, started here. A run of
-its own leaves nothing behind in memory, in random states or in the environment, fails alone, and
-starts its own processes if it is distributed: Lightning repeats the command line in each of them,
-and that of a multirun would make each of them begin the whole multirun anew.
+Trials of a search and jobs of a multirun are plain runs of ``revzoo train``, started here. Such a
+run leaves nothing behind in memory, in random states or in the environment, and fails alone. It
+starts its own processes if it is distributed.
 """
 
 from __future__ import annotations

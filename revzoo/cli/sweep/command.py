@@ -1,204 +1,65 @@
-"""Search for hyper-parameters with optuna: ``revzoo-sweep optim.lr='tag(log,interval(0.01,1))'``.
+"""Search for hyper-parameters.
 
-Each trial is a run of ``revzoo-train`` in a process and a folder of its own, judged by a figure of
-its ``summary.json``. Options, beside the overrides of ``revzoo-train``:
+  revzoo sweep dir=outputs/lr optim.lr='tag(log,interval(0.01,1))'
 
-  dir=DIR            the sweep's folder; outputs/sweep/DAY/TIME without
+Each trial is a run of revzoo train in its own process and folder; a figure of its summary.json
+compares it with the others. optuna proposes the values. Options, beside the overrides of
+revzoo train:
+
+  dir=DIR            the sweep's folder (default outputs/sweep/DAY/TIME)
   trials=20          how many in all, failed ones included
-  metric=val/acc     what is compared: a figure of summary.json
+  metric=val/acc     the figure of summary.json that is compared
   direction=maximize or minimize; minimize for losses
-  sampler_seed=0     of the choices; every trial has the seed of the configuration
+  sampler_seed=0     of the proposals; every trial has the seed of the configuration
   prune=false        end trials whose figure is below the median of the others' at the same time
 
-``revzoo-sweep dir=DIR`` goes on with a sweep that was stopped; the trial that was cut off is
-resumed. The folder has ``study.db`` (optuna's, in SQLite), ``trials.csv``, ``best.yaml``, and for
-each trial the run's folder and a log.
-
-NOTE [ The same search ]
-The sampler is seeded for each trial by ``sampler_seed`` plus the trial's number, so that what it
-proposes follows from the results so far, whether the sweep was stopped in between or not.
+revzoo sweep dir=DIR continues a sweep that was stopped, and resumes the trial that was cut off.
+The folder has study.db (optuna's, in SQLite), trials.csv, best.yaml, and the folder and the log of
+each trial.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import signal
 import sys
-from collections.abc import Sequence
 from datetime import datetime
-from importlib import import_module
 from pathlib import Path
-from typing import Any
-
-from revzoo.cli.config.overrides import ConfigError
-from revzoo.cli.run.errors import told_plainly
-from revzoo.cli.run.folder import CONFIG_FILE
-from revzoo.cli.run.lock import locked
-from revzoo.cli.run.multirun import check_started_together
-from revzoo.cli.run.subprocess import quoted, run_program
-from revzoo.cli.sweep.plan import Plan, read_plan
-from revzoo.cli.sweep.results import Curve, best_command, figure_of, last_line, write_results
-from revzoo.cli.sweep.space import Parameter, check_space
-from revzoo.training.callbacks.graceful_stop import RunStopped
 
 log = logging.getLogger(__name__)
 
-STUDY = "study.db"
-TRAIN = (sys.executable, "-m", "revzoo.cli.commands.train")
-GIVE_UP = 3  # trials that fail before any succeeds
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    help_text = "options, overrides, and ranges to search: interval, range, choice, a,b"
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help=help_text)
 
 
-def load_optuna() -> Any:
-    """The package optuna.
-
-    Raises:
-        ConfigError: if it is not installed.
-    """
-    try:
-        optuna = import_module("optuna")
-    except ImportError:
-        raise ConfigError("revzoo-sweep needs optuna: pip install 'revzoo[sweep]'") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
-
-
-class Search:
-    """A study and the trials that are still to be run.
-
-    Args:
-        plan: what is searched for.
-        folder: the sweep's, which this process has locked.
-    """
-
-    def __init__(self, plan: Plan, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
-        self.optuna = load_optuna()
-        self.states = self.optuna.trial.TrialState
-        self.study = self.optuna.create_study(
-            storage=f"sqlite:///{folder.absolute() / STUDY}",
-            study_name="revzoo",
-            direction=plan.direction,
-            pruner=self.optuna.pruners.MedianPruner(),
-            load_if_exists=True,
-        )
-
-    def run(self) -> None:
-        """Run the trials that are missing.
-
-        Raises:
-            SystemExit: if the first trials all fail.
-        """
-        failed = 0
-        while (trial := self.next_trial()) is not None:
-            state = self.run_trial(trial)
-            trials = self.study.get_trials(deepcopy=False)
-            write_results(trials, self.plan, self.folder)
-            failed = failed + 1 if state == self.states.FAIL else 0
-            if failed >= GIVE_UP and not any(t.value is not None for t in trials):
-                error = trials[-1].user_attrs["error"]
-                sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
-
-    def next_trial(self) -> Any:
-        """One that was cut off, or a new one; None if there are enough."""
-        trials = self.study.get_trials(deepcopy=False)
-        begun = [trial for trial in trials if trial.state == self.states.RUNNING]
-        if not begun and len(trials) >= self.plan.trials:
-            return None
-        # see NOTE [ The same search ]
-        number = begun[0].number if begun else len(trials)
-        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
-        if begun:
-            trial = self.optuna.trial.Trial(self.study, begun[0]._trial_id)
-        else:
-            trial = self.study.ask()
-        for parameter in self.plan.space:
-            suggest(trial, parameter)
-        return trial
-
-    def run_trial(self, trial: Any) -> Any:
-        """Train; returns the state the trial has ended in, which the study then knows.
-
-        Raises:
-            RunStopped: at SIGTERM or Ctrl-C: the run is stopped, the trial may go on.
-        """
-        run_dir = self.folder / f"{trial.number:04d}"
-        curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
-        output = run_dir.with_suffix(".log")
-        with output.open("a") as file:
-            hopeless = curve.is_hopeless if curve is not None else None
-            status = run_program(self.command(trial, run_dir), output=file, should_end=hopeless)
-        if curve is not None and curve.pruned:
-            return self.end(trial, self.states.PRUNED)
-        if curve is not None:
-            curve.report()  # what came after the last look: others are measured by it
-        if status:
-            return self.end(trial, self.states.FAIL, error=last_line(output, status))
-        try:
-            value = figure_of(run_dir, self.plan.metric)
-        except (OSError, ValueError) as error:
-            return self.end(trial, self.states.FAIL, error=str(error))
-        return self.end(trial, self.states.COMPLETE, value=value)
-
-    def command(self, trial: Any, run_dir: Path) -> list[str]:
-        """The program of a trial: from the start, or from where it was stopped."""
-        if (run_dir / CONFIG_FILE).exists():
-            with locked(run_dir):  # not while a run that has outlived its sweep goes on there
-                return [*TRAIN, "--resume", str(run_dir)]
-        overrides = self.plan.overrides(trial.params)
-        if not any(override.startswith("test=") for override in overrides):
-            overrides.append("test=false")  # chosen by validation; the best one is tested, once
-        return [*TRAIN, *overrides, f"hydra.run.dir={quoted(run_dir.absolute())}"]
-
-    def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
-        """Tell the study and the user."""
-        if error:
-            trial.set_user_attr("error", error)
-        self.study.tell(trial, value, state=state)
-        figure = f"{self.plan.metric} {value:.6g}" if value is not None else state.name.lower()
-        told = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
-        log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", told)
-        return state
-
-
-def suggest(trial: Any, parameter: Parameter) -> None:
-    """Let a trial draw a value; one that was drawn before it was cut off stays."""
-    low, high, step = parameter.low, parameter.high, parameter.step
-    if parameter.choices:
-        trial.suggest_categorical(parameter.key, parameter.choices)
-    elif isinstance(low, int) and isinstance(high, int):
-        trial.suggest_int(parameter.key, low, high, step=step or 1, log=parameter.log)
-    else:
-        trial.suggest_float(parameter.key, low, high, step=step, log=parameter.log)
-
-
-def tell_best(search: Search) -> None:
-    """Print the best trial's figure, and the command that trains with its parameters."""
-    done = [t for t in search.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
-    if not done:
-        log.info("no trial was completed; see %s", search.folder / "trials.csv")
-        return
-    best = search.study.best_trial
-    log.info("best: trial %d, %s %.6g", best.number, search.plan.metric, best.value)
-    log.info("%s", best_command(best, search.plan))
-
-
-def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = None) -> None:
-    """The console script ``revzoo-sweep``.
+def run(args: argparse.Namespace) -> None:
+    """Search.
 
     Raises:
-        SystemExit: for what cannot be run, with a message; 143 or 130 after SIGTERM or Ctrl-C.
+        ValueError: for what no trial could run, before anything is written.
+        SystemExit: the folder is in use, the first trials fail, or 143 or 130 after SIGTERM or
+            Ctrl-C.
     """
+    from revzoo.cli.plugins import import_arguments
+    from revzoo.cli.program import command_line
+    from revzoo.cli.sweep.plan import load_optuna, read_plan
+    from revzoo.cli.sweep.space import check_space
+
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-    given = list(sys.argv[1:] if arguments is None else arguments)
-    if "--help" in given or "-h" in given:
-        sys.stdout.write((__doc__ or "").partition("\nNOTE")[0])
-        return
-    with told_plainly():
-        check_started_together(given, several=True)
-        load_optuna()
-        now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
-        folder, plan = read_plan(given, default=Path("outputs", "sweep", now))
-        check_space(plan.fixed, plan.space, config_dir=config_dir)
+    now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
+    folder, plan = read_plan(args.overrides, default=Path("outputs", "sweep", now))
+    check_space(plan.fixed, plan.space)
+    load_optuna()
+    from revzoo.cli.run.lock import locked
+    from revzoo.cli.run.multirun import check_started_together
+    from revzoo.cli.sweep.search import Search, tell_best
+    from revzoo.training.callbacks.graceful_stop import RunStopped
+
+    check_started_together(args.overrides, several=True)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         plan.write(folder)
@@ -207,10 +68,7 @@ def main(arguments: Sequence[str] | None = None, *, config_dir: Path | None = No
             search.run()
         except (RunStopped, KeyboardInterrupt) as end:  # the latter between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
-            log.warning("%s; go on with: revzoo-sweep dir=%s", stopped, folder)
+            again = command_line("sweep", f"dir={folder}", *import_arguments())
+            log.warning("%s; go on with: %s", stopped, again)
             sys.exit(stopped.status)
         tell_best(search)
-
-
-if __name__ == "__main__":
-    main()

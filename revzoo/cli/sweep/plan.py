@@ -4,23 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from revzoo._checks import nearest
-from revzoo.cli.config.overrides import ConfigError
-from revzoo.cli.run.folder import write_yaml
+from revzoo._checks import check_choice, check_count, nearest
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.yaml_files import read_yaml, write_yaml
 from revzoo.cli.sweep.space import Parameter, parse, split_space
 
 PLAN_FILE = "sweep.yaml"
 DIRECTIONS = ("maximize", "minimize")
+OPTIONS = ("trials", "metric", "direction", "sampler_seed", "prune")
+
+
+def load_optuna() -> Any:
+    """The package optuna.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        optuna = import_module("optuna")
+    except ImportError:
+        raise ConfigError("revzoo sweep needs optuna: pip install 'revzoo[sweep]'") from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A search; see ``revzoo-sweep --help`` for the options.
+    """A search; see ``revzoo sweep --help`` for the options.
 
     Raises:
         ConfigError: for an option out of range.
@@ -42,12 +56,9 @@ class Plan:
         if not self.direction:
             direction = "minimize" if self.metric.endswith("loss") else "maximize"
             object.__setattr__(self, "direction", direction)
-        for key in ("trials", "sampler_seed"):
-            value, least = getattr(self, key), int(key == "trials")
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ConfigError(f"{key}={value}: expected a whole number >= {least}")
-        if self.direction not in DIRECTIONS:
-            raise ConfigError(f"direction={self.direction}: expected {' or '.join(DIRECTIONS)}")
+        check_count("trials", self.trials)
+        check_count("sampler_seed", self.sampler_seed, least=0)
+        check_choice("direction", self.direction, DIRECTIONS)
         if not isinstance(self.prune, bool):
             raise ConfigError(f"prune={self.prune}: expected true or false")
         if self.metric.startswith("test/"):
@@ -66,8 +77,7 @@ class Plan:
 
     def plain(self) -> dict[str, Any]:
         """What is recorded."""
-        names = ("trials", "metric", "direction", "sampler_seed", "prune")
-        return {"overrides": self.given} | {name: getattr(self, name) for name in names}
+        return {"overrides": self.given} | {name: getattr(self, name) for name in OPTIONS}
 
     def write(self, folder: Path) -> None:
         """Record the plan in the sweep's folder."""
@@ -84,7 +94,7 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     Raises:
         ConfigError: for an option out of range, or another search in the folder.
     """
-    names = ("dir", "trials", "metric", "direction", "sampler_seed", "prune")
+    names = ("dir", *OPTIONS)
     options: dict[str, Any] = {}
     given: list[str] = []
     for override in parse(arguments):
@@ -103,7 +113,7 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     path = folder / PLAN_FILE
     if not path.exists():
         return folder, Plan(given, **options)
-    recorded: dict[str, Any] = OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[assignment]
+    recorded = _recorded(path)
     before = {**recorded, "overrides": given or recorded["overrides"], **options}
     for name, value in before.items():
         if name != "trials" and value != recorded.get(name):
@@ -112,3 +122,17 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
                 "may change; give another dir for another search"
             )
     return folder, Plan(before.pop("overrides"), **before)
+
+
+def _recorded(path: Path) -> dict[str, Any]:
+    """The options of a sweep's folder, and its overrides.
+
+    Raises:
+        ConfigError: naming the file, if it is not as a sweep has written it.
+    """
+    plain = read_yaml(path)
+    overrides = plain.get("overrides")
+    is_list = isinstance(overrides, list) and all(isinstance(o, str) for o in overrides)
+    if not is_list or not set(plain) <= {"overrides", *OPTIONS}:
+        raise ConfigError(f"{path} is not as a sweep has written it: restore it from a copy")
+    return plain

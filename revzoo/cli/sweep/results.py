@@ -5,14 +5,16 @@ from __future__ import annotations
 import csv
 import json
 import math
-import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from revzoo._files import replacing
 from revzoo.cli.config.build import METRICS_FILE
-from revzoo.cli.run.folder import SUMMARY_FILE, write_yaml
+from revzoo.cli.config.yaml_files import write_yaml
+from revzoo.cli.plugins import import_arguments
+from revzoo.cli.program import command_line
+from revzoo.cli.run.folder import SUMMARY_FILE
 from revzoo.cli.sweep.plan import Plan
 
 
@@ -100,4 +102,4 @@ def _described(best: Any, plan: Plan) -> dict[str, Any]:
 
 def best_command(best: Any, plan: Plan) -> str:
     """The command line that trains with a trial's parameters."""
-    return shlex.join(["revzoo-train", *plan.overrides(best.params)])
+    return command_line("train", *plan.overrides(best.params), *import_arguments())

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
@@ -28,9 +27,8 @@ from hydra.core.override_parser.types import (
 )
 from hydra.errors import HydraException, OverrideParseException
 
-from revzoo.cli.commands.tune import SECTION
-from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -122,16 +120,18 @@ def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
     return Parameter(key, low=low, high=high, step=abs(sweep.step))
 
 
-def check_space(
-    fixed: Sequence[str], space: Sequence[Parameter], *, config_dir: Path | None
-) -> None:
+def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
     """Refuse what no trial could run: each text and each end of a range is tried, one at a time.
 
     Raises:
         ValueError: naming the key or the value.
     """
-    for trial in _tried(space):
-        config = to_plain(compose_checked([*fixed, *trial], config_dir=config_dir))
+    composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _tried(space)]
+    # torch is imported after the keys have been checked
+    from revzoo.cli.config.checks import check_config
+    from revzoo.cli.run.tune import SECTION
+
+    for config in composed:
         check_config(config)
         if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
             raise ConfigError(

@@ -13,7 +13,7 @@ and replays nothing.
 
 Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. With
 Lightning's strategy ``ddp`` frozen parameters are unused ones: choose
-``ddp_find_unused_parameters_true``, as ``revzoo-train`` does.
+``ddp_find_unused_parameters_true``, as ``revzoo train`` does.
 """
 
 from __future__ import annotations

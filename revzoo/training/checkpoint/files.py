@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from revzoo.models.pretrained import check_fit
 from revzoo.models.tensors import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
-from revzoo.weights.archive import check_archive
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.torch_file import read_torch_file
 
 log = logging.getLogger(__name__)
 
@@ -210,19 +210,9 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     if not path.is_file():
         raise DamagedCheckpoint(f"there is no checkpoint {path}: give the path of a .ckpt file")
     try:
-        check_archive(path)
+        state = read_torch_file(path, map_location=map_location, bare_pickles=False)
     except UnreadableWeightsError as error:
         raise DamagedCheckpoint(str(error)) from None
-    try:
-        state = torch.load(path, map_location=map_location, weights_only=True)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DamagedCheckpoint(
-            f"{path} holds more than plain values and tensors, or is damaged "
-            f"({type(error).__name__}: {reason}): it was not loaded, as loading could run its "
-            "code; use a checkpoint that this program has written"
-        ) from None
-    _check_size(state, path)
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
         found = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(
@@ -230,21 +220,6 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
             "state_dict; give RUN_DIR/checkpoints/best.ckpt"
         )
     return state
-
-
-def _check_size(state: Any, path: Path) -> None:
-    """Refuse a small file that would take much memory or time: shared lists, expanded tensors."""
-    try:
-        for key, value in leaves(state):
-            if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_meta:
-                stored = value.untyped_storage().nbytes()
-                if value.numel() * value.element_size() > stored:
-                    raise CheckpointError(
-                        f"{key} is a tensor of shape {list(value.shape)} over {stored} stored "
-                        "bytes: expected as many values as the shape has"
-                    )
-    except CheckpointError as error:
-        raise DamagedCheckpoint(f"{path}: {error}") from None
 
 
 def load_tensors(

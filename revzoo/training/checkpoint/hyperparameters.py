@@ -35,8 +35,8 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
     """
     if not isinstance(given, dict) or ("model" not in given and "model" not in replaced):
         raise CheckpointError(
-            "the checkpoint has no hyperparameters of a model: its module was passed as "
-            "an instance; make that module again and give it as model=..."
+            "the checkpoint has no hyperparameters of a model: it was trained on a module passed "
+            "as an instance; make that module again and give it as model=..."
         )
     for key in given:
         if str(key) not in HYPERPARAMETERS and key not in replaced:

@@ -111,6 +111,6 @@ def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     if len(found) != 1:
         raise CheckpointError(
             f"{path} does not say which classes and which normalisation it was trained with: "
-            "use a checkpoint of a run of revzoo-train"
+            "use a checkpoint of a run of revzoo train"
         )
     return found[0]

@@ -37,11 +37,12 @@ from typing import Any
 import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
+from revzoo.core.modes import COUNTED
 from revzoo.data import ImageData
 from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier
 from revzoo.training.tuning.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
-from revzoo.training.tuning.out_of_memory import MODES, bytes_per_image, is_out_of_memory, memory_of
+from revzoo.training.tuning.out_of_memory import bytes_per_image, is_out_of_memory, memory_of
 from revzoo.training.tuning.trial import Trial, data_copy, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
@@ -147,7 +148,7 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
     """
     wide = 2 if options.get("precision") == "64-true" else 1
     found = {}
-    for mode in MODES:
+    for mode in COUNTED:
         spec = {**dict(module.hparams["model"]), "memory": mode}
         each = bytes_per_image(spec, data.image_size)
         if each is not None:

@@ -19,13 +19,13 @@ from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
 from torch.nn import functional
 
+from revzoo.core.modes import COUNTED
 from revzoo.data import ImageData
 from revzoo.profiling.live import LiveMemory
 from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.tuning.memory_limit import free_bytes, give_back
 
-MODES = ("store", "recompute", "exact", "invert")
 FEW = (2, 3)  # images of the counted steps: normalisation over one value is refused
 LESS = 0.95  # of what another mode needs: a smaller difference is none
 GIB = 2**30
@@ -114,7 +114,7 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     needs: dict[str, float] = {}
     # the model itself may be at fault, or there is too little left to count in
     with suppress(Exception):
-        counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in MODES}
+        counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
         needs = {m: count * batch_size for m, count in counts.items() if count is not None}
     if mode not in needs:
         return f"{said}; lower data.batch_size ({batch_size})"

@@ -11,12 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-from revzoo.cli.commands.evaluate import evaluate, main
-from revzoo.cli.commands.predict import main as predict_main
-from revzoo.cli.commands.predict import predict
-from revzoo.cli.commands.train import train
-from revzoo.cli.config.overrides import ConfigError, compose_checked, to_plain
-from revzoo.cli.main import main as revzoo_main
+from revzoo.cli.config.compose import Source, compose_checked, to_plain
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.main import main
+from revzoo.cli.run.evaluate import evaluate
+from revzoo.cli.run.predict import predict
+from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.data.state import normalisation_for
 from revzoo.interop.export import FORMATS
@@ -35,12 +35,12 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, float
     """The best checkpoint of a run on digits, and the run's figures."""
     run_dir = tmp_path_factory.mktemp("run")
     with torch.random.fork_rng():
-        figures = train(to_plain(compose_checked(SMALL, config_dir=CONFIGS)), run_dir=run_dir)
+        figures = train(to_plain(compose_checked(SMALL)), run_dir=run_dir)
     return run_dir / "checkpoints" / "best.ckpt", figures
 
 
 def config(*overrides: str) -> dict[str, Any]:
-    return to_plain(compose_checked(["trainer=cpu", *overrides], config_dir=CONFIGS, name="eval"))
+    return to_plain(compose_checked(["trainer=cpu", *overrides], Source("eval")))
 
 
 def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
@@ -64,7 +64,7 @@ def test_the_memory_format_is_that_of_the_precision(
 ) -> None:
     """Under bfloat16 another format rounds otherwise: one image in 10,000 changed sides."""
     restored = restore(run[0])
-    monkeypatch.setattr("revzoo.cli.commands.evaluate.restore", lambda _: restored)
+    monkeypatch.setattr("revzoo.cli.run.evaluate.restore", lambda _: restored)
     weight = next(p for p in restored.module.model.parameters() if p.dim() == 4 and p.shape[1] > 1)
     for precision, layout in (("bf16", torch.channels_last), ("fp32", torch.contiguous_format)):
         evaluate(config(f"ckpt={run[0]}", f"precision={precision}"))
@@ -84,7 +84,7 @@ def test_the_figures_are_those_of_the_run(split: str, run: Any) -> None:
 
 
 def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    main([f"ckpt={run[0]}", "trainer=cpu"], config_dir=CONFIGS)
+    main(["eval", f"ckpt={run[0]}", "trainer=cpu"])
     lines = dict(line.split() for line in capsys.readouterr().out.splitlines())
     assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
@@ -92,16 +92,16 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
 def test_the_folder_of_a_run_is_no_checkpoint(run: Any) -> None:
     folder = run[0].parents[1]
     with pytest.raises(SystemExit, match=r"is the folder of a run: give one .*/best\.ckpt$"):
-        main([f"ckpt={folder}"], config_dir=CONFIGS)
+        main(["eval", f"ckpt={folder}"])
 
 
 def test_the_first_of_several_processes_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("revzoo.cli.commands.evaluate.evaluate", lambda _: {"test/acc": 0.5})
+    monkeypatch.setattr("revzoo.cli.run.evaluate.evaluate", lambda _: {"test/acc": 0.5})
     for rank, told in (("0", "test/acc 0.5000\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        main(["ckpt=some.ckpt"], config_dir=CONFIGS)
+        main(["eval", "ckpt=some.ckpt"])
         assert capsys.readouterr().out == told
 
 
@@ -158,14 +158,14 @@ def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
     root = folder_of_digits(tmp_path, ["one", "two"])
     arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
     with pytest.raises(SystemExit, match=r"trained on 10 classes .* this data has 2: one, two"):
-        main([*arguments, "data.in_chans=1"], config_dir=CONFIGS)
+        main(["eval", *arguments, "data.in_chans=1"])
 
 
 def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
     root = folder_of_digits(tmp_path, [str(n) for n in range(10)])
     arguments = [f"ckpt={run[0]}", "trainer=cpu", "data=imagefolder", f"data.root={root}"]
     with pytest.raises(SystemExit, match="1 channels, the data have 3"):
-        main(arguments, config_dir=CONFIGS)
+        main(["eval", *arguments])
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
     [
         ([], "ckpt is needed"),
         (["ckpt=nowhere.ckpt"], "there is no checkpoint nowhere.ckpt"),
-        (["split=train"], "expected test or val"),
+        (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
         (["model=revnet38.cifar10"], "give ckpt=revnet38.cifar10"),
@@ -183,7 +183,7 @@ def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str,
     given = overrides if any("ckpt" in o for o in overrides) or not overrides else None
     arguments = given if given is not None else [f"ckpt={run[0]}", *overrides]
     with pytest.raises(SystemExit) as end:
-        main(arguments, config_dir=CONFIGS)
+        main(["eval", *arguments])
     assert str(end.value).startswith("revzoo: ")
     assert message in str(end.value)
 
@@ -191,7 +191,7 @@ def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str,
 def test_a_lone_checkpoint_needs_data(run: Any, tmp_path: Path) -> None:
     lone = Path(shutil.copy(run[0], tmp_path / "a.ckpt"))
     with pytest.raises(SystemExit, match="does not lie in the folder of a run"):
-        main([f"ckpt={lone}", "trainer=cpu"], config_dir=CONFIGS)
+        main(["eval", f"ckpt={lone}", "trainer=cpu"])
     assert "test/acc" in evaluate(config(f"ckpt={lone}", "data=digits"))
 
 
@@ -202,7 +202,7 @@ def test_predictions_as_table_json_and_csv(
     arguments = [f"ckpt={run[0]}", str(root / "test"), "--device", "cpu"]
 
     def printed(*options: str) -> str:
-        predict_main([*arguments, *options])
+        main(["predict", *arguments, *options])
         return capsys.readouterr().out
 
     rows = json.loads(printed("--json"))
@@ -224,18 +224,18 @@ def test_predictions_as_table_json_and_csv(
 def test_what_is_no_image_is_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=message):
-        predict_main([f"ckpt={run[0]}", str(tmp_path / name)])
+        main(["predict", f"ckpt={run[0]}", str(tmp_path / name)])
 
 
 def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
     (tmp_path / "a.png").write_text("hello")
     with pytest.raises(SystemExit, match="cannot decode image"):
-        predict_main([f"ckpt={run[0]}", str(tmp_path / "a.png")])
+        main(["predict", f"ckpt={run[0]}", str(tmp_path / "a.png")])
 
 
 def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
     averaged = (*SMALL, "callbacks.ema={decay: 0.9}", "trainer.max_epochs=2")
-    figures = train(to_plain(compose_checked(averaged, config_dir=CONFIGS)), run_dir=tmp_path)
+    figures = train(to_plain(compose_checked(averaged)), run_dir=tmp_path)
     path = tmp_path / "checkpoints" / "best.ckpt"
     found = evaluate(config(f"ckpt={path}"))
     for name, value in found.items():
@@ -267,7 +267,7 @@ def test_shipped_weights_reproduce_their_figures(
         "lone file": tmp_path / "net" / "model.safetensors",
         "folder": tmp_path / "net",
     }
-    main([f"ckpt={places[kind]}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+    main(["eval", f"ckpt={places[kind]}", "data=digits", "trainer=cpu"])
     found = dict(line.split() for line in capsys.readouterr().out.splitlines())
     for name, value in ENTRY.metrics.items():
         assert float(found[name]) == pytest.approx(value, abs=1e-4)
@@ -289,7 +289,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
     root = folder_of_digits(tmp_path, names, count=2)
     data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "trainer=cpu"]
     with pytest.raises(SystemExit) as end:
-        main([f"ckpt={ENTRY.name}", *data], config_dir=CONFIGS)
+        main(["eval", f"ckpt={ENTRY.name}", *data])
     assert "10 classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, this data has 10: 0, 1" in str(end.value)
     assert "only trained on: 9; only in the data: nine" in str(end.value)
 
@@ -305,13 +305,13 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
 )
 def test_weights_that_are_not_there_are_told(ckpt: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
-        main([f"ckpt={ckpt}", "trainer=cpu"], config_dir=CONFIGS)
+        main(["eval", f"ckpt={ckpt}", "trainer=cpu"])
 
 
 def test_weights_that_do_not_say_their_classes_are_refused(tmp_path: Path) -> None:
     create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, mean=(0.3,), std=(0.4,))
     with pytest.raises(SystemExit, match="do not say their classes: add"):
-        main([f"ckpt={tmp_path}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+        main(["eval", f"ckpt={tmp_path}", "data=digits", "trainer=cpu"])
 
 
 def test_a_checkpoint_that_is_not_finite_is_refused(run: Any, tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_checkpoint_that_is_not_finite_is_refused(run: Any, tmp_path: Path) ->
     write_checkpoint(state, tmp_path / "a.ckpt")
     message = r"NaN or Inf in model.fc.bias \(1 of 10 values\)"
     with pytest.raises(SystemExit, match=message):
-        main([f"ckpt={tmp_path / 'a.ckpt'}", "data=digits", "trainer=cpu"], config_dir=CONFIGS)
+        main(["eval", f"ckpt={tmp_path / 'a.ckpt'}", "data=digits", "trainer=cpu"])
 
 
 @pytest.mark.parametrize("kind", ["pt2", "safetensors"])
@@ -328,7 +328,7 @@ def test_a_run_is_exported_with_its_classes(
     kind: str, run: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / f"net.{kind}"
-    revzoo_main(["export", str(run[0]), "--format", kind, "--output", str(path)])
+    main(["export", str(run[0]), "--format", kind, "--output", str(path)])
     assert f"{path}  " in capsys.readouterr().out
     data = Digits()
     data.setup("test")
@@ -349,7 +349,7 @@ def test_a_name_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    revzoo_main(["export", "irevnet13", "--pretrained", "--format", "safetensors"])
+    main(["export", "irevnet13", "--pretrained", "--format", "safetensors"])
     (file,) = tmp_path.iterdir()
     assert file.name == "irevnet13.safetensors"
     model = create_model(file, pretrained=True)
@@ -357,6 +357,6 @@ def test_a_name_is_exported(
     for fact in ("name", "license", "recipe", "metrics", "classes", "mean", "input_size"):
         assert getattr(model.entry, fact) == getattr(ENTRY, fact)
     with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
-        revzoo_main(["export", "nowhere.ckpt", "--format", "pt2"])
+        main(["export", "nowhere.ckpt", "--format", "pt2"])
     with pytest.raises(SystemExit, match="there are no weights 'revnet83'"):
-        revzoo_main(["export", "revnet83", "--format", "pt2"])
+        main(["export", "revnet83", "--format", "pt2"])

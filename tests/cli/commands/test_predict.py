@@ -7,10 +7,9 @@ import pytest
 import torch
 from small_images import image_folder
 
-from revzoo.cli.commands.predict import main as predict_main
-from revzoo.cli.commands.predict import predict
-from revzoo.cli.commands.train import train
 from revzoo.cli.main import main
+from revzoo.cli.run.predict import predict
+from revzoo.cli.run.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.training.checkpoint.files import CheckpointError
@@ -46,10 +45,22 @@ def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
         assert classes["dark"] == pytest.approx(float(row[0]), rel=1e-4)
 
 
-def test_a_device_that_is_not_here_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        predict_main(["ckpt=irevnet13.digits", "image.png", "--device", "foo"])
-    assert "--device: foo (" in capsys.readouterr().err
+def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
+    image = str(image_folder(tmp_path))
+    with pytest.raises(SystemExit, match=r"--device foo \("):
+        main(["predict", "ckpt=irevnet13.digits", image, "--device", "foo"])
+
+
+def test_the_checkpoint_comes_first_in_either_form(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image = str(image_folder(tmp_path, side=8) / "test")
+    told = []
+    for source in ("irevnet13.digits", "ckpt=irevnet13.digits"):
+        main(["predict", source, image, "--device", "cpu"])
+        told.append(capsys.readouterr().out)
+    assert told[0] == told[1]
+    assert "dark" in told[0]
 
 
 def test_an_output_that_is_no_number_is_no_prediction(tmp_path: Path) -> None:

@@ -16,10 +16,10 @@ import yaml
 from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from revzoo.cli.commands import train as train_module
-from revzoo.cli.commands.resume import asks_to_resume, check_same_run, resume
-from revzoo.cli.commands.train import train
+from revzoo.cli.run import train as train_module
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.resume import check_same_run, resume
+from revzoo.cli.run.train import train
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import LAST, PREVIOUS, CheckpointError, read_checkpoint
@@ -38,7 +38,9 @@ TIMES = ("footprint/epoch_seconds", "footprint/images_per_second", "footprint/pe
 
 
 def go_on(run_dir: Path, *arguments: str) -> dict[str, float]:
-    return resume(["--resume", str(run_dir), *arguments], config_dir=CONFIGS)
+    flag = "--allow-precision-change"
+    overrides = [argument for argument in arguments if argument != flag]
+    return resume(run_dir, overrides, allow_precision_change=flag in arguments)
 
 
 def refused(run_dir: Path, *arguments: str) -> str:
@@ -342,9 +344,3 @@ def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
     assert f"{stopped} is in use by process {os.getpid()} on " in message
     assert f"kill {os.getpid()}" in message
     assert "test/acc" in go_on(stopped)
-
-
-def test_how_it_is_asked_for() -> None:
-    assert asks_to_resume(["--resume", "a"])
-    assert asks_to_resume(["--resume=a"])
-    assert not asks_to_resume(["model=revnet38"])

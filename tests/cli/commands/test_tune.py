@@ -8,9 +8,9 @@ import pytest
 import torch
 import yaml
 
-from revzoo.cli.commands.train import train
-from revzoo.cli.commands.tune import KINDS, tune
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.train import train
+from revzoo.cli.run.tune import KINDS, tune
 
 SMALL = (
     "debug=smoke",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.main import main
 from revzoo.cli.run.lock import LOCK_FILE, locked
 
 HOLDER = """
@@ -80,3 +81,18 @@ def test_the_processes_of_one_run_share_it(
         monkeypatch.setenv(variable, "1")
         with locked(tmp_path):
             pass
+
+
+def test_nothing_is_written_into_a_folder_in_use(tmp_path: Path) -> None:
+    """A second program, refused by the lock, had overwritten ``.hydra/`` and the log."""
+    run_dir = tmp_path / "run"
+    (run_dir / ".hydra").mkdir(parents=True)
+    files = {run_dir / ".hydra" / "config.yaml": "first", run_dir / "train.log": "begun"}
+    for path, text in files.items():
+        path.write_text(text)
+    with locked(run_dir):
+        for start in ([f"hydra.run.dir={run_dir}"], [f"hydra.run.dir={run_dir}", "data=cifar10"]):
+            with pytest.raises(SystemExit, match="is in use by process"):
+                main(["train", "trainer=cpu", *start])
+    assert {path: path.read_text() for path in files} == files
+    assert set(run_dir.rglob("*")) == {*files, run_dir / ".hydra", run_dir / LOCK_FILE}

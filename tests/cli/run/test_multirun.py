@@ -1,30 +1,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
-from omegaconf import OmegaConf
 
+from revzoo.cli.config.compose import Source
+from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run import multirun
 
 
 def test_jobs_have_the_configuration_that_was_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started: list[list[str]] = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    named = ["--config-dir", "mine", "--config-name=own"]
-    monkeypatch.setattr("sys.argv", ["train.py", *named, "-m", "seed=0,1"])
-    overrides = {"task": ["seed=1"], "hydra": ["hydra.mode=MULTIRUN", "hydra.verbose=true"]}
-    hydra_cfg: Any = OmegaConf.create({"overrides": overrides})
-    multirun.run_job(hydra_cfg, tmp_path)
-    ((*_, name_option, name, dir_option, folder, job, own, run_dir),) = started
-    assert (name_option, name, dir_option, folder) == (
-        "--config-name",
-        "own",
-        "--config-dir",
-        "mine",
-    )
-    assert (job, own) == ("seed=1", "hydra.verbose=true")
-    assert run_dir == f"hydra.run.dir='{tmp_path}'"
+    monkeypatch.setattr(multirun, "import_arguments", lambda: ["--import", "mine"])
+    given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
+    multirun.multirun(given, Source("own", extra=tmp_path))
+    assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]
+    for number, command in enumerate(started):
+        named = ["--config-name", "own", "--config-dir", str(tmp_path), "--import", "mine"]
+        assert command[-4 - len(named) : -4] == named
+        assert command[-3:-1] == given[1:]
+        assert command[-1] == f"hydra.run.dir='{tmp_path / 'jobs' / str(number)}'"
+    assert not (tmp_path / "jobs").exists(), "each job locks its folder before it writes there"
+
+
+def test_an_interval_makes_no_jobs() -> None:
+    with pytest.raises(ConfigError, match="revzoo sweep searches intervals"):
+        multirun.multirun(["optim.lr=interval(0, 1)"])

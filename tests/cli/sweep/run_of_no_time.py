@@ -1,4 +1,4 @@
-"""Stands in for revzoo-train where the search around it is tested: same files, no training.
+"""Stands in for revzoo train where the search around it is tested: same files, no training.
 
 The figure is best at optim.lr=0.1. What goes wrong is said in the file ``plot`` of the sweep's
 folder: ``fail`` above 0.3, ``fail_all``, ``slow`` where it is far off, ``wait`` once for a signal.

@@ -13,9 +13,11 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from revzoo.cli.main import main
+from revzoo.cli.program import command_line
 from revzoo.cli.run import subprocess as jobs
 from revzoo.cli.run.lock import locked
-from revzoo.cli.sweep import command as sweep
+from revzoo.cli.sweep import search as sweep
 
 ROOT = Path(__file__).parents[3]
 CONFIGS = ROOT / "configs"
@@ -26,12 +28,12 @@ pytest.importorskip("optuna")
 @pytest.fixture(autouse=True)
 def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     script = Path(__file__).parent / "run_of_no_time.py"
-    monkeypatch.setattr(sweep, "TRAIN", (sys.executable, str(script)))
+    monkeypatch.setattr(sweep, "process_of", lambda command: [sys.executable, str(script)])
 
 
 def search(folder: Path, *arguments: str) -> list[dict[str, str]]:
     """The table of the trials."""
-    sweep.main([f"dir={folder}", *arguments], config_dir=CONFIGS)
+    main(["sweep", f"dir={folder}", *arguments])
     return table(folder)
 
 
@@ -58,7 +60,7 @@ def test_the_best_trial_is_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptu
     kept = yaml.safe_load((tmp_path / "best.yaml").read_text())
     assert kept["trial"] == int(best["trial"])
     assert kept["parameters"] == {"optim.lr": float(best["optim.lr"])}
-    command = f"revzoo-train trainer=cpu seed=3 optim.lr={best['optim.lr']}"
+    command = command_line("train", "trainer=cpu", "seed=3", f"optim.lr={best['optim.lr']}")
     assert kept["command"] == command
     assert caplog.messages[-1] == command
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
@@ -80,7 +82,9 @@ def test_ctrl_c_between_two_trials_says_how_to_go_on(
     with caplog.at_level("INFO"), pytest.raises(SystemExit) as ended:
         search(tmp_path, *SPACE)
     assert ended.value.code == 130
-    assert f"stopped by SIGINT; go on with: revzoo-sweep dir={tmp_path}" in caplog.text
+    assert (
+        f"stopped by SIGINT; go on with: {command_line('sweep', f'dir={tmp_path}')}" in caplog.text
+    )
 
 
 def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
@@ -138,8 +142,8 @@ def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ((*SPACE, "trails=2"), "did you mean 'trials'"),
         ((*SPACE, "optim.lrr=1"), r"did you mean 'optim.lr'"),
         ((*SPACE, "trials=0"), "trials=0: expected a whole number >= 1"),
-        ((*SPACE, "trials=many"), "trials=many"),
-        ((*SPACE, "direction=up"), "direction=up: expected maximize or minimize"),
+        ((*SPACE, "trials=many"), "trials='many'"),
+        ((*SPACE, "direction=up"), "direction=up: expected one of maximize, minimize"),
         ((*SPACE, "prune=1"), "prune=1: expected true or false"),
         ((*SPACE, "metric=test/acc"), "val/acc"),
     ],
@@ -167,9 +171,9 @@ def program(folder: Path) -> subprocess.Popen[str]:
     """A sweep in a process of its own, in its first trial."""
     script = Path(__file__).parent / "run_of_no_time.py"
     code = (
-        "import sys; from pathlib import Path; from revzoo.cli import sweep; "
-        f"sweep.TRAIN = (sys.executable, {str(script)!r}); "
-        f"sweep.main(sys.argv[1:], config_dir=Path({str(CONFIGS)!r}))"
+        "import sys; from revzoo.cli.main import main; from revzoo.cli.sweep import search; "
+        f"search.process_of = lambda command: [sys.executable, {str(script)!r}]; "
+        "main(['sweep', *sys.argv[1:]])"
     )
     (folder / "plot").write_text("wait")
     process = subprocess.Popen(
@@ -193,7 +197,7 @@ def test_a_trial_that_was_cut_off_goes_on(signum: int, tmp_path: Path, capfd: An
         told, _ = process.communicate(timeout=30)
     if signum == signal.SIGTERM:
         assert process.returncode == 143
-        assert f"go on with: revzoo-sweep dir={tmp_path}" in told
+        assert f"revzoo sweep dir={tmp_path}" in told
     rows = search(tmp_path)
     assert [row["state"] for row in rows] == ["complete", "complete"]
     starts = [line.split()[:2] for line in (tmp_path / "starts").read_text().splitlines()]

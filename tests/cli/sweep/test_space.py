@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli.config.overrides import ConfigError
+from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.sweep.space import Parameter, check_space, split_space
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -67,9 +67,9 @@ def test_what_makes_no_space_is_refused(override: str, message: str) -> None:
 def test_what_no_trial_could_run_is_refused_before_any(override: str, message: str) -> None:
     fixed, space = split_space(["trainer=cpu", override])
     with pytest.raises(ValueError, match=message):
-        check_space(fixed, space, config_dir=CONFIGS)
+        check_space(fixed, space)
 
 
 def test_a_good_space_passes() -> None:
     fixed, space = split_space(["trainer=cpu", "optim.lr=interval(0.1,1)", "optim=step,onecycle"])
-    check_space(fixed, space, config_dir=CONFIGS)
+    check_space(fixed, space)

@@ -137,6 +137,6 @@ def test_a_subclass_is_given_its_own_again(tmp_path: Path) -> None:
             self.alpha = alpha
 
     path = checkpoint(tmp_path / "a.ckpt", {"model": TINY, "alpha": 0.7})
-    with pytest.raises(CheckpointError, match=r"load_from_checkpoint: alpha=\.\.\."):
+    with pytest.raises(CheckpointError, match=r"to load_from_checkpoint: alpha=\.\.\."):
         Own.load_from_checkpoint(path)
     assert Own.load_from_checkpoint(path, alpha=0.7).alpha == 0.7

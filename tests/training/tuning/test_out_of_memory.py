@@ -13,9 +13,9 @@ import pytorch_lightning as pl
 import torch
 from small_task import TINY, loader, trainer
 
-from revzoo.cli.commands import train as train_module
-from revzoo.cli.commands.evaluate import main as evaluate_main
-from revzoo.cli.commands.train import train
+from revzoo.cli.main import main
+from revzoo.cli.run import train as train_module
+from revzoo.cli.run.train import train
 from revzoo.training import Classifier
 from revzoo.training.tuning import out_of_memory
 from revzoo.training.tuning.out_of_memory import (
@@ -56,7 +56,7 @@ def test_the_advice(
     memory: str, free: int | None, batch_size: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: free)
-    monkeypatch.setattr(out_of_memory, "MODES", ("store", "invert"))
+    monkeypatch.setattr(out_of_memory, "COUNTED", ("store", "invert"))
     said = advice(batch_size, memory=memory, units=[1, 1, 1])
     assert message in said
     assert f"with memory={memory}" in said
@@ -190,7 +190,5 @@ def test_so_does_revzoo_eval(compose: Any, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Classifier, "test_step", fails)
     with pytest.raises(SystemExit) as end:
-        evaluate_main(
-            [f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"], config_dir=CONFIGS
-        )
+        main(["eval", f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"])
     assert str(end.value).endswith(EVALUATING + "batch_size")

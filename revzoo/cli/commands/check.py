@@ -1,0 +1,37 @@
+"""``revzoo check data DIR``: decode every image of a folder and list those that fail."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("what", choices=["data"], help="the only thing to check so far")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of images")
+    parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print a line for each bad image and each fault of the folders.
+
+    Raises:
+        ValueError: there is one.
+    """
+    from revzoo._checks import check_count
+    from revzoo.data.errors import DataError
+    from revzoo.data.folders import check_folder
+
+    if args.workers is not None:
+        check_count("--workers", args.workers)
+    try:
+        report = check_folder(args.folder, workers=args.workers)
+    except DataError as error:
+        raise ValueError(error) from None
+    faults = report.bad + ([report.layout] if report.layout else [])
+    sys.stdout.write("".join(f"{fault}\n" for fault in faults))
+    if faults:
+        raise ValueError(f"{len(report.bad)} of {report.images} images cannot be read")
+    sys.stdout.write(f"all {report.images} images can be read\n")

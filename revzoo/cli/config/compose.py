@@ -1,0 +1,368 @@
+"""Composes a configuration with Hydra, and checks a command line against it.
+
+Hydra refuses an unknown key too, but does not name the key that was meant. Here overrides are
+parsed by Hydra's own parser and compared with the composed configuration: the group's options for
+``model=revnet39``, the keys for ``optim.lrr=1``, the type of the default for
+``trainer.max_epochs=many``. This needs neither torch nor Lightning, so a typo is answered quickly.
+
+Known limit: a key added with ``+`` must be in an existing section; the section's builder checks
+its name.
+
+NOTE [ Hydra's own section ]
+``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
+environment variables and files to write. Hydra merges that section from every file it reads, so
+``experiment=x`` of a downloaded folder can choose them. Therefore:
+1. Hydra only composes. Nothing of its section is instantiated before rule 3 holds; callbacks,
+   launchers and sweepers never are (:mod:`revzoo.cli.commands.train`).
+2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
+3. The composed section must equal the one that Hydra's own package gives, except for
+   :data:`FREE`, which name folders and switches, and :data:`SET_BY_HYDRA`.
+4. ``--experimental-rerun`` reads a pickle and is refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+from hydra import compose, version
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.config_search_path import SearchPathQuery
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf.errors import OmegaConfBaseException
+
+from revzoo._checks import nearest
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.yaml_files import check_growth
+
+HYDRA_VERSION = "1.3"
+CONFIGS = Path(str(files("revzoo.configs")))
+# a number in one option of a group, a word in another
+WORD_OR_NUMBER = ("trainer.devices",)
+# The keys of Hydra that users may set, on the command line or in files.
+FREE = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",  # of the log file: a plain name; Lightning sets it in further processes
+    "hydra.job.chdir",
+    "hydra.output_subdir",  # .hydra or null; Lightning sets null in further processes
+    "hydra.mode",
+    "hydra.verbose",
+)
+SET_BY_HYDRA = (
+    "hydra.runtime",
+    "hydra.overrides",
+    "hydra.job.override_dirname",
+    "hydra.job.config_name",
+    "hydra.job.num",
+    "hydra.job.id",
+)
+# Options of these groups are compared by value with those of Hydra's package.
+HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a configuration is read.
+
+    Attributes:
+        name: the primary file, which lists the groups.
+        folder: of the primary file and its groups.
+        extra: a further folder, searched after it (``--config-dir``).
+    """
+
+    name: str = "train"
+    folder: Path = CONFIGS
+    extra: Path | None = None
+
+
+TRAIN = Source()
+
+
+@contextmanager
+def hydra_of(source: Source) -> Iterator[Hydra]:
+    """Hydra on this source, for the block.
+
+    Raises:
+        ConfigError: a folder does not exist, or a file of the user's is not to be composed.
+    """
+    theirs = [folder for folder in (source.folder, source.extra) if folder not in (CONFIGS, None)]
+    for folder in theirs:
+        if folder is None or not folder.is_dir():
+            raise ConfigError(f"there is no folder {folder}: expected one of configurations")
+        for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+            check_growth(path)
+    version.setbase(HYDRA_VERSION)
+    search_path = create_config_search_path(f"file://{source.folder.resolve()}")
+    if source.extra is not None:
+        search_path.prepend(
+            provider="command-line",
+            path=f"file://{source.extra.resolve()}",
+            anchor=SearchPathQuery(provider="schema"),
+        )
+    GlobalHydra.instance().clear()
+    try:
+        hydra = Hydra.create_main_hydra2("train", search_path)
+        _check_search_path(hydra, source)
+        yield hydra
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _check_search_path(hydra: Hydra, source: Source) -> None:
+    # see NOTE [ Hydra's own section ], 2
+    repository = hydra.config_loader.repository  # type: ignore[attr-defined]
+    try:
+        loaded = repository.load_config(source.name)
+        found = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
+    except Exception as error:  # of the libraries, which have no common class
+        raise ConfigError(f"{source.name}: {one_line(error)}") from None
+    if found is not None:
+        raise ConfigError(
+            f"hydra.searchpath={found} in {source.name}: a file may not name further places to "
+            "read or import; give --config-dir DIR"
+        )
+
+
+def compose_checked(overrides: Sequence[str], source: Source = TRAIN) -> DictConfig:
+    """The configuration with ``overrides``, every key checked.
+
+    Args:
+        overrides: as on the command line, without sweeps.
+        source: where it is read.
+
+    Raises:
+        ConfigError: naming the nearest valid key or option.
+    """
+    return compose_whole(overrides, source)[0]
+
+
+def compose_whole(
+    overrides: Sequence[str], source: Source = TRAIN, *, trusted: Sequence[str] = ()
+) -> tuple[DictConfig, DictConfig]:
+    """As :func:`compose_checked`; the second configuration has Hydra's section, too, checked.
+
+    Args:
+        overrides: as on the command line, without sweeps.
+        source: where it is read.
+        trusted: further overrides, by the program itself.
+    """
+    with hydra_of(source):
+        base = _check(overrides, source.name)
+        whole = _composed(source.name, [*overrides, *trusted])
+    _check_hydra_section(whole)
+    cfg = whole.copy()
+    with flag_override(cfg, ["struct", "readonly"], [False, False]):
+        del cfg["hydra"]
+    for key in _keys(base):
+        _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+    return cfg, whole
+
+
+def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
+    try:
+        return compose(name, list(overrides), return_hydra_config=with_hydra)
+    except Exception as error:  # a file may hold anything, and Hydra meets it unprepared
+        if not isinstance(error, HydraException | OmegaConfBaseException):
+            raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
+        raise ConfigError(one_line(error)) from None
+
+
+def _check_hydra_section(cfg: DictConfig) -> None:
+    """Refuse what NOTE [ Hydra's own section ], 3, does not allow.
+
+    Raises:
+        ConfigError: naming the key.
+    """
+    choices = cfg.hydra.runtime.choices
+    chosen = [f"{group}={choices.get(group)}" for group in HYDRA_GROUPS]
+    with hydra_of(TRAIN):
+        packaged = OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
+    given = OmegaConf.to_container(cfg.hydra, resolve=False)
+    for key, value in _differing(packaged, given, "hydra"):
+        if key in FREE or key.startswith(("hydra.help.", "hydra.hydra_help.")):
+            continue
+        if any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
+            continue
+        raise ConfigError(
+            f"{key}={value!r:.80} is set by a configuration file: of Hydra's own keys, files may "
+            f"set {', '.join(FREE)}"
+        )
+    name, folder = str(cfg.hydra.job.name), cfg.hydra.output_subdir
+    if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
+        raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
+    if folder not in (".hydra", None):
+        raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
+
+
+def _differing(expected: Any, found: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """The dotted keys at which two plain values differ, and what was found there."""
+    if isinstance(expected, dict) and isinstance(found, dict):
+        for name in {**expected, **found}:
+            yield from _differing(expected.get(name), found.get(name), f"{key}.{name}")
+    elif expected != found:
+        yield key, found
+
+
+def to_plain(cfg: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, every reference resolved.
+
+    Missing values stay ``"???"`` for the checks to name.
+
+    Raises:
+        ConfigError: a reference leads nowhere.
+    """
+    try:
+        plain = OmegaConf.to_container(cfg, resolve=True)
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
+    """Check the keys and options of several runs (``-m``), not the combinations they make.
+
+    Raises:
+        ConfigError: naming the nearest valid key or option.
+    """
+    with hydra_of(source) as hydra:
+        _check(overrides, source.name)
+        return check_hydra(overrides, hydra.config_loader)
+
+
+def _check(overrides: Sequence[str], name: str) -> DictConfig:
+    """Check names; return the configuration that the choice of options alone gives."""
+    loader = GlobalHydra.instance().config_loader()
+    parsed = check_hydra(overrides, loader)
+    groups = [group for group in loader.list_groups("") if group != "hydra"]
+    parsed = [override for override in parsed if not override.is_hydra_override()]
+    choices = [override for override in parsed if override.key_or_group in groups]
+    for override in choices:
+        _check_choice(override, loader)
+    base = _composed(
+        name, [str(o.input_line) for o in choices if not o.is_sweep_override()], with_hydra=False
+    )
+    for override in parsed:
+        if override not in choices:
+            _check_key(override, base, groups)
+    return base
+
+
+def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """The parsed overrides; of those of Hydra itself only :data:`FREE`.
+
+    Raises:
+        ConfigError: for any other key of Hydra, or an override that is none.
+    """
+    try:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    except HydraException as error:
+        given = f"{error.override}" if isinstance(error, OverrideParseException) else ""
+        quotes = "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+        unquoted = given.count("=") > 1 and '"' not in given
+        prefix = f"{given}: " if given else ""
+        raise ConfigError(prefix + one_line(error, lines=1) + quotes * unquoted) from None
+    for override in parsed:
+        key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
+        places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
+        if "hydra" in places and (key not in known or override.package):
+            raise ConfigError(
+                f"{override.input_line}: of Hydra's own keys there are {', '.join(known)} here"
+                + _meant(key, known)
+            )
+    return parsed
+
+
+def _check_choice(override: Override, loader: ConfigLoader) -> None:
+    """Refuse an option that its group does not have."""
+    options = loader.get_group_options(override.key_or_group)
+    if override.is_sweep_override():
+        chosen: Iterable[Any] = override.sweep_string_iterator()
+    else:
+        chosen = [override.value()]
+    for option in chosen:
+        if option is not None and str(option) not in options:
+            raise ConfigError(
+                f"{override.key_or_group}={option}: no such option (there is {', '.join(options)})"
+                + _meant(str(option), options)
+            )
+
+
+def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> None:
+    """Refuse a key that the configuration does not have."""
+    key = override.key_or_group
+    known = list(_keys(base))
+    section, dot, _ = key.partition(".")
+    is_new = override.is_add() or override.is_force_add()
+    if key in known or (is_new and dot and section in known):
+        return
+    raise ConfigError(
+        f"{override.input_line}: there is no key {key!r}"
+        + (_meant_in_section(key, base) or _meant(key, [*groups, *known]))
+    )
+
+
+def _check_type(key: str, before: Any, after: Any) -> None:
+    """Refuse a word where there was a number, a number where there was a truth value."""
+    if after is None or before == after or key in WORD_OR_NUMBER:
+        return
+    if isinstance(before, bool):
+        expected, fits = "true or false", isinstance(after, bool)
+    elif isinstance(before, int):
+        expected = "a whole number"
+        fits = isinstance(after, int) and not isinstance(after, bool)
+    elif isinstance(before, float):
+        expected, fits = "a number", isinstance(after, Real) and not isinstance(after, bool)
+    else:
+        return
+    if not fits:
+        raise ConfigError(f"{key}={after}: expected {expected}, such as {before}")
+
+
+def _keys(node: Any, prefix: str = "") -> Iterable[str]:
+    """All dotted keys below ``node``, sections included."""
+    if not isinstance(node, DictConfig):
+        return
+    for key in map(str, node):
+        name = f"{prefix}{key}"
+        yield name
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            yield from _keys(node[key], f"{name}.")
+
+
+def _meant_in_section(key: str, base: DictConfig) -> str:
+    """For a key of a section that is there: its nearest one, or all and how to add another."""
+    section, _, leaf = key.rpartition(".")
+    there = OmegaConf.select(base, section) if section else None
+    if not isinstance(there, DictConfig):
+        return ""
+    values = [name for name in _keys(base) if not OmegaConf.is_dict(OmegaConf.select(base, name))]
+    near = nearest(leaf, own := list(map(str, there)), cutoff=0.6)
+    places = [f"{section}.{near[0]}"] if near else [v for v in values if v.endswith(f".{leaf}")]
+    if places:
+        return f"; did you mean {places[0]!r}?"
+    return f" (there is {', '.join(own)}); +{key}=VALUE adds one that the section knows"
+
+
+def _meant(key: str, known: Sequence[str]) -> str:
+    """The nearest known key; a last part alone (``lr``) finds its place (``optim.lr``)."""
+    same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = same_leaf[:1] or nearest(key, known, cutoff=0.6)
+    if not near:
+        leaves = {name.rpartition(".")[2]: name for name in known}
+        near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,83 @@
+"""YAML files: written whole or not at all; read with a bound on what their aliases grow to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+
+from revzoo._files import write_atomically
+from revzoo.cli.config.errors import ConfigError, one_line
+
+MAX_BYTES = 1 << 20
+MAX_NODES = 100_000  # of a document, after every alias is replaced by what it stands for
+MAX_DEPTH = 50
+
+
+def write_yaml(values: Mapping[str, Any], path: Path) -> None:
+    """Write plain containers as YAML, whole or not at all."""
+    write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML mapping as plain containers; references (``${...}``) stay as they are.
+
+    Raises:
+        ConfigError: naming the file, if it is no YAML, no mapping, too deep or too large.
+    """
+    check_growth(path)
+    try:
+        plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except (ValueError, OSError) as error:
+        raise ConfigError(
+            f"{path} cannot be read ({one_line(error)}): restore it from a copy"
+        ) from None
+    except Exception as error:  # of the libraries, which have no common class
+        raise ConfigError(
+            f"{path} is no YAML ({one_line(error)}): restore it from a copy"
+        ) from None
+    if not isinstance(plain, dict):
+        raise ConfigError(f"{path} holds no configuration: restore it from a copy")
+    return {str(key): value for key, value in plain.items()}
+
+
+def check_growth(path: Path) -> None:
+    """Refuse a file that takes a kilobyte on disk and gigabytes in memory.
+
+    OmegaConf copies the node of an alias at each place, so that aliases of aliases grow
+    exponentially. The parser's events show the size in advance, without recursion.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    sizes: dict[str, int] = {}
+    open_nodes: list[tuple[str | None, int]] = []  # anchor, and the nodes counted before it
+    count = 0
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: expected a configuration")
+        with path.open("rb") as stream:
+            for event in yaml.parse(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+                if isinstance(event, yaml.AliasEvent):
+                    if event.anchor not in sizes:
+                        raise ConfigError(f"{path}: the alias *{event.anchor} has no value yet")
+                    count += sizes[event.anchor]
+                elif isinstance(event, yaml.NodeEvent):
+                    open_nodes.append((event.anchor, count))
+                    count += 1
+                if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):
+                    anchor, before = open_nodes.pop()
+                    if anchor is not None:
+                        sizes[anchor] = count - before
+                if count > MAX_NODES or len(open_nodes) > MAX_DEPTH:
+                    raise ConfigError(
+                        f"{path} has more than {MAX_NODES} values or {MAX_DEPTH} levels, aliases "
+                        "written out: expected a configuration"
+                    )
+    except (yaml.YAMLError, UnicodeError) as error:
+        raise ConfigError(f"{path} is no YAML ({one_line(error)})") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error})") from None

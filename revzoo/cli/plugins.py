@@ -1,0 +1,142 @@
+"""Modules of the user that register models, data sets, callbacks and optimisers.
+
+``--import mymodels`` on the command line imports a module before the configuration is composed;
+packages announce theirs as entry points of the group ``revzoo.plugins``. There the user calls
+``revzoo.register_model`` and so on. No configuration file or checkpoint can name a module: what is
+imported is an explicit act, of the command line or of an installation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.metadata import entry_points
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from revzoo.cli.config.errors import ConfigError, one_line
+
+GROUP = "revzoo.plugins"
+SESSIONS_FILE = "sessions.jsonl"  # of a run; each line records the imports of a session
+FITTED = (
+    "variant",
+    "memory",
+    "num_classes",
+    "in_chans",
+)  # given by other sections, or the registry
+_imported: list[str] = []  # by the command line, in this process
+
+
+def add_import_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--import``."""
+    parser.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import a module that registers models, data, callbacks, optimisers; repeatable",
+    )
+
+
+def load_plugins(modules: Sequence[str]) -> None:
+    """Import the entry points and ``modules``; then configurations may name what they register.
+
+    Raises:
+        ConfigError: a module cannot be imported.
+    """
+    plugins = entry_points(group=GROUP)
+    for plugin in plugins:
+        _load(plugin.load, f"the plugin {plugin.name} ({plugin.value})")
+    if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # as with python -m
+    for module in modules:
+        _load(lambda module=module: import_module(module), f"--import {module}")
+        if module not in _imported:
+            _imported.append(module)
+    if modules or plugins:
+        add_config_nodes()
+
+
+def _load(load: Any, name: str) -> None:
+    try:
+        load()
+    except Exception as error:  # whatever a user's module raises
+        raise ConfigError(f"{name} failed: {type(error).__name__}: {one_line(error)}") from error
+
+
+def imported() -> list[str]:
+    """The modules that ``--import`` has named in this process."""
+    return list(_imported)
+
+
+def import_arguments() -> list[str]:
+    """The same as arguments, for the processes that this one starts."""
+    return [part for module in _imported for part in ("--import", module)]
+
+
+def add_config_nodes() -> None:
+    """Give Hydra an option ``model=NAME`` and ``data=NAME`` for each registered name.
+
+    Names with a configuration file keep it. A data set's options are the keywords of its
+    constructor with their defaults; those without a default must be given.
+    """
+    from hydra.core.config_store import ConfigStore
+
+    from revzoo.cli.config.compose import CONFIGS
+    from revzoo.data.module import ImageData
+    from revzoo.data.registry import DATA
+    from revzoo.models.registry import MODELS
+
+    store = ConfigStore.instance()
+    for name, entry in MODELS.items():
+        if not (CONFIGS / "model" / f"{name}.yaml").exists():
+            options = {**_keywords(entry.network), "pretrained": False}
+            plain = {key: value for key, value in options.items() if key not in FITTED}
+            store.store(group="model", name=name, node={"name": name, **plain})
+    for name, kind in DATA.items():
+        if not name.startswith("revzoo.data."):
+            node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
+            store.store(group="data", name=name, node=node)
+
+
+def _keywords(kind: type) -> dict[str, Any]:
+    """The keywords of a constructor and their defaults, those that a configuration can hold."""
+    return {
+        p.name: "???" if p.default is p.empty else p.default
+        for p in signature(kind).parameters.values()
+        if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
+        and (p.default is p.empty or _is_plain(p.default))
+    }
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or type(value) in (bool, int, float, str)
+
+
+def check_imports(run_dir: Path) -> None:
+    """Refuse to use a run whose modules the user has not given again.
+
+    Raises:
+        ConfigError: naming them. They are never imported because a file says so.
+    """
+    try:
+        lines = (run_dir / SESSIONS_FILE).read_text().splitlines()
+        recorded = json.loads(lines[-1]).get("imports", [])
+    except (OSError, ValueError, IndexError, AttributeError):
+        return  # for information alone: without it, an unknown name is the error
+    missing = [str(name) for name in recorded if name not in _imported]
+    if missing:
+        raise ConfigError(
+            f"{run_dir} was trained with modules of the user: add "
+            + " ".join(f"--import {name}" for name in missing)
+            + ", if they are yours"
+        )

@@ -1,0 +1,125 @@
+"""Class probabilities of image files, and how they are printed."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torchvision.datasets.folder import IMG_EXTENSIONS
+
+from revzoo.data import DataError
+from revzoo.data.decode import open_image, square_bytes
+from revzoo.data.normalise import Normalisation
+from revzoo.data.state import BYTE_MAX, crop_of, normalisation_for
+from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.checkpoint.restore import Restored
+
+Prediction = tuple[str, dict[str, float]]
+"""A path, and the probability of each class, the most probable first."""
+
+
+def predict(
+    restored: Restored,
+    paths: Sequence[str | Path],
+    *,
+    batch_size: int = 64,
+    image_size: int | None = None,
+    device: str | torch.device = "cpu",
+) -> Iterator[Prediction]:
+    """Class probabilities of image files, and of all images in folders.
+
+    Images are cut to size as those of the training, whole (``crop_pct`` 1) where it does not say.
+
+    Args:
+        restored: from :func:`revzoo.training.checkpoint.restore.restore`.
+        paths: files and folders, which are searched in depth.
+        batch_size: images per step.
+        image_size: side in pixels; None for the checkpoint's.
+        device: where to compute.
+
+    Raises:
+        CheckpointError: if a network's output is NaN or Inf.
+        DataError: if a path does not exist or is no image, or a folder has none.
+    """
+    size = image_size or restored.image_size
+    if size is None:
+        raise DataError("the checkpoint does not say how large its images were: give --size PIXELS")
+    files = list(image_files(paths))
+    crop_pct = crop_of(restored.data_state) or 1.0
+    module = restored.module.to(device).eval()
+    normalise = Normalisation(**normalisation_for(restored.data_state, BYTE_MAX))
+    for start in range(0, len(files), batch_size):
+        batch = files[start : start + batch_size]
+        opened = (open_image(str(path), restored.in_chans) for path in batch)
+        images = torch.stack([square_bytes(image, size, crop_pct) for image in opened])
+        with torch.inference_mode():
+            logits = module(normalise(images.to(device))).float()
+        _check_finite(batch, logits)
+        for path, row in zip(batch, logits.softmax(1).cpu(), strict=True):
+            order = row.argsort(descending=True).tolist()
+            yield str(path), {restored.classes[label]: float(row[label]) for label in order}
+
+
+def _check_finite(paths: Sequence[Path], logits: Tensor) -> None:
+    for path, row in zip(paths, logits, strict=True):
+        if not row.isfinite().all():
+            raise CheckpointError(
+                f"the network's output for {path} is NaN or Inf: its weights or its normalisation "
+                "are out of range; use an earlier checkpoint, or other weights"
+            )
+
+
+def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
+    """The files among ``paths`` and the images below the folders, sorted by name.
+
+    Raises:
+        DataError: if there is no such file, or no image in a folder.
+    """
+    for given in map(Path, paths):
+        if given.is_file():
+            yield given
+        elif given.is_dir():
+            found = [p for p in sorted(given.rglob("*")) if p.suffix.lower() in IMG_EXTENSIONS]
+            if not found:
+                raise DataError(f"no images in {given}: expected {', '.join(IMG_EXTENSIONS)}")
+            yield from found
+        else:
+            raise DataError(f"there is no image or folder {given}")
+
+
+def as_table(predictions: Sequence[Prediction], top: int) -> str:
+    """A line per image: its path, then classes with their probabilities."""
+    width = max(len(path) for path, _ in predictions)
+    lines = []
+    for path, classes in predictions:
+        best = list(classes.items())[:top]
+        lines.append(f"{path:{width}}  " + "  ".join(f"{name} {p:.4f}" for name, p in best))
+    return "\n".join(lines) + "\n"
+
+
+def as_json(predictions: Sequence[Prediction], top: int) -> str:
+    """A list of objects with path, class and probabilities by class name."""
+    rows = [
+        {"path": path, "class": next(iter(classes)), "probabilities": classes}
+        for path, classes in predictions
+    ]
+    return json.dumps(rows, indent=1) + "\n"
+
+
+def as_csv(predictions: Sequence[Prediction], top: int) -> str:
+    """Columns path, class, and the probability of each class by its name."""
+    text = io.StringIO()
+    names = sorted(predictions[0][1])
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["path", "class", *names])
+    for path, classes in predictions:
+        writer.writerow([path, next(iter(classes)), *(f"{classes[n]:.6f}" for n in names)])
+    return text.getvalue()
+
+
+FORMS = {"table": as_table, "json": as_json, "csv": as_csv}

@@ -1,0 +1,310 @@
+"""A run, from its checked configuration to its figures."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from hydra._internal.callbacks import Callbacks
+from hydra.core.utils import run_job
+from hydra.types import HydraContext
+from omegaconf import DictConfig
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from revzoo.cli.config.build import (
+    apply_precision,
+    build_data,
+    build_module,
+    build_trainer,
+    data_name,
+)
+from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, quiet, user_errors
+from revzoo.cli.run.folder import (
+    CONFIG_FILE,
+    check_unused,
+    describe_run,
+    discard_folder,
+    record_session,
+    seconds_before,
+    way_on,
+    write_config,
+    write_summary,
+)
+from revzoo.cli.run.lock import locked
+from revzoo.cli.run.multirun import check_started_together
+from revzoo.cli.run.tune import SECTION, tune
+from revzoo.data import DataError, ImageData
+from revzoo.data.loaders import check_batch_size
+from revzoo.data.state import check_same_classes
+from revzoo.training import Classifier
+from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
+from revzoo.training.callbacks.registry import best_checkpoint_path
+from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.training.checkpoint.state import RunState
+from revzoo.training.distributed import end_together, is_first_process
+from revzoo.training.lightning_compat import batches_of_run
+from revzoo.training.tuning.out_of_memory import told_out_of_memory
+
+log = logging.getLogger(__name__)
+
+# set by Lightning: for a deterministic run the first two, by its seeding the others
+VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG",
+    "HOROVOD_FUSION_THRESHOLD",
+    "PL_GLOBAL_SEED",
+    "PL_SEED_WORKERS",
+)
+
+
+def begin(
+    config: Mapping[str, Any], whole: DictConfig, *, overrides: Sequence[str]
+) -> dict[str, float]:
+    """Check, make and lock a folder, and train there; returns the final figures.
+
+    A run that is refused removes its folder again.
+
+    Args:
+        config: the composed configuration as plain containers.
+        whole: the same with Hydra's section, checked.
+        overrides: the command line's.
+
+    Raises:
+        SystemExit: as :func:`train`; or the folder is in use or holds a run.
+    """
+    hydra_cfg = whole.hydra
+    folder = Path(str(hydra_cfg.run.dir))
+    hydra_cfg.run.dir = str(folder)  # resolved once: it has the time
+    if not is_first_process():
+        hydra_cfg.output_subdir = None
+    with user_errors():
+        check_started_together(overrides, several=False)
+        check_unused(folder)
+        check_config(config)
+    run_dir = folder.absolute()
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with locked(run_dir):
+        with user_errors():
+            check_unused(run_dir)
+        try:
+            job = run_job(
+                lambda _: train(config, run_dir=run_dir, overrides=own_overrides(overrides)),
+                config=whole,
+                job_dir_key="hydra.run.dir",
+                job_subdir_key=None,
+                hydra_context=HydraContext(None, Callbacks()),  # type: ignore[arg-type]
+            )
+            return dict(job.return_value)
+        except BaseException:
+            if is_first_process() and not (run_dir / CONFIG_FILE).exists():
+                discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
+            raise
+
+
+def own_overrides(overrides: Sequence[str]) -> list[str]:
+    """The overrides of the configuration, without those of Hydra."""
+    return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
+
+
+def train(
+    config: Mapping[str, Any],
+    *,
+    run_dir: Path,
+    overrides: Sequence[str] = (),
+    resume: Path | None = None,
+) -> dict[str, float]:
+    """Train, then test the best checkpoint; leaves configuration, logs and figures in ``run_dir``.
+
+    Args:
+        config: a composed configuration as plain containers.
+        run_dir: the run's folder.
+        overrides: what was asked for on the command line, for the record.
+        resume: the checkpoint to go on from; None for a run from the start.
+
+    Returns:
+        The last figures of training and validation, and those of the test; none where a search
+        was all that was asked for.
+
+    Raises:
+        SystemExit: if the configuration or the data cannot be used, if training fails in a known
+            way (the message says why), or with 143 or 130 after SIGTERM or Ctrl-C.
+    """
+    stop = GracefulStop()
+    try:
+        with stop.listening(), switches_restored():
+            if config.get(SECTION) is None or resume is not None:
+                return _train(config, run_dir, overrides, resume, stop)
+            following = search(config, run_dir, overrides)
+            if config[SECTION]["then"] == "stop":
+                return {}
+            return _train(following, run_dir, overrides, resume, stop)
+    except RunStopped as stopped:
+        status = stopped.status
+        if is_first_process():
+            log.warning("%s; %s", stopped, way_on(run_dir))
+    # Not inside the handler: the exception holds the frames, and they the graph of the step that
+    # it ended, which must not outlive the interpreter.
+    sys.exit(status)
+
+
+def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
+    """Find what ``config["tuner"]`` asks for; returns the configuration of the run that follows."""
+    with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
+        check_config(config)
+        following = tune(config, run_dir)
+    if config[SECTION]["then"] == "stop":
+        write_config(config, run_dir)
+        record_session(run_dir, overrides=overrides, from_step=0)
+    return following
+
+
+def _train(
+    config: Mapping[str, Any],
+    run_dir: Path,
+    overrides: Sequence[str],
+    resume: Path | None,
+    stop: GracefulStop,
+) -> dict[str, float]:
+    with quiet(), user_errors():
+        check_config(config)
+        apply_precision(config["precision"])
+        pl.seed_everything(config["seed"], workers=True, verbose=False)
+        again = (run_dir / CONFIG_FILE).exists()
+        step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
+        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+        data = build_data(config["data"])
+        data.prepare_data()
+        data.setup("fit")
+        check_batch_size(data.batch_size, data.train_count, trainer.world_size)
+        if trained_on is not None:  # now, as the model is made for these data
+            _check_same_data(trained_on, data)
+        module = build_module(config, data)
+    if trainer.is_global_zero:
+        if resume is None:
+            write_config(config, run_dir)
+        else:  # what it changes is to stay, once the checkpoint has been accepted
+            told = pl.callbacks.LambdaCallback(
+                on_train_start=lambda *_: write_config(config, run_dir)
+            )
+            trainer.callbacks.append(told)  # type: ignore[attr-defined]
+        record_session(run_dir, overrides=overrides, from_step=step or 0)
+        log.info("%s on %s, seed %d", config["model"]["name"], data_name(config), config["seed"])
+        if resume is not None:
+            log.info("going on at step %d, from %s", step, resume)
+    return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
+
+
+def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+    """The optimiser steps done when a checkpoint was saved, and what it says of the data."""
+    state = read_checkpoint(path)
+    return state["global_step"], state[data_name(config)]
+
+
+def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
+    check_same_classes(trained_on["classes"], data.classes)
+    if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
+        raise DataError(
+            f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
+            f"give data.in_chans={channels}"
+        )
+
+
+@user_errors(TRAINING_ERRORS)
+def fit_and_test(
+    trainer: pl.Trainer,
+    module: Classifier,
+    data: ImageData,
+    *,
+    run_dir: Path,
+    test: bool,
+    resume: Path | None = None,
+) -> dict[str, float]:
+    """Train, test the best checkpoint (the last weights, if none was kept), write the summary.
+
+    Raises:
+        SystemExit: training or test has failed in a known way; the summary says so, too.
+        RunStopped: after SIGTERM or Ctrl-C.
+    """
+    start = time.perf_counter() - seconds_before(run_dir)
+    figures: dict[str, float] = {}
+    stopped, asked = None, False
+    try:
+        with quiet(), redirected_log(trainer), told_out_of_memory(trainer, module, data):
+            trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
+        figures = gathered(trainer)
+        seconds = time.perf_counter() - start
+        if test and data.has("test") and trainer.state.finished:
+            figures |= test_best(trainer, module, data)
+    except (RunStopped, *ENDINGS) as error:
+        seconds = time.perf_counter() - start
+        asked = isinstance(error, RunStopped)
+        if asked or batches_of_run(trainer):  # a batch has begun
+            figures, stopped = figures or gathered(trainer), str(error)
+        raise
+    finally:
+        if trainer.is_global_zero and (figures or stopped):
+            summary = describe_run(
+                trainer, module, seconds=seconds, figures=figures, stopped=stopped
+            )
+            write_summary(summary, run_dir)
+            log.info("%.1f s of training; run folder %s", seconds, run_dir)
+        end_together(trainer, ask=asked)
+    return figures
+
+
+def gathered(trainer: pl.Trainer) -> dict[str, float]:
+    """The figures of training and validation, also those from before the run was stopped."""
+    states = [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
+    before = states[0].figures if states else {}
+    return {**before, **{name: float(v) for name, v in trainer.callback_metrics.items()}}
+
+
+def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
+    """The figures of the test split, with the best checkpoint's weights."""
+    best = best_checkpoint_path(trainer)
+    with quiet(), told_out_of_memory(trainer, module, data):
+        results = trainer.test(
+            module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
+        )
+    figures = {name: float(value) for name, value in results[0].items()}
+    told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    if trainer.is_global_zero:
+        log.info("%s (%s)", told, "best checkpoint" if best else "last weights")
+    return figures
+
+
+def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
+    """Keep log lines and the progress bar apart, where there is a bar."""
+    return logging_redirect_tqdm() if trainer.progress_bar_callback else nullcontext()
+
+
+@contextmanager
+def switches_restored() -> Iterator[None]:
+    """Restore determinism, cuDNN's search, TensorFloat-32 and the environment after a run.
+
+    Torch's random state stays where the run has left it.
+    """
+    cudnn = torch.backends.cudnn
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
+    precision = torch.get_float32_matmul_precision()
+    variables = {name: os.environ.get(name) for name in VARIABLES}
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
+        torch.set_float32_matmul_precision(precision)
+        for name, value in variables.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value

@@ -1,0 +1,148 @@
+"""An optuna study whose trials are runs.
+
+NOTE [ The same search ]
+The sampler is seeded for each trial by ``sampler_seed`` plus the trial's number, so that its
+proposals follow from the results so far, whether the sweep was stopped in between or not.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from revzoo.cli.plugins import import_arguments
+from revzoo.cli.program import process_of
+from revzoo.cli.run.folder import CONFIG_FILE
+from revzoo.cli.run.lock import locked
+from revzoo.cli.run.subprocess import quoted, run_program
+from revzoo.cli.sweep.plan import Plan, load_optuna
+from revzoo.cli.sweep.results import Curve, best_command, figure_of, last_line, write_results
+from revzoo.cli.sweep.space import Parameter
+
+log = logging.getLogger(__name__)
+
+STUDY = "study.db"
+GIVE_UP = 3  # trials that fail before any succeeds
+
+
+class Search:
+    """A study and the trials that are still to be run.
+
+    Args:
+        plan: what is searched for.
+        folder: the sweep's, which this process has locked.
+    """
+
+    def __init__(self, plan: Plan, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        self.optuna = load_optuna()
+        self.states = self.optuna.trial.TrialState
+        self.study = self.optuna.create_study(
+            storage=f"sqlite:///{folder.absolute() / STUDY}",
+            study_name="revzoo",
+            direction=plan.direction,
+            pruner=self.optuna.pruners.MedianPruner(),
+            load_if_exists=True,
+        )
+
+    def run(self) -> None:
+        """Run the trials that are missing.
+
+        Raises:
+            SystemExit: if the first trials all fail.
+        """
+        failed = 0
+        while (trial := self.next_trial()) is not None:
+            state = self.run_trial(trial)
+            trials = self.study.get_trials(deepcopy=False)
+            write_results(trials, self.plan, self.folder)
+            failed = failed + 1 if state == self.states.FAIL else 0
+            if failed >= GIVE_UP and not any(t.value is not None for t in trials):
+                error = trials[-1].user_attrs["error"]
+                sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
+
+    def next_trial(self) -> Any:
+        """One that was cut off, or a new one; None if there are enough."""
+        trials = self.study.get_trials(deepcopy=False)
+        begun = [trial for trial in trials if trial.state == self.states.RUNNING]
+        if not begun and len(trials) >= self.plan.trials:
+            return None
+        # see NOTE [ The same search ]
+        number = begun[0].number if begun else len(trials)
+        self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
+        if begun:
+            trial = self.optuna.trial.Trial(self.study, begun[0]._trial_id)
+        else:
+            trial = self.study.ask()
+        for parameter in self.plan.space:
+            suggest(trial, parameter)
+        return trial
+
+    def run_trial(self, trial: Any) -> Any:
+        """Train; returns the state the trial has ended in, which the study then knows.
+
+        Raises:
+            RunStopped: at SIGTERM or Ctrl-C: the run is stopped, the trial may go on.
+        """
+        run_dir = self.folder / f"{trial.number:04d}"
+        curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
+        output = run_dir.with_suffix(".log")
+        with output.open("a") as file:
+            hopeless = curve.is_hopeless if curve is not None else None
+            status = run_program(self.command(trial, run_dir), output=file, should_end=hopeless)
+        if curve is not None and curve.pruned:
+            return self.end(trial, self.states.PRUNED)
+        if curve is not None:
+            curve.report()  # what came after the last look: others are measured by it
+        if status:
+            return self.end(trial, self.states.FAIL, error=last_line(output, status))
+        try:
+            value = figure_of(run_dir, self.plan.metric)
+        except (OSError, ValueError) as error:
+            return self.end(trial, self.states.FAIL, error=str(error))
+        return self.end(trial, self.states.COMPLETE, value=value)
+
+    def command(self, trial: Any, run_dir: Path) -> list[str]:
+        """The program of a trial: from the start, or from where it was stopped."""
+        if (run_dir / CONFIG_FILE).exists():
+            with locked(run_dir):  # not while a run that has outlived its sweep goes on there
+                return [*process_of("train"), *import_arguments(), "--resume", str(run_dir)]
+        overrides = self.plan.overrides(trial.params)
+        if not any(override.startswith("test=") for override in overrides):
+            overrides.append("test=false")  # chosen by validation; the best one is tested, once
+        start = [*process_of("train"), *import_arguments()]
+        return [*start, *overrides, f"hydra.run.dir={quoted(run_dir.absolute())}"]
+
+    def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
+        """Tell the study and the user."""
+        if error:
+            trial.set_user_attr("error", error)
+        self.study.tell(trial, value, state=state)
+        figure = f"{self.plan.metric} {value:.6g}" if value is not None else state.name.lower()
+        told = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
+        log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", told)
+        return state
+
+
+def suggest(trial: Any, parameter: Parameter) -> None:
+    """Let a trial draw a value; one that was drawn before it was cut off stays."""
+    low, high, step = parameter.low, parameter.high, parameter.step
+    if parameter.choices:
+        trial.suggest_categorical(parameter.key, parameter.choices)
+    elif isinstance(low, int) and isinstance(high, int):
+        trial.suggest_int(parameter.key, low, high, step=step or 1, log=parameter.log)
+    else:
+        trial.suggest_float(parameter.key, low, high, step=step, log=parameter.log)
+
+
+def tell_best(search: Search) -> None:
+    """Print the best trial's figure, and the command that trains with its parameters."""
+    done = [t for t in search.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
+    if not done:
+        log.info("no trial was completed; see %s", search.folder / "trials.csv")
+        return
+    best = search.study.best_trial
+    log.info("best: trial %d, %s %.6g", best.number, search.plan.metric, best.value)
+    log.info("%s", best_command(best, search.plan))

@@ -1,0 +1,205 @@
+"""Memory modes: what a step does with the activations that its backward pass needs.
+
+=============  ================================================================================
+``store``      keep them, as plain autograd does: least time, most memory
+``offload``    keep them in host memory (pinned where there is a GPU), fetched back when needed
+``recompute``  keep the step's inputs, evaluate the step once more in the backward pass
+``invert``     keep nothing: recover the inputs from the outputs, evaluating each branch once more
+``exact``      as ``invert``, on fixed-point streams: recovered inputs are the same bit for bit
+=============  ================================================================================
+
+The mode is not part of the ``state_dict`` and may change at any time; it governs the forward
+passes that follow.
+
+A mode is an object of :class:`Mode`: how it runs a step, which steps it fits, how much drift it
+allows. To add one, write a subclass and its line in :data:`MODES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from revzoo.core.checkpoint import differentiates, record
+from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits, mark_on_grid, put_on_grid
+from revzoo.core.invertible import State, Step, as_state, name_of, plain_call
+from revzoo.core.offload import offloaded
+from revzoo.core.recording import explained, refuse_changed_inputs, versions_of
+from revzoo.core.replay import beside_replays
+
+
+class Mode:
+    """The interface of a memory mode; itself mode ``store``."""
+
+    name = "store"
+    keeps = "every activation"
+    costs = "nothing"
+    inverts = False
+    """Whether the step's inputs are recovered from its outputs."""
+    elsewhere = False
+    """Whether it keeps as much as ``store`` does, in another memory."""
+    grid: int | None = None
+    """Fractional bits of the streams' grid where the user gives none; None for no rounding."""
+
+    def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+        """Call ``step`` so that its backward pass will find its activations, now or recomputed."""
+        with beside_replays(step):
+            return plain_call(step, *state, **context)
+
+    def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
+        """Raise a ValueError if the mode cannot apply to any of the ``steps`` of ``module``."""
+
+    def drift_limit(self, step: Step) -> float:
+        """Largest relative error of what a replay of ``step`` recomputes."""
+        return step.drift_limit
+
+
+class _Offload(Mode):
+    name = "offload"
+    keeps = "every activation, in host memory"
+    costs = "transfers"
+    elsewhere = True
+
+    def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+        with beside_replays(step), offloaded(step), explained(name_of(step)):
+            return plain_call(step, *state, **context)
+
+
+class _Recompute(Mode):
+    name = "recompute"
+    keeps = "the input of each step"
+    costs = "one more evaluation of each step"
+
+    def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+        # A step without an inverse is recomputed in the modes that invert.
+        inverts = self.inverts and step.invertible
+        return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
+
+
+class _Invert(_Recompute):
+    name = "invert"
+    keeps = "the last output of a chain of steps"
+    costs = "one more evaluation of each branch"
+    inverts = True
+
+    def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
+        if not any(step.invertible for step in steps):
+            raise ValueError(
+                f"{type(module).__name__} has no invertible step, so memory mode {self.name!r} "
+                "cannot apply: use 'recompute' or 'store', or a reversible model"
+            )
+
+
+class _Exact(_Invert):
+    name = "exact"
+    costs = "as invert, and branch values rounded to the grid"
+    grid = DEFAULT_BITS
+
+    def drift_limit(self, step: Step) -> float:
+        return 0.0
+
+
+MODES: Mapping[str, Mode] = {
+    mode.name: mode for mode in (Mode(), _Offload(), _Recompute(), _Invert(), _Exact())
+}
+
+COUNTED = tuple(name for name, mode in MODES.items() if not mode.elsewhere)
+"""The modes that differ in how much they keep."""
+
+
+def mode_of(name: str) -> Mode:
+    """The mode of that name, or a ValueError that lists the modes."""
+    if name not in MODES:
+        known = ", ".join(map(repr, MODES))
+        raise ValueError(f"unknown memory mode {name!r}: expected one of {known}")
+    return MODES[name]
+
+
+def run_step(step: Step, state: State, /, **context: Any) -> State:
+    """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
+
+    This is the plain call where there is nothing to differentiate; inside ``torch.func``
+    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
+    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
+    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
+
+    Raises:
+        RuntimeError: the step changed its input in place, or a hook on it changed its streams.
+        ValueError: the step takes another number of streams; a grid is set and a stream is neither
+            float32 nor float64.
+    """
+    return as_state(run_alone(step, state, context), step)
+
+
+def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    """As :func:`run_step`; a single tensor comes as the step returned it, bare or in a tuple."""
+    if len(state) != step.streams:
+        raise ValueError(
+            f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
+            f"or set streams = {len(state)} on the step"
+        )
+    mode = mode_of(step.memory) if differentiates(step, state, context) else MODES["store"]
+    if step.grid is not None:
+        state = put_on_grid(state, step.grid)
+    watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
+    versions = versions_of(watched)
+    outputs = mode.run(step, state, context)
+    refuse_changed_inputs(name_of(step), watched, versions)
+    if step.grid is not None:
+        mark_on_grid(as_state(outputs, step), step.grid)
+    return outputs
+
+
+def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None:
+    """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
+
+    A step that has no inverse (a stem, a change of resolution) is recomputed where ``mode`` is
+    ``invert`` or ``exact``.
+
+    Args:
+        module: whatever holds steps.
+        mode: a name in :data:`MODES`.
+        grid: fractional bits of the fixed-point streams. Mode ``exact`` takes
+            :data:`~revzoo.core.fixedpoint.DEFAULT_BITS` for None; the other modes round only if
+            it is given, to what ``exact`` computes.
+
+    Raises:
+        ValueError: unknown mode or grid; no step in ``module``; ``invert`` where nothing has an
+            inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
+    """
+    chosen = mode_of(mode)
+    steps = [m for m in module.modules() if isinstance(m, Step)]
+    if not steps:
+        raise ValueError(
+            f"{type(module).__name__} holds no step whose memory mode could be set to {mode!r}: "
+            "build it from ReversibleSequence, ReversibleBlock or your own Step"
+        )
+    chosen.check(module, steps)
+    assign_memory(steps, mode, grid=grid)
+
+
+def assign_memory(steps: Sequence[Step], mode: str, *, grid: int | None = None) -> None:
+    """What :func:`set_memory` does to the steps, where some of them may have no inverse.
+
+    Raises:
+        ValueError: as :func:`set_memory`.
+    """
+    grid = mode_of(mode).grid if grid is None else grid
+    if grid is not None:
+        check_bits(grid)
+        _check_exact(steps)
+    for step in steps:
+        step.memory = mode
+        step.grid = grid if step.invertible else None
+
+
+def _check_exact(steps: Sequence[Step]) -> None:
+    for step in reversed(steps):  # what a container holds comes before the container
+        if step.invertible and not step.exact:
+            raise ValueError(
+                f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "
+                "squeezes and permutations instead, which are exact"
+            )

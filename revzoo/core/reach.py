@@ -1,0 +1,529 @@
+"""What the code of a step can reach without owning it: modules, tensors, random generators.
+
+A branch may be a function that closes over a module, a module that keeps a function or a list of
+tensors as an attribute, a bound method, a partial, a name in the globals. A replay must restore
+those as it restores submodules, parameters and buffers, so they have to be found. torch has no such
+search: ``nn.Module.modules()`` knows registered modules alone.
+
+NOTE [ What counts as reached ]
+    1. From the step and its submodules: attributes, forward hooks, and what functions among them
+       close over, are bound to, have as defaults or load as globals, also in lists, tuples,
+       dictionaries, partials and plain objects.
+    2. Of an object of the user's own class, only attributes that some reached function loads by
+       name: a method of a large module does not reach what other methods use. A function that
+       calls ``getattr`` may load any.
+    3. Of a module that the step runs inside of, because it contains the step or calls
+       ``invertible_checkpoint``, likewise only submodules, parameters and buffers by name.
+    4. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
+       searched, nor are slots, weak references and what is computed at run time.
+
+A search costs as much as a few operations of torch. Its result is kept with the step, together
+with each place that it looked at; :meth:`Reach.holds` looks at these alone.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import Invertible, Step
+from revzoo.core.threads import locks_of
+
+_FOREIGN = (
+    sys.stdlib_module_names - {"test"}
+    | {"torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"}
+    | {"lightning", "pytorch_lightning", "lightning_fabric"}
+)
+_KEY = "_revzoo_reach"  # in the __dict__ of a step
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), type, range, slice, type(Ellipsis))
+_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
+_BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
+_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
+_OF_STEPS = frozenset(Step.__annotations__)
+# What is called without a name in the user's code.
+_ENTRIES = frozenset(name for c in (Step, Invertible) for name in vars(c) if name[0] != "_") | {
+    "forward",
+    "__call__",
+    "combine",
+    "uncombine",
+    "recover",
+}
+_READS_STATISTICS = frozenset(
+    (
+        "running_mean",
+        "running_var",
+        "num_batches_tracked",
+        "buffers",
+        "named_buffers",
+        "_buffers",
+        "state_dict",
+        "get_buffer",
+    )
+)
+
+
+# Functions of torch that change their arguments without a new version.
+_UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+
+
+class Place(Protocol):
+    """Where a value stands: a dictionary, or one of the wrappers below."""
+
+    def get(self, key: Any, /) -> Any: ...
+
+    def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+
+class _Items:
+    """The places in a list."""
+
+    __slots__ = ("items",)
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+
+    def get(self, key: int, /) -> Any:
+        return self.items[key] if key < len(self.items) else None
+
+    def __setitem__(self, key: int, value: Any, /) -> None:
+        self.items[key] = value
+
+
+class _Cell:
+    """What a function closes over."""
+
+    __slots__ = ("cell",)
+
+    def __init__(self, cell: types.CellType) -> None:
+        self.cell = cell
+
+    def get(self, _: Any, /) -> Any:
+        return None if self.cell == types.CellType() else self.cell.cell_contents
+
+    def __setitem__(self, _: Any, value: Any, /) -> None:
+        self.cell.cell_contents = value
+
+
+class _Fixed:
+    """What stands in a tuple or a partial, which nobody can change."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def get(self, _: Any, /) -> Any:
+        return self.value
+
+    def __setitem__(self, _: Any, value: Any, /) -> None:
+        raise AssertionError("nothing else can have stood here")
+
+
+class _Attributes:
+    """The attributes of the step itself, whose result must not hold it: that would be a cycle."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: nn.Module) -> None:
+        self.owner = weakref.ref(owner)
+
+    def get(self, key: str, /) -> Any:
+        owner = self.owner()
+        return None if owner is None else owner.__dict__.get(key)
+
+    def __setitem__(self, key: str, value: Any, /) -> None:
+        if (owner := self.owner()) is not None:
+            owner.__dict__[key] = value
+
+
+class Reach:
+    """The result of one search (NOTE [ What counts as reached ])."""
+
+    __slots__ = (
+        "_kinds",
+        "_lengths",
+        "_members",
+        "_own",
+        "_roots",
+        "_sized",
+        "_things",
+        "_types",
+        "_watched",
+        "children",
+        "draws",
+        "generators",
+        "locks",
+        "reads_statistics",
+        "shells",
+        "step",
+        "tensors",
+        "updates_unseen",
+    )
+
+    def __init__(self, search: _Search, step: nn.Module | None, draws: bool = True) -> None:
+        self.step = weakref.ref(step) if step is not None else _nothing
+        self._roots = search.roots
+        self.shells = search.shells  # modules that the step runs inside of and looks at
+        self._members = self.modules()
+        self.children = [(m._modules, dict(m._modules)) for m in self._members if m._modules]
+        self.tensors = search.tensors
+        self.generators = list(dict.fromkeys(search.generators))
+        self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
+        self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
+        self.draws = draws  # random numbers, for all that is known; replays learn it
+        self.locks = locks_of(self._members)
+        if step is not None:
+            self._members = self._members[1:]  # without the step, see _Attributes
+            self._own = type(step), len(step.__dict__.keys() | {_KEY})
+        self._types = list(map(type, self._members))
+        self._watched = search.watched
+        watched = [(place.get, key, seen) for place, key, seen in search.watched]
+        self._things = [entry for entry in watched if not isinstance(entry[2], type)]
+        self._kinds = [entry for entry in watched if isinstance(entry[2], type)]
+        self._sized = search.sized
+        self._lengths = list(map(len, self._sized))
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _nothing, ()  # a copied or unpickled step searches anew
+
+    def modules(self) -> list[nn.Module]:
+        """The step's modules, the step first, and the reached ones with theirs."""
+        step = self.step()
+        return modules_in(self._roots if step is None else [step, *self._roots])
+
+    def of(self, step: nn.Module) -> bool:
+        """Whether it was ``step`` that was searched, and not one that it was copied from."""
+        return self.step() is step
+
+    def holds(self, modules: list[nn.Module]) -> bool:
+        """Whether a search would find the same; ``modules`` are :meth:`modules`."""
+        if (step := self.step()) is not None:
+            if self._own != (type(step), len(step.__dict__)):
+                return False
+            modules = modules[1:]
+        if modules != self._members or list(map(type, modules)) != self._types:
+            return False
+        if list(map(len, self._sized)) != self._lengths:
+            return False
+        for get, key, seen in self._things:
+            if get(key) is not seen:
+                return False
+        return all(type(get(key)) is kind for get, key, kind in self._kinds)
+
+    def displaced(self) -> list[tuple[Place, Any, Any]]:
+        """Places where something else than a tensor stands by now, and what stood there."""
+        return [
+            entry
+            for entry in self._watched
+            if not isinstance(entry[2], type) and entry[0].get(entry[1]) is not entry[2]
+        ]
+
+
+def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
+    """What ``step`` can reach, searched again only if it changed, and all modules among it."""
+    reach: Reach | None = step.__dict__.get(_KEY)
+    known = reach is not None and reach.of(step)
+    if reach is not None and known:
+        modules = reach.modules()
+        if reach.holds(modules):
+            return reach, modules
+    draws = reach.draws if reach is not None and known else True
+    reach = Reach(_Search(step), step, draws)
+    step.__dict__[_KEY] = reach
+    return reach, reach.modules()
+
+
+def reached_from(values: Iterable[Any]) -> Reach | None:
+    """What keyword arguments reach; None if they are tensors alone."""
+    values = [v for v in values if type(v) not in _BORING and not isinstance(v, Tensor)]
+    if not values:
+        return None
+    search = _Search(None)
+    for i, value in enumerate(values):
+        search.value(value, _Fixed(value), None, f"an argument ({i})")
+    search.run()
+    return Reach(search, None)
+
+
+def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
+    """All ``modules()`` of ``roots``, without the cost of nested generators."""
+    found: dict[nn.Module, None] = {}
+    stack = [*roots]
+    stack.reverse()
+    while stack:
+        m = stack.pop()
+        if m is not None and m not in found:
+            found[m] = None
+            stack += m._modules.values()
+    return list(found)
+
+
+def _nothing() -> None:
+    return None
+
+
+class _Object(NamedTuple):
+    """A namespace whose attributes are searched as far as their names are loaded somewhere."""
+
+    attributes: dict[str, Any]
+    place: Place
+    methods: dict[str, types.FunctionType]
+    skipped: frozenset[str]
+    whole: bool  # also attributes that no reached function names
+
+
+class _Search:
+    def __init__(self, step: nn.Module | None) -> None:
+        self.step = step
+        self.roots: list[nn.Module] = []
+        self.shells: list[nn.Module] = []
+        self.tensors: list[tuple[Place, Any, str]] = []
+        self.generators: list[torch.Generator] = []
+        self.names: set[str] = set(_ENTRIES)
+        self.loaded: set[str] = set()
+        self.watched: list[tuple[Place, Any, Any]] = []
+        self.sized: list[Any] = []
+        self._any_name = False  # a reached function calls getattr
+        self._seen: set[int] = set()
+        self._kept: list[Any] = []  # so that no id in _seen is given to something else
+        self._visited: set[tuple[int, str]] = set()
+        self._objects: list[_Object] = []
+        self._owned = set(modules_in([step]))
+        for m in modules_in([step]):
+            self._module(m)
+        self.run()
+
+    def run(self) -> None:
+        """Follow names into objects until no new ones turn up."""
+        before = -1
+        while before != (before := len(self.names) + len(self._visited) + len(self._objects)):
+            for thing in list(self._objects):
+                self._expand(thing)
+
+    def _expand(self, thing: _Object) -> None:
+        for name in thing.methods.keys() & self.names:
+            self._function(thing.methods[name])
+        anything = thing.whole or self._any_name
+        for name in thing.attributes if anything else thing.attributes.keys() & self.names:
+            mark = id(thing.attributes), name
+            if mark not in self._visited and name not in thing.skipped:
+                self._visited.add(mark)
+                v = thing.attributes[name]
+                if not thing.whole or type(v) not in _BORING:  # a layer's sizes stay numbers
+                    self.value(v, thing.place, name, name)
+
+    def _first(self, thing: Any) -> bool:
+        if id(thing) in self._seen:
+            return False
+        self._seen.add(id(thing))
+        self._kept.append(thing)
+        return True
+
+    def value(self, v: Any, place: Place, key: Any, label: str) -> None:
+        """Note what stands in a place, and look into it."""
+        if type(v) in _BORING:
+            self.watched.append((place, key, type(v)))
+        elif isinstance(v, Tensor):
+            self.watched.append((place, key, type(v)))
+            self.tensors.append((place, key, label))
+        elif isinstance(v, torch.Generator):
+            self.watched.append((place, key, v))
+            self.generators.append(v)
+        elif isinstance(v, nn.Module):
+            self.watched.append((place, key, v))
+            if self._first(v) and self._encloses(v):
+                self.shells.append(v)
+                methods = {k: f for k, f in _methods(type(v)).items() if not _calls_steps(f)}
+                self._object(v.__dict__, methods, _STANDARD, whole=False)
+                for members in (v._parameters, v._buffers, v._modules):
+                    self._object(members, {}, frozenset(), whole=False)
+            elif v not in self.shells and v not in self.roots and self._unowned(v):
+                self.roots.append(v)
+                for m in modules_in(v._modules.values()):
+                    if self._first(m):
+                        self._inside(m)
+                self._inside(v)
+        elif isinstance(v, (list, tuple, dict, set, frozenset)):
+            self.watched.append((place, key, v))
+            if self._first(v):
+                self._container(v, label)
+        elif (
+            isinstance(v, (type, types.ModuleType))
+            and label == key
+            and _foreign(v.__name__ if isinstance(v, types.ModuleType) else v.__module__)
+        ):
+            return  # torch, nn and the like in the globals
+        elif callable(v) or isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+            self.watched.append((place, key, v))
+            if self._first(v):
+                self._thing(v, label)
+        else:
+            self.watched.append((place, key, type(v)))
+
+    def _unowned(self, m: nn.Module) -> bool:
+        if m in self._owned:
+            return False
+        self._owned.update(modules_in([m]))
+        return True
+
+    def _encloses(self, m: nn.Module) -> bool:
+        """Whether the step runs inside ``m``, which then is no part of it (rule 3)."""
+        if m in self._owned:
+            return False
+        if self.step is not None and self.step in modules_in([m]):
+            return True
+        methods = _methods(type(m))
+        return any(_calls_steps(f) for name, f in methods.items() if name[:2] != "__")
+
+    def _container(self, v: Any, label: str) -> None:
+        self.sized.append(v)
+        if all(map(_BORING.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
+            return
+        if isinstance(v, dict):
+            for key, item in list(v.items()):
+                self.value(item, v, key, f"{label}[{key!r}]")
+        elif isinstance(v, list):
+            for i, item in enumerate(v):
+                self.value(item, _Items(v), i, f"{label}[{i}]")
+        else:
+            for item in v:
+                self.value(item, _Fixed(item), None, label)
+
+    def _thing(self, v: Any, label: str) -> None:
+        if isinstance(v, types.FunctionType):
+            self._function(v)
+        elif isinstance(v, functools.partial):
+            for item in (v.func, *v.args, *v.keywords.values()):
+                self.value(item, _Fixed(item), None, label)
+        elif isinstance(v, types.MethodType):
+            self.value(v.__func__, _Fixed(v.__func__), None, label)
+            self.value(v.__self__, _Fixed(v.__self__), None, label)
+        elif isinstance(v, types.BuiltinMethodType):
+            if not isinstance(v.__self__, types.ModuleType):
+                self.value(v.__self__, _Fixed(v.__self__), None, label)
+        elif isinstance(v, types.ModuleType):
+            if not _foreign(v.__name__):
+                self._object(vars(v), {}, frozenset(), whole=False, watch_size=False)
+        elif not isinstance(v, type) and hasattr(v, "__dict__"):
+            if "__wrapped__" in v.__dict__:  # functools.lru_cache
+                self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
+            if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+                self._object(v.__dict__, _methods(type(v)), frozenset(), whole=False)
+
+    def _object(
+        self,
+        attributes: dict[str, Any],
+        methods: dict[str, types.FunctionType],
+        skipped: frozenset[str],
+        *,
+        whole: bool,
+        watch_size: bool = True,
+    ) -> None:
+        own = self.step is not None and attributes is self.step.__dict__
+        watch_size &= not own
+        place = _Attributes(self.step) if own and self.step is not None else attributes
+        self._objects.append(_Object(attributes, place, methods, skipped, whole))
+        if watch_size:
+            self.sized.append(attributes)
+
+    def _module(self, m: nn.Module) -> None:
+        if self._first(m):
+            self._inside(m)
+
+    def _inside(self, m: nn.Module) -> None:
+        cls = type(m)
+        skipped = _STANDARD | _OF_STEPS if isinstance(m, Step) else _STANDARD
+        self._object(m.__dict__, _methods(cls), skipped, whole=_inherits_code(cls))
+        for hooks in (m._forward_pre_hooks, m._forward_hooks):
+            self.sized.append(hooks)
+            for key, hook in hooks.items():
+                self.value(hook, hooks, key, "a hook")
+
+    def _function(self, f: types.FunctionType) -> None:
+        if not self._first(f.__code__) and f.__closure__ is None and f.__defaults__ is None:
+            return
+        if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
+            return
+        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
+            if self._first(cell):
+                place = _Cell(cell)
+                self.value(place.get(None), place, None, name)
+        for item in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
+            self.value(item, _Fixed(item), None, f.__name__)
+        if _foreign(f.__globals__.get("__name__", "")):
+            return
+        loaded, attributes = _loads(f.__code__)
+        self.names |= attributes
+        self.loaded |= loaded
+        self._any_name |= "getattr" in loaded or "vars" in loaded or "__dict__" in attributes
+        for name in loaded:
+            mark = id(f.__globals__), name
+            if mark not in self._visited and name in f.__globals__:
+                self._visited.add(mark)
+                self.value(f.__globals__[name], f.__globals__, name, name)
+
+
+def _is_foreign(v: object) -> bool:
+    return _foreign(type(v).__module__)
+
+
+def _cached(f: Callable[[type], Any]) -> Callable[[type], Any]:
+    return functools.lru_cache(maxsize=1024)(f)  # mypy: types are not Hashable
+
+
+def _foreign(module: str | None) -> bool:
+    return (module or "").partition(".")[0] in _FOREIGN
+
+
+def _calls_steps(f: types.FunctionType) -> bool:
+    loaded, attributes = _loads(f.__code__)
+    return "invertible_checkpoint" in loaded or "invertible_checkpoint" in attributes
+
+
+@functools.lru_cache(maxsize=4096)
+def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
+    """Names that the code, and the code inside it, loads: globals and attributes."""
+    names: set[str] = set()
+    attributes: set[str] = set()
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            names.add(instruction.argval)
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+            attributes.add(instruction.argval)
+    for const in code.co_consts:
+        if isinstance(const, types.CodeType):
+            inner = _loads(const)
+            names |= inner[0]
+            attributes |= inner[1]
+    return frozenset(names), frozenset(attributes)
+
+
+@_cached
+def _methods(cls: type) -> dict[str, types.FunctionType]:
+    """The functions that the user's own classes define, those of properties among them."""
+    methods: dict[str, types.FunctionType] = {}
+    for c in cls.__mro__:
+        if _foreign(c.__module__):
+            continue
+        for name, value in vars(c).items():
+            f = value.fget if isinstance(value, property) else value
+            f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
+            if isinstance(f, types.FunctionType):
+                methods.setdefault(name, f)
+    return methods
+
+
+@_cached
+def _inherits_code(cls: type) -> bool:
+    """Whether code that is not searched, such as torch's, may load any attribute."""
+    bare = (object, nn.Module, Step, Invertible)
+    roots = [c.__module__.partition(".")[0] for c in cls.__mro__ if c not in bare]
+    return "torch" in roots or "revzoo" in roots

@@ -1,0 +1,44 @@
+"""Data modules by the name that a configuration gives as ``data._target_``."""
+
+from __future__ import annotations
+
+from revzoo.data.cifar import CIFAR10, CIFAR100
+from revzoo.data.digits import Digits
+from revzoo.data.imagefolder import ImageFolder
+from revzoo.data.module import ImageData
+
+DATA: dict[str, type[ImageData]] = {
+    f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
+}
+
+
+def register_data(name: str, kind: type[ImageData]) -> None:
+    """Let configurations choose ``kind`` by ``data._target_=name``.
+
+    Args:
+        name: any name that is free, such as ``flowers.Flowers``.
+        kind: a subclass of :class:`~revzoo.data.module.ImageData`. Checkpoints keep the state of
+            the data under the name of its class, which must be free, too.
+
+    Raises:
+        ValueError: the name is taken.
+        TypeError: ``kind`` is no such class.
+
+    Example::
+
+        class Flowers(revzoo.data.ImageFolder):
+            pixel_max = 255
+
+        revzoo.register_data("flowers", Flowers)  # then: data._target_=flowers data.root=...
+    """
+    if not (isinstance(kind, type) and issubclass(kind, ImageData)):
+        raise TypeError(f"register_data({name!r}, {kind!r}): expected a subclass of ImageData")
+    if name in DATA:
+        raise ValueError(f"data {name!r} is registered already: choose another name")
+    taken = {other.__name__: key for key, other in DATA.items()}
+    if kind.__name__ in taken:
+        raise ValueError(
+            f"a class {kind.__name__} is registered already, as {taken[kind.__name__]!r}: rename "
+            "yours, as checkpoints keep the state of the data under the name of its class"
+        )
+    DATA[name] = kind

@@ -1,0 +1,217 @@
+"""The one reader of files that ``torch.save`` wrote: as plain data, and no larger than the file.
+
+``torch.load`` checks neither the end of its archive nor its checksums. It also believes the shapes
+that a file announces: a tensor may repeat one value without end (stride 0), so that a file of 2 kB
+takes gigabytes once something computes with the tensor.
+
+Three formats are read:
+
+* ZIP archives (torch 1.6 and later), not compressed, with a CRC-32 of each part, which is verified;
+* the same without CRC-32 (``torch.serialization.set_crc32_options(False)``);
+* bare pickles (torch 0.2 to 1.5). Neither of the last two has a checksum, so damage in them goes
+  unnoticed; they are read with a warning.
+
+Not imported by :mod:`revzoo.weights` itself, which works without torch.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import tarfile
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from revzoo.weights.errors import UnreadableWeightsError
+
+_MAGIC = b"PK\x03\x04"  # what torch.load takes for an archive begins with this
+_MOST_VALUES = 1_000_000  # in the containers of one file; the state of a run has thousands
+_DEEPEST = 50
+_BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")  # GLOBAL opcodes
+_REMEDY = "use another copy of it, or another checkpoint of the run"
+
+log = logging.getLogger(__name__)
+
+
+def read_torch_file(
+    path: Path, *, map_location: Any = "cpu", bare_pickles: bool = True, fallback_pickle: Any = None
+) -> Any:
+    """The content of a file: containers of plain values and of dense tensors.
+
+    Args:
+        path: a regular file.
+        map_location: the device of the tensors, as in ``torch.load``.
+        bare_pickles: whether to read files from before torch 1.6, too.
+        fallback_pickle: a ``pickle_module`` as in ``torch.load``, to be tried where
+            ``weights_only=True`` refuses the file. It must run nothing that the file asks for.
+
+    Raises:
+        UnreadableWeightsError: damaged; with other objects, whose loading could run code; or with
+            tensors that need more memory than the file has bytes.
+    """
+    if not path.is_file():
+        raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
+    is_archive = not bare_pickles or _is_archive(path)
+    if not is_archive and tarfile.is_tarfile(path):
+        raise UnreadableWeightsError(
+            f"{path} is a tar file, the format of torch 0.1: load and save it with torch 0.2 to 1.5"
+        )
+    if not (is_archive and check_archive(path)):
+        log.warning(
+            "%s has no checksums, so damage in it would go unnoticed: save it again with torch.save"
+            " of a present torch",
+            path,
+        )
+    try:
+        content = _load(path, map_location, fallback_pickle)
+    except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
+        # Not torch's whole message, which first advises weights_only=False.
+        named = re.search(r"GLOBAL (\S+)", str(error))
+        reason = str(error).rpartition("WeightsUnpickler error: ")[2]
+        reason = f"it names {named[1]}" if named else " ".join(reason.split())[:200]
+        raise UnreadableWeightsError(
+            f"{path} is damaged, or holds more than plain values and tensors: it was not loaded, "
+            f"since loading it could run code ({type(error).__name__}: {reason})"
+        ) from None
+    check_tensors(_tensors_in(content, path), path)
+    return content
+
+
+def _load(path: Path, map_location: Any, fallback_pickle: Any) -> Any:
+    try:
+        return torch.load(path, map_location=map_location, weights_only=True)
+    except Exception:  # of several kinds, one for each thing that it does not know
+        if fallback_pickle is None:
+            raise
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the source code of a pickled model is missing
+        return torch.load(
+            path, map_location=map_location, weights_only=False, pickle_module=fallback_pickle
+        )
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether ``torch.load`` reads the file as an archive, and not as a bare pickle."""
+    with path.open("rb") as file:
+        return file.read(len(_MAGIC)) == _MAGIC
+
+
+def check_archive(path: Path) -> bool:
+    """Refuse a file that is not a complete archive; returns whether it has checksums.
+
+    Raises:
+        UnreadableWeightsError: cut off, damaged, or compressed, which ``torch.save`` never does;
+            or its parts overlap, so that unpacked they are larger than the file.
+    """
+    size = path.stat().st_size
+    try:
+        with zipfile.ZipFile(path) as archive:
+            summed = any(entry.CRC for entry in archive.infolist())
+            fault = _fault_of(archive, size, summed=summed)
+    except Exception as error:  # a damaged archive fails in any way
+        fault = f"is cut off or no checkpoint at all ({size:,} bytes, {error})"
+    if fault:
+        raise UnreadableWeightsError(f"{path} {fault}: it was not loaded; {_REMEDY}")
+    return summed
+
+
+def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | None:
+    entries = archive.infolist()
+    if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        return "is a TorchScript archive, which holds a program; save the module's state_dict"
+    if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
+        return "is compressed, which nothing that torch saves is"
+    larger = sum(entry.file_size for entry in entries) > size  # entries share bytes
+    if larger or any(_allocates(archive, entry) for entry in entries):
+        return (
+            f"would take more memory than its {size:,} bytes, which nothing that torch saves does"
+        )
+    damaged = archive.testzip() if summed else None
+    return damaged and f"is damaged, the sum of {damaged} does not match"
+
+
+def _allocates(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
+    """Whether a pickle calls ``bytearray``, which fills as many bytes as it is asked for.
+
+    ``torch.load(weights_only=True)`` allows this call. Our own checkpoints do not have it.
+    """
+    if not entry.filename.endswith(".pkl"):
+        return False
+    if not entry.CRC:
+        entry.CRC = None  # type: ignore[assignment]  # not kept, so not verified by read()
+    content = archive.read(entry)
+    return any(call in content for call in _BYTEARRAY)
+
+
+def _tensors_in(content: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in the containers, each named by the nearest key above it.
+
+    A list may hold another one many times, which may do so in its turn: 40 such lists have more
+    paths than a program can walk. Hence the limits, which also refuse a list that holds itself.
+    Whoever walks or prints the content later is safe from both.
+    """
+    pending: list[tuple[str, Any, int]] = [("", content, 0)]
+    count = 0
+    while pending:
+        name, value, depth = pending.pop()
+        if isinstance(value, Tensor):
+            yield name, value
+            continue
+        if not isinstance(value, (dict, list, tuple)):
+            continue
+        count += len(value)
+        if count > _MOST_VALUES or depth > _DEEPEST:
+            raise UnreadableWeightsError(
+                f"{path} holds more than {_MOST_VALUES:,} values, or lists in lists more than "
+                f"{_DEEPEST} deep: it was not loaded; {_REMEDY}"
+            )
+        items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
+        pending += [
+            (key if isinstance(key, str) else name, item, depth + 1)
+            for key, item in items
+            if isinstance(item, (Tensor, dict, list, tuple))
+        ]
+
+
+def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
+    """Refuse tensors that are not dense, or that need more memory than the file has bytes.
+
+    Nothing is allocated for it.
+
+    Raises:
+        UnreadableWeightsError: naming the tensor.
+    """
+    size, total, seen = path.stat().st_size, 0, set()
+    for name, tensor in tensors:
+        if not is_dense(tensor):
+            raise UnreadableWeightsError(
+                f"{path} holds other things than tensors: {name or 'one'} is {tensor.layout} "
+                f"{tensor.dtype} on {tensor.device}; expected a state_dict: a dense tensor by each "
+                "name"
+            )
+        storage = tensor.untyped_storage()
+        held, needed = storage.nbytes(), tensor.numel() * tensor.element_size()
+        if storage._cdata not in seen:
+            seen.add(storage._cdata)
+            total += held
+        if needed > held or total > size:
+            raise UnreadableWeightsError(
+                f"{path}: {name or 'a tensor'} of shape {tuple(tensor.shape)} takes {needed:,} "
+                f"bytes, more than the file has for it ({min(held, size):,}): it was not loaded; "
+                f"{_REMEDY}. If you made it with expand(), save tensor.clone()"
+            )
+
+
+def is_dense(value: Any) -> bool:
+    """Whether ``value`` is a tensor with a number in memory for each of its places."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_meta or value.is_nested)
+    )

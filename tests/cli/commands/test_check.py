@@ -1,0 +1,47 @@
+"""``revzoo check data DIR``: all bad images at once."""
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from revzoo.cli.main import main
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for name in ("a/0", "a/1", "b/0", "b/1"):
+        path = tmp_path / "train" / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(path)
+    return tmp_path
+
+
+def test_a_good_folder(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "data", str(root), "--workers", "1"])
+    assert capsys.readouterr().out == "all 4 images can be read\n"
+
+
+def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bad = [root / "train" / name for name in ("a/1.png", "b/0.png")]
+    for path in bad:
+        path.write_bytes(b"no image")
+    with pytest.raises(SystemExit, match="revzoo: 2 of 4 images cannot be read"):
+        main(["check", "data", str(root), "--workers", "2"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [str(path) in line for path, line in zip(bad, lines, strict=True)] == [True, True]
+
+
+def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (root / "test" / "a").mkdir(parents=True)
+    with pytest.raises(SystemExit, match="0 of 4 images"):
+        main(["check", "data", str(root), "--workers", "1"])
+    assert "different classes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("workers", ["0", "-1"])
+def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
+    with pytest.raises(SystemExit, match="--workers="):
+        main(["check", "data", str(root), "--workers", workers])
+    with pytest.raises(SystemExit, match="does not exist"):
+        main(["check", "data", str(root / "nowhere")])

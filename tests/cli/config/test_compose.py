@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import pytest
+
+from revzoo.cli.config.compose import check_sweep, compose_checked
+from revzoo.cli.config.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("model=resnet32", "resnet32"),
+        ("model.name=revnet110", "revnet110"),
+    ],
+)
+def test_good_overrides_are_applied(override: str, value: str) -> None:
+    assert compose_checked([override]).model.name == value
+
+
+def test_a_group_choice_brings_its_keys() -> None:
+    overrides = ["optim.schedule.milestones=[0.9]", "optim=step"]
+    cfg = compose_checked(overrides)
+    assert list(cfg.optim.schedule.milestones) == [0.9]
+    with pytest.raises(ConfigError, match=r"no key 'optim\.schedule\.milestones'"):
+        compose_checked(overrides[:1])
+
+
+def test_a_key_may_be_added_to_a_section() -> None:
+    cfg = compose_checked(["+trainer.benchmark=true", "+model.units=[1,1,1]"])
+    assert cfg.trainer.benchmark is True
+    assert list(cfg.model.units) == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("modle=revnet38", "no key 'modle'; did you mean 'model'"),
+        ("model=revnet39", "model=revnet39: no such option .*did you mean 'revnet38'"),
+        ("data=cifra10", "did you mean 'cifar10'"),
+        ("debug=smok", "did you mean 'smoke'"),
+        ("memory=inverse", "there is auto, .*did you mean 'invert'"),
+        ("optim.lrr=1", r"did you mean 'optim\.lr'"),
+        ("optm.lr=1", r"did you mean 'optim\.lr'"),
+        ("lr=1", r"did you mean 'optim\.lr'"),
+        ("max_epoch=1", r"did you mean 'trainer\.max_epochs'"),
+        ("optim.schedule.warmpu=0.1", r"did you mean 'optim\.schedule\.warmup'"),
+        ("+foo=1", r"\+foo=1: there is no key 'foo'"),
+        ("++sede=1", "did you mean 'seed'"),
+        ("+optm.lr=1", r"did you mean 'optim\.lr'"),
+        ("optim.learning_rate=1", r"\(there is lr, .*\); \+optim\.learning_rate=VALUE adds"),
+        ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds one"),
+        ("trainer.lr=1", r"did you mean 'optim\.lr'"),
+        ("+model.checkpoint_path=epoch=1-step=2.ckpt", "KEY='\"a=b\"'$"),
+        ("~optim.lrr", r"did you mean 'optim\.lr'"),
+        ("+hydra.callbacks.x._target_=evil.f", "callbacks.x._target_=evil.f: of Hydra's own keys"),
+        ("hydra.job_logging.handlers.console.class=evil.f", "of Hydra's own keys"),
+        ("hydra.searchpath=[file://evil]", "of Hydra's own keys"),
+        ("+hydra.launcher={_target_: evil.f}", "of Hydra's own keys"),
+        ("hydra.rn.dir=x", r"did you mean 'hydra\.run\.dir'"),
+        ("trainer.max_epochs=many", "trainer.max_epochs=many: expected a whole number"),
+        ("trainer.max_epochs=1.5", "expected a whole number"),
+        ("optim.lr=fast", "optim.lr=fast: expected a number"),
+        ("optim.nesterov=3", "optim.nesterov=3: expected true or false"),
+        ("seed=true", "seed=True: expected a whole number"),
+        ("seed", "^seed: .*parsing override"),
+        ("model=[1", r"^model=\[1: no viable"),
+    ],
+)
+def test_bad_overrides_are_refused(override: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        compose_checked([override])
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_numbers_and_words_that_fit_pass() -> None:
+    cfg = compose_checked(["callbacks.last_checkpoint.minutes=0.5"])
+    assert cfg.callbacks.last_checkpoint.minutes == 0.5, "it was refused as not whole"
+    cfg = compose_checked(["optim.lr=1", "trainer.devices=auto"])
+    assert (cfg.optim.lr, cfg.trainer.devices) == (1, "auto")
+
+
+def test_sweeps_are_checked_choice_by_choice() -> None:
+    check_sweep(["model=revnet38,resnet32", "optim.lr=0.1,0.2", "seed=range(3)"])
+    with pytest.raises(ConfigError, match="model=revnet39: no such option"):
+        check_sweep(["model=revnet38,revnet39"])
+    with pytest.raises(ConfigError, match=r"did you mean 'optim\.lr'"):
+        check_sweep(["optim.lrr=0.1,0.2"])
+
+
+def test_hydra_keys_are_left_to_hydra() -> None:
+    compose_checked(["hydra.run.dir=/tmp/x"])

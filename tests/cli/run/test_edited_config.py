@@ -1,0 +1,100 @@
+"""An edited ``config.yaml`` is refused in one line that names it, whatever the edit is."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from revzoo.cli.run.evaluate import evaluate
+from revzoo.cli.run.folder import write_config
+from revzoo.cli.run.resume import resume
+from revzoo.cli.run.train import train
+from revzoo.data import DataError
+from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.weights.errors import WeightsError
+
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none", "test=false")
+OTHERS: tuple[Any, ...] = (None, {}, [], 1.5, -1, "", "x", True, {"a": [1]}, [None], "???", "${a}")
+
+
+def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """The keys of every value below ``node``."""
+    if at:
+        yield at
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from places(value, (*at, key))
+
+
+def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each value missing, or replaced by others in turn, so that every kind meets every section."""
+    for index, at in enumerate(places(config)):
+        # sections and what selects code meet every kind, single values some of them
+        count = len(OTHERS) if len(at) == 1 else 1
+        for other in (..., *(OTHERS[(index + k) % len(OTHERS)] for k in range(count))):
+            edited = copy.deepcopy(config)
+            node = edited
+            for key in at[:-1]:
+                node = node[key]
+            if other is ...:
+                del node[at[-1]]
+            else:
+                node[at[-1]] = copy.deepcopy(other)
+            yield at[0], edited
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from revzoo.cli.config.compose import compose_checked, to_plain
+
+    folder = tmp_path_factory.mktemp("run")
+    train(to_plain(compose_checked(SMALL)), run_dir=folder)
+    return folder
+
+
+@pytest.mark.timeout(300)
+def test_no_edit_raises_anything_but_the_users_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``memory: {}``, ``model: 1.5``, missing sections and lists for maps showed tracebacks."""
+    path = run_dir / "config.yaml"
+    config = yaml.safe_load(path.read_text())
+
+    class Passed(Exception):
+        pass
+
+    def stop(*args: Any, **more: Any) -> None:
+        raise Passed
+
+    monkeypatch.setattr("revzoo.cli.run.resume.train", stop)
+    monkeypatch.setattr("revzoo.cli.run.evaluate.build_data", stop)
+    state = read_checkpoint(run_dir / "checkpoints" / "last.ckpt")  # once: edits do not change it
+    monkeypatch.setattr("revzoo.cli.run.resume.read_last", lambda _, check: (check(state), state))
+    ckpt = str(run_dir / "checkpoints" / "best.ckpt")
+    base = {"ckpt": ckpt, "split": "val", "batch_size": None, "data": None}
+    base |= {key: config[key] for key in ("precision", "trainer")}
+    tried, refused = 0, 0
+    for section, edited in edits(config):
+        tried += 1
+        write_config(edited, run_dir)
+        try:
+            resume(run_dir)
+        except Passed:
+            pass
+        except SystemExit as end:
+            refused += 1
+            message = str(end.code)
+            assert message.startswith("revzoo: "), edited
+            assert len(message.splitlines()) == 1, message
+            assert str(path) in message, message
+        if section == "data":  # an evaluation reads no other section
+            with pytest.raises((Passed, ValueError, DataError, WeightsError)) as raised:
+                evaluate(base)
+            assert raised.type is Passed or str(path) in str(raised.value)
+    assert tried > 250
+    assert refused > 150

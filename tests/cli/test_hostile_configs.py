@@ -1,0 +1,137 @@
+"""Configurations from others run no code and name the file that is wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TARGET = "_target_: builtins.open, file: {trap}, mode: w"
+# Each would create or truncate the file {trap} where Hydra uses its own section.
+HYDRA_SECTIONS = {
+    "callbacks": "callbacks: {{x: {{" + TARGET + "}}}}",
+    "symlink": "callbacks: {{x: {{_target_: os.symlink, src: /, dst: {trap}}}}}",
+    "job_logging": "job_logging: {{handlers: {{x: {{class: logging.FileHandler, filename: {trap}, "
+    "mode: w}}}}, root: {{handlers: [x]}}}}",
+    "hydra_logging": "hydra_logging: {{handlers: {{x: {{class: logging.FileHandler, "
+    "filename: {trap}, mode: w}}}}, root: {{handlers: [x]}}}}",
+    "launcher": "launcher: {{_target_: evil.f}}",
+    "sweeper": "sweeper: {{_target_: evil.f}}",
+    "env_set": "job: {{env_set: {{LD_PRELOAD: {trap}}}}}",
+    "output_subdir": "output_subdir: ../../elsewhere",
+    "job_name": "job: {{name: ../../elsewhere}}",
+}
+
+
+def start(
+    cwd: Path, *arguments: str, script: tuple[str, ...] = (str(ROOT / "train.py"),)
+) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "HYDRA_FULL_ERROR")}
+    command = [sys.executable, *script, *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=env, capture_output=True, text=True, check=False, timeout=100
+    )
+
+
+def refused(done: subprocess.CompletedProcess[str], cwd: Path, *, lines: int = 1) -> str:
+    """The message of a command line that was refused and has left nothing in its folder."""
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("revzoo: "), done.stderr
+    assert len(done.stderr.splitlines()) == lines, done.stderr
+    assert not (cwd / "trap").exists()
+    assert not (cwd / "outputs").exists()
+    assert list(cwd.parent.glob("elsewhere*")) == []
+    return done.stderr
+
+
+def hostile(tmp_path: Path, section: str, *, name: str = "experiment/x") -> tuple[Path, Path]:
+    """A working folder, and a folder of configurations with this section of Hydra's own."""
+    cwd, folder = tmp_path / "cwd", tmp_path / "configs"
+    cwd.mkdir()
+    path = folder / f"{name}.yaml"
+    path.parent.mkdir(parents=True)
+    values = HYDRA_SECTIONS[section].format(trap=cwd / "trap")
+    path.write_text(f"# @package _global_\nhydra:\n  {values}\n")
+    return cwd, folder
+
+
+@pytest.mark.parametrize("section", HYDRA_SECTIONS)
+def test_an_experiment_cannot_use_hydras_section(section: str, tmp_path: Path) -> None:
+    """Code ran from ``hydra.callbacks`` and others of any configuration file on the search path."""
+    cwd, folder = hostile(tmp_path, section)
+    message = refused(start(cwd, "--config-dir", str(folder), "experiment=x"), cwd)
+    assert "hydra." in message
+
+
+@pytest.mark.parametrize("more", [("-m", "seed=0,1"), ("--cfg", "job"), ("--info",)])
+def test_no_other_way_of_starting_uses_it(more: tuple[str, ...], tmp_path: Path) -> None:
+    cwd, folder = hostile(tmp_path, "hydra_logging")
+    done = start(cwd, "--config-dir", str(folder), "experiment=x", *more)
+    assert "hydra." in refused(done, cwd, lines=2 if "-m" in more else 1)
+
+
+@pytest.mark.parametrize("way", ["-cn", "-cp"])
+def test_a_primary_configuration_cannot_use_it(way: str, tmp_path: Path) -> None:
+    """Code ran from the configuration that ``-cn`` or ``-cp`` names."""
+    name = "own" if way == "-cn" else "train"
+    cwd, folder = hostile(tmp_path, "callbacks", name=name)
+    given = ["--config-dir", str(folder), "-cn", "own"] if way == "-cn" else ["-cp", str(folder)]
+    refused(start(cwd, *given), cwd)
+
+
+def test_a_search_path_imports_nothing(tmp_path: Path) -> None:
+    """``hydra.searchpath: [pkg://x]`` imports x while Hydra composes."""
+    cwd, folder = tmp_path / "cwd", tmp_path / "configs"
+    cwd.mkdir()
+    (cwd / "evil").mkdir()
+    (cwd / "evil" / "__init__.py").write_text("open('trap', 'w')")
+    folder.mkdir()
+    (folder / "own.yaml").write_text("hydra: {searchpath: [pkg://evil]}\n")
+    script = (
+        "-c",
+        f"import runpy, sys; sys.argv[0] = {str(ROOT / 'train.py')!r}; "
+        f"sys.path[:0] = ['', {str(ROOT)!r}]; runpy.run_path(sys.argv[0], None, '__main__')",
+    )
+    done = start(cwd, "--config-dir", str(folder), "-cn", "own", script=script)
+    assert "searchpath" in refused(done, cwd)
+
+
+def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
+    """``--experimental-rerun`` unpickles."""
+    cwd = tmp_path / "cwd"
+    cwd.mkdir()
+    (cwd / "config.pickle").write_bytes(b"cbuiltins\nopen\n(S'trap'\nS'w'\ntR.")
+    assert "rerun" in refused(start(cwd, "--experimental-rerun", "config.pickle"), cwd)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 9)
+)
+DEEP = "a: " + "[" * 3000 + "]" * 3000
+
+
+@pytest.mark.parametrize("text", [BOMB, DEEP, "a: &a [*a]"], ids=["bomb", "deep", "circle"])
+def test_a_configuration_that_grows_is_refused_at_once(text: str, tmp_path: Path) -> None:
+    """Aliases of aliases in a run's config.yaml took more than 20 s."""
+    from revzoo.cli.config.yaml_files import read_yaml
+
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    begin = time.monotonic()
+    with pytest.raises(ValueError, match=str(path)):
+        read_yaml(path)
+    assert time.monotonic() - begin < 1
+
+
+def test_a_bomb_on_the_search_path_is_refused(tmp_path: Path) -> None:
+    cwd, folder = tmp_path / "cwd", tmp_path / "configs" / "experiment"
+    cwd.mkdir()
+    folder.mkdir(parents=True)
+    (folder / "x.yaml").write_text(f"# @package _global_\n{BOMB}")
+    message = refused(start(cwd, "--config-dir", str(folder.parent), "experiment=x"), cwd)
+    assert "x.yaml" in message

@@ -1,0 +1,89 @@
+"""A user's module, imported by ``--import``, adds a model and a data set to every command."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from revzoo.cli import plugins
+from revzoo.cli.config.errors import ConfigError
+
+MODULE = """
+import revzoo
+from revzoo.data import Digits
+from revzoo.models.revnet import RevNet
+from revzoo.models.variant import Variant
+
+class MyDigits(Digits):
+    def __init__(self, level=1, *, colour="grey", **loading):
+        super().__init__(**loading)
+        assert (level, colour) == (2, "grey")
+
+row = Variant(stem_width=8, widths=(8, 8, 8), units=(1, 1, 1))
+revzoo.register_model("mynet", RevNet, row)
+revzoo.register_data("mydata", MyDigits)
+"""
+SMALL = ("debug=smoke", "trainer=cpu", "logger=none", "hydra.run.dir=run")
+
+
+def start(cwd: Path, *arguments: str, fails: bool = False) -> str:
+    command = [sys.executable, "-m", "revzoo", *arguments]
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert (done.returncode != 0) == fails, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr if fails else done.stdout
+
+
+@pytest.mark.timeout(400)
+def test_a_users_model_and_data_are_trained_resumed_evaluated(tmp_path: Path) -> None:
+    (tmp_path / "mymodels.py").write_text(MODULE)
+    given = ("--import", "mymodels")
+    chosen = ("model=mynet", "data=mydata", "data.level=2", "memory=exact")
+    assert "mynet: no such option" in start(tmp_path, "train", *chosen, fails=True)
+    hint = start(tmp_path, "train", *given, "model=mynett", fails=True)
+    assert "did you mean 'mynet'" in hint
+    start(tmp_path, "train", *given, *chosen, *SMALL)
+    (session,) = map(json.loads, (tmp_path / "run" / "sessions.jsonl").read_text().splitlines())
+    assert session["imports"] == ["mymodels"]
+    ckpt = "run/checkpoints/best.ckpt"
+    for command in (("train", "--resume", "run"), ("eval", f"ckpt={ckpt}", "trainer=cpu")):
+        assert "add --import mymodels, if they are yours" in start(tmp_path, *command, fails=True)
+        told = start(tmp_path, *command, *given)
+    assert told.startswith("test/loss ")
+
+
+def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    (tmp_path / "broken_module.py").write_text("import nothing_of_this_name")
+    with pytest.raises(ConfigError, match="--import broken_module failed: ModuleNotFoundError"):
+        plugins.load_plugins(["broken_module"])
+    with pytest.raises(ConfigError, match="--import not_there failed"):
+        plugins.load_plugins(["not_there"])
+
+
+def test_entry_points_of_installed_packages_are_loaded(tmp_path: Path) -> None:
+    site = tmp_path / "site"
+    (site / "mypackage-1.dist-info").mkdir(parents=True)
+    (site / "mypackage-1.dist-info" / "METADATA").write_text("Name: mypackage\nVersion: 1\n")
+    points = "[revzoo.plugins]\nmine = mypackage\n"
+    (site / "mypackage-1.dist-info" / "entry_points.txt").write_text(points)
+    (site / "mypackage.py").write_text(MODULE)
+    script = (
+        f"import sys; sys.path.insert(0, {str(site)!r}); from revzoo.cli.main import main; "
+        "main(sys.argv[1:])"
+    )
+    command = [sys.executable, "-c", script]
+    cfg = subprocess.run(
+        [*command, "train", "model=mynet", "--cfg", "job", "-p", "model"],
+        cwd=tmp_path, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "name: mynet" in cfg.stdout, cfg.stderr
+    listed = subprocess.run(
+        [*command, "list", "mynet"], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert listed.returncode == 1, "lists of names import nothing"

@@ -1,0 +1,88 @@
+"""Memory modes: who can be set to what, and what stays the same."""
+
+import pytest
+import torch
+from compare import conv_net, images, linear_net
+from torch import nn
+
+from revzoo import AdditiveCoupling, ReversibleSequence, Step, set_memory
+from revzoo.core import modes
+from revzoo.core.modes import MODES, Mode
+
+
+class Halve(Step):
+    """Loses information."""
+
+    def forward(self, x1, x2):
+        return x1[:, ::2], x2[:, ::2]
+
+
+def test_state_dict_is_the_same_in_every_mode():
+    net = conv_net()
+    keys = {m: tuple(net.state_dict()) for m in MODES if set_memory(net, m) is None}
+    assert len(set(keys.values())) == 1
+
+
+def test_mode_reaches_every_step():
+    net = linear_net()
+    set_memory(net, "recompute")
+    set_memory(net[1], "store")
+    assert [step.memory for block in net for step in block] == ["recompute"] * 2 + ["store"] * 2 + [
+        "recompute"
+    ] * 2
+
+
+def test_unknown_mode():
+    with pytest.raises(ValueError, match="unknown memory mode 'inverse': expected one of 'store'"):
+        set_memory(linear_net(), "inverse")
+    with pytest.raises(ValueError, match="unknown memory mode"):
+        ReversibleSequence([], memory="reversible")
+
+
+def test_a_module_without_steps():
+    with pytest.raises(ValueError, match="Linear holds no step"):
+        set_memory(nn.Linear(2, 2), "store")
+
+
+def test_invert_where_nothing_has_an_inverse():
+    with pytest.raises(ValueError, match="no invertible step"):
+        set_memory(Halve(), "invert")
+
+
+def test_a_step_without_inverse_is_recomputed_in_invert():
+    torch.manual_seed(0)
+    wide = [AdditiveCoupling(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(2)]
+    narrow = [AdditiveCoupling(nn.Sequential(nn.Linear(2, 2), nn.Tanh())) for _ in range(2)]
+    net = ReversibleSequence([*wide, Halve(), *narrow]).double()
+    grads = []
+    for mode in ("invert", "store"):
+        set_memory(net, mode)
+        x = images(size=1).flatten(1).requires_grad_()
+        grads.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+    for a, e in zip(*grads, strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_a_new_mode_is_one_class_and_one_line(monkeypatch):
+    """Every step runs through it, and it refuses what does not fit."""
+    calls = []
+
+    class Counting(Mode):
+        name = "counting"
+
+        def run(self, step, state, context):
+            calls.append(step.label)
+            return super().run(step, state, context)
+
+        def check(self, module, steps):
+            if len(steps) == 1:
+                raise ValueError("counting needs two steps")
+
+    monkeypatch.setattr(modes, "MODES", {**MODES, "counting": Counting()})
+    net = linear_net()
+    set_memory(net, "counting")
+    x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+    net(x).sum().backward()
+    assert calls == [f"steps.{block}.steps.{i}" for block in range(3) for i in range(2)]
+    with pytest.raises(ValueError, match="counting needs two steps"):
+        set_memory(AdditiveCoupling(nn.Linear(2, 2)), "counting")

@@ -1,0 +1,321 @@
+"""What a step reaches without owning it is replayed as its own."""
+
+import copy
+import functools
+import gc
+import pickle
+import types
+import weakref
+
+import pytest
+import torch
+from compare import error
+from torch import nn
+
+from revzoo import AdditiveCoupling, Invertible, ReversibleSequence, invertible_checkpoint
+from revzoo.core.reach import reached
+
+MODES = ["recompute", "invert"]
+GLOBAL = {"norm": None, "mask": None}
+
+
+def vectors(*shape, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+
+class Holder(nn.Module):
+    """A branch that keeps a function, a list or a plain object as an attribute."""
+
+    def __init__(self, thing, call=lambda thing, x: thing(x)):
+        super().__init__()
+        self.thing, self.call = thing, call
+
+    def forward(self, x):
+        return self.call(self.thing, x)
+
+
+class Plain:
+    def __init__(self, f):
+        self.f = f
+
+    def __call__(self, x):
+        return self.apply(x)
+
+    def apply(self, x):
+        return self.f(x)
+
+
+def by_global(x):
+    return GLOBAL["norm"](x)
+
+
+def holders(f):
+    def named(x, *, f=f):
+        return f(x)
+
+    return {
+        "closure": lambda: Holder(lambda x: f(x)),
+        "default": lambda: Holder(named),
+        "partial": lambda: Holder(functools.partial(lambda g, x: g(x), f)),
+        "list": lambda: Holder([f], lambda fs, x: fs[0](x)),
+        "dictionary": lambda: Holder({"f": f}, lambda fs, x: fs["f"](x)),
+        "object": lambda: Holder(Plain(f)),
+        "method": lambda: Holder(Plain(f).apply),
+        "namespace": lambda: Holder(types.SimpleNamespace(f=f), lambda n, x: n.f(x)),
+        "global": lambda: Holder(by_global),
+        "function": lambda: lambda x: f(x),  # no Module at all
+    }
+
+
+WAYS = list(holders(None))
+
+
+def branch_of(way, f):
+    GLOBAL["norm"] = f
+    return holders(f)[way]()
+
+
+class Wrapped(nn.Module):
+    """A residual function that is no module, wrapped by a user's Module."""
+
+    def __init__(self, f):
+        super().__init__()
+        self.f = f
+
+    def forward(self, x):
+        return self.f(x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_statistics_of_a_reached_module_count_each_batch_once(mode, way):
+    """BatchNorm behind a function counted twice."""
+    norms = [nn.BatchNorm1d(4).double() for _ in range(2)]
+    for norm, m in zip(norms, (mode, "store"), strict=True):
+        net = ReversibleSequence([AdditiveCoupling(branch_of(way, norm))], memory=m)
+        for seed in range(3):
+            net(*vectors(2, 5, 4, seed=seed))[1].square().sum().backward()
+    assert norms[0].num_batches_tracked == 3
+    assert torch.equal(norms[0].running_var, norms[1].running_var)
+    assert error([norms[0].weight.grad], [norms[1].weight.grad]) < 1e-12
+
+
+def used(way, mask):
+    """A branch that reads a tensor that it does not own."""
+    GLOBAL["mask"] = mask
+    listed, plain = [mask], Plain(mask)
+
+    def by_name(x, mask=mask):
+        return (x * mask).tanh()
+
+    return {
+        "attribute": lambda: Holder(mask, lambda m, x: (x * m).tanh()),
+        "closure": lambda: Holder(lambda x: (x * mask).tanh()),
+        "default": lambda: Holder(by_name),
+        "list": lambda: Holder(listed, lambda ms, x: (x * ms[0]).tanh()),
+        "object": lambda: Holder(plain, lambda p, x: (x * p.f).tanh()),
+        "partial": lambda: Holder(functools.partial(torch.mul, mask)),
+        "builtin": lambda: Holder(mask.mul),
+        "global": lambda: Holder(lambda x: (x * GLOBAL["mask"]).tanh()),
+    }[way]()
+
+
+TENSOR_WAYS = ["attribute", "closure", "default", "list", "object", "partial", "builtin", "global"]
+
+
+@pytest.mark.parametrize("way", TENSOR_WAYS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_reached_tensor_changed_before_the_backward_is_an_error(mode, way):
+    """A change smaller than the drift that is tolerated went unnoticed."""
+    mask = torch.ones(4, dtype=torch.float64)
+    net = ReversibleSequence([AdditiveCoupling(used(way, mask))], memory=mode)
+    loss = sum(t.sum() for t in net(*vectors(2, 5, 4)))
+    mask.mul_(1 + 1e-5)
+    with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_reached_things_replaced_before_the_backward_stand_in_their_place(mode):
+    masks = [torch.full((4,), 2.0, dtype=torch.float64)]
+    fn = Holder(masks, lambda ms, x: (x * ms[0]).tanh())
+    results = []
+    for m in (mode, "store"):
+        fn.thing = masks
+        fn.call = lambda ms, x: (x * ms[0]).tanh()
+        masks[0] = torch.full((4,), 2.0, dtype=torch.float64)
+        x = vectors(2, 5, 4)
+        net = ReversibleSequence([AdditiveCoupling(fn)], memory=m)
+        y = net(*x)
+        masks[0] = torch.zeros(4, dtype=torch.float64)
+        fn.thing, fn.call = [], None
+        results.append(torch.autograd.grad(y[1].square().sum(), x))
+        assert fn.thing == []
+        assert fn.call is None
+        assert masks[0].sum() == 0
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_submodule_replaced_before_the_backward(mode):
+    results = []
+    for m in (mode, "store"):
+        torch.manual_seed(0)
+        branch = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
+        net = ReversibleSequence([AdditiveCoupling(branch)], memory=m)
+        x = vectors(2, 5, 4)
+        y = net(*x)
+        branch[0] = other = nn.Linear(4, 4).double()
+        branch.append(nn.Tanh())
+        results.append(torch.autograd.grad(y[1].square().sum(), x))
+        assert branch[0] is other
+        assert len(branch) == 3
+    assert error(*results) < 1e-12
+
+
+def test_a_step_of_the_users_own_that_holds_a_function():
+    norm = nn.BatchNorm1d(4).double()
+
+    class Add(Invertible):
+        def __init__(self, f):
+            super().__init__()
+            self.f = f
+
+        def forward(self, x1, x2):
+            return x2, x1 + self.f(x2)
+
+        def inverse(self, y1, y2):
+            return y2 - self.f(y1), y1
+
+    net = ReversibleSequence([Add(lambda x: norm(x)) for _ in range(3)])
+    net(*vectors(2, 5, 4))[1].square().sum().backward()
+    assert norm.num_batches_tracked == 3
+    assert all(p.grad is not None for p in norm.parameters())
+
+
+def test_parameters_behind_a_function_alone_make_a_step_recorded():
+    linear = nn.Linear(4, 4).double()
+    results = []
+    for m in ("invert", "store"):
+        net = ReversibleSequence([AdditiveCoupling(Holder(lambda x: linear(x)))] * 2, memory=m)
+        y = net(*vectors(2, 5, 4).detach())
+        results.append(torch.autograd.grad(y[1].square().sum(), list(linear.parameters())))
+    assert error(*results) < 1e-12
+
+
+class Noisy(nn.Module):
+    """Draws from generators of its own, kept in many ways."""
+
+    def __init__(self, way, seed):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.generator = generator if way == "attribute" else None
+        self.listed = [generator] if way == "list" else []
+        self.named = {"g": [generator]} if way == "dictionary" else {}
+        self.draw = (lambda: generator) if way == "closure" else None
+        self.way = way
+
+    def forward(self, x, generator=None):
+        if self.way == "attribute":
+            generator = self.generator
+        elif self.way == "list":
+            generator = self.listed[0]
+        elif self.way == "dictionary":
+            generator = self.named["g"][0]
+        elif self.way == "closure":
+            generator = self.draw()
+        return (x * torch.rand(4, dtype=torch.float64, generator=generator)).tanh()
+
+
+@pytest.mark.parametrize("way", ["attribute", "list", "dictionary", "closure", "keyword"])
+@pytest.mark.parametrize("mode", [*MODES, "offload"])
+def test_a_generator_of_its_own_is_drawn_from_again(mode, way):
+    """It was not set back: the replay drew other numbers, and those of the next step."""
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(Noisy(way, i)) for i in range(3)], memory=m)
+        given = torch.Generator().manual_seed(7)
+        context = {"generator": given} if way == "keyword" else {}
+        found = []
+        for _ in range(2):
+            x = vectors(2, 5, 4)
+            net(*x, **context)[1].square().sum().backward()
+            found.append(x.grad) if x.grad is not None else None
+            found += torch.autograd.grad(net(*x, **context)[1].square().sum(), x)
+        results.append([*found, torch.rand(3, generator=given)])
+    assert error(*results) < 1e-12
+
+
+def test_a_generator_among_a_functions_arguments():
+    def fn(x, g):
+        return x * (1 + torch.rand(4, dtype=torch.float64, generator=g))
+
+    def inverse(y, g):
+        return y / (1 + torch.rand(4, dtype=torch.float64, generator=g))
+
+    results = []
+    for call in (functools.partial(invertible_checkpoint, fn, inverse), fn):
+        g = torch.Generator().manual_seed(2)
+        x = vectors(5, 4)
+        y = call(call(x, g).exp(), g)
+        (grad,) = torch.autograd.grad(y.square().sum(), x)
+        results.append([grad, torch.rand(3, dtype=torch.float64, generator=g)])
+    assert error(*results) < 1e-12
+
+
+def test_attributes_that_no_reached_code_loads_are_none_of_its_business():
+    class Trainer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Linear(4, 4).double()
+            self.total = torch.zeros(())
+
+        def forward(self, x):
+            y = invertible_checkpoint(
+                lambda a, b: (b, a + self.net(b)), lambda a, b: (b - self.net(a), a), *x
+            )
+            loss = y[1].sum()
+            self.log(loss)
+            return loss
+
+        def log(self, loss):
+            self.total += loss.detach()
+
+    Trainer()(vectors(2, 5, 4)).backward()
+
+
+def test_the_search_keeps_no_step_alive():
+    gc.disable()
+    try:
+        norm = nn.BatchNorm1d(4)
+        step = AdditiveCoupling(Holder(lambda x: norm(x)))
+        reached(step)
+        ref = weakref.ref(step)
+        del step
+        assert ref() is None
+    finally:
+        gc.enable()
+
+
+def test_a_searched_step_is_copied_and_pickled():
+    step = AdditiveCoupling(nn.Linear(2, 2))
+    first = reached(step)[0]
+    for other in (copy.deepcopy(step), pickle.loads(pickle.dumps(step))):
+        assert reached(other)[0] is not first
+        assert reached(other)[1][0] is other
+    assert reached(step)[0] is first
+
+
+def test_the_search_is_repeated_only_after_a_change():
+    branch = Holder([torch.ones(1)], lambda ts, x: x * ts[0])
+    step = AdditiveCoupling(branch)
+    first = reached(step)[0]
+    branch.thing[0] = torch.zeros(1)
+    assert reached(step)[0] is first
+    branch.thing.append(torch.Generator())
+    second = reached(step)[0]
+    assert second is not first
+    assert len(second.generators) == 1
+    branch.register_forward_hook(lambda *_: None)
+    assert reached(step)[0] is not second
