@@ -18,7 +18,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from revzoo.core.guard import draw_places
 from revzoo.data import DataError, ImageData
@@ -191,7 +191,7 @@ class Classifier(pl.LightningModule):
         if self.redo.running:  # its figures are counted
             return loss
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        update_metrics(self._metrics_of("train"), loss, logits, labels)
+        update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -221,7 +221,7 @@ class Classifier(pl.LightningModule):
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics of the training epoch, by name."""
-        return self._metrics_of("train")
+        return dict(self.metrics_of("train").items(keep_base=True))
 
     def planned_steps(self) -> float | None:
         """The optimiser steps that the schedule covers; None for constant rates."""
@@ -254,13 +254,13 @@ class Classifier(pl.LightningModule):
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         if own := count_own(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:own], labels[:own])
-            update_metrics(self._metrics_of(split), loss, logits[:own], labels[:own])
-            log_metrics(self, split, self._metrics_of(split))
+            update_metrics(self.metrics_of(split), loss, logits[:own], labels[:own])
+            log_metrics(self, self.metrics_of(split))
         return logits
 
-    def _metrics_of(self, split: str) -> dict[str, Metric]:
-        metrics = cast(nn.ModuleDict, self.metrics[f"{split}_metrics"])
-        return {name: cast(Metric, metric) for name, metric in metrics.items()}
+    def metrics_of(self, split: str) -> MetricCollection:
+        """The metrics of ``train``, ``val`` or ``test``."""
+        return cast(MetricCollection, self.metrics[f"{split}_metrics"])
 
 
 def model_from(spec: Mapping[str, Any]) -> nn.Module:
