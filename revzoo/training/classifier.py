@@ -279,7 +279,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification for a checkpoint, which has weights of its own."""
+    """The specification for a checkpoint, which has its own weights."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept

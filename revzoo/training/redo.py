@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
-    """What the forward pass of a training step starts from."""
+    """The state from which a training step's forward pass starts."""
 
     batch: Any
     batch_idx: int

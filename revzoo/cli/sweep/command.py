@@ -69,6 +69,6 @@ def run(args: argparse.Namespace) -> None:
         except (RunStopped, KeyboardInterrupt) as end:  # the latter between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
             again = command_line("sweep", f"dir={folder}", *import_arguments())
-            log.warning("%s; go on with: %s", stopped, again)
+            log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
         tell_best(search)

@@ -248,8 +248,8 @@ def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lr=1", "a run goes on as it was configured"),
-        ("trainer.max_epochs=9", "a run goes on as it was configured"),
+        ("optim.lr=1", "a resumed run keeps its configuration"),
+        ("trainer.max_epochs=9", "a resumed run keeps its configuration"),
         ("memory=nothing", "no such option"),
     ],
 )

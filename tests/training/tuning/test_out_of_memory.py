@@ -23,7 +23,7 @@ from revzoo.training.tuning.out_of_memory import (
     bytes_per_image,
     is_out_of_memory,
     memory_advice,
-    told_out_of_memory,
+    memory_errors,
 )
 
 SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
@@ -106,7 +106,7 @@ def test_what_failed_is_freed_before_the_advice(
     data: Any = None
     with (
         pytest.raises(NoMemoryError, match="step 0: advice"),
-        told_out_of_memory(runner, module, data),
+        memory_errors(runner, module, data),
     ):
         runner.fit(module, loader())
     assert alive == [False]
