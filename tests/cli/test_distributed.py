@@ -85,7 +85,7 @@ def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> A
     train_module.GracefulStop = kind  # type: ignore[misc, attr-defined]
     try:
         if again:
-            return resume(["--resume", str(folder)])
+            return resume(folder)
         return train(config(*TOGETHER, "data.batch_size=32"), run_dir=folder)
     except SystemExit as end:
         return end.code

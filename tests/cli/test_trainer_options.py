@@ -111,7 +111,7 @@ def test_a_run_ended_early_is_tested_and_not_trained_when_it_goes_on(
         with pytest.raises(SystemExit):
             train(config, run_dir=tmp_path)
     before = json.loads((tmp_path / "summary.json").read_text())
-    figures = resume(["--resume", str(tmp_path)])
+    figures = resume(tmp_path)
     after = json.loads((tmp_path / "summary.json").read_text())
     assert [(s["epochs"], s["steps"]) for s in (before, after)] == [(2, 2)] * 2
     assert (before["stopped"], after["stopped"]) == ("stopped by SIGTERM", None)
