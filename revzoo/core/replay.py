@@ -61,7 +61,7 @@ from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.reach import Place, Reach, reached, reached_from
+from revzoo.core.reach import Attributes, Place, Reach, reached, reached_from
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
@@ -235,7 +235,7 @@ class Conditions:
             for name, value in context.items():
                 for t in tensors_of(value):
                     self._held.append(_Held.of(None, None, name, t))
-            self._extra = reached_from(tree_iter(dict(context)))
+            self._extra = reached_from(tree_iter(dict(context)), self._reach.names)
         if self._extra is not None:
             modules = list(dict.fromkeys((*modules, *self._extra.modules())))
         reads, unseen = self._reach.reads_statistics, self._reach.updates_unseen
@@ -247,7 +247,7 @@ class Conditions:
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)
             for place, key, label in reach.tensors:
-                self._capture_reached(place, key, label, module.training)
+                self._capture_reached(place, key, label, module.training, unseen)
         self._sources: tuple[_Source, ...] = ()
         if not _is_faked(inputs):  # what is faked draws nothing
             generators = [g for reach in self._reaches() for g in reach.generators]
@@ -278,7 +278,7 @@ class Conditions:
         throw_away = m.training and not reads and type(m) in _NORMS
         if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
             throw_away = False
-        unseen = m.training and (unseen or isinstance(m, batchnorm._NormBase))
+        unseen |= m.training and isinstance(m, batchnorm._NormBase)
         for name, b in m._buffers.items():
             if b is None:
                 continue
@@ -293,7 +293,9 @@ class Conditions:
                 held = _Held.of(m._buffers, name, name, b)
                 self._snapshots.append(_Snapshot(held, before, m, m.training, unseen))
 
-    def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
+    def _capture_reached(
+        self, place: Place, key: Any, label: str, training: bool, unseen: bool
+    ) -> None:
         t = place.get(key)
         if not isinstance(t, Tensor) or type(t) in _LAZY:
             return
@@ -303,7 +305,7 @@ class Conditions:
             return
         # Nobody expects a function to change what it does not own: large ones are not copied.
         before = None if t.numel() > _SMALL else t.detach().clone()
-        self._snapshots.append(_Snapshot(held, before, None, training, False))
+        self._snapshots.append(_Snapshot(held, before, None, training, unseen))
 
     def _reaches(self) -> list[Reach]:
         return [self._reach] if self._extra is None else [self._reach, self._extra]
@@ -442,12 +444,12 @@ class Conditions:
 
     def _restore_modules(self, undo: _Undo) -> None:
         if not self._reach.holds(self._reach.modules()):
+            for table, before in self._reach.tables:
+                if table != before:
+                    undo.append((_refill, (table, dict(table))))
+                    _refill(table, before)
             for place, key, seen in self._reach.displaced():
                 _swap(undo, place, key, seen)
-            for children, before in self._reach.children:
-                if children != before:
-                    undo.append((_refill, (children, dict(children))))
-                    _refill(children, before)
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
                 undo.append((setattr, (m, name, now)))
@@ -464,9 +466,12 @@ class Conditions:
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
             _swap(undo, owner, name, copy)
+        values: dict[int, Tensor] = {}  # what stands in several places is one tensor again
         for s in self._snapshots:
             assert s.held.owner is not None
-            _swap(undo, s.held.owner, s.held.key, s.value())
+            if (value := values.get(id(s.held.tensor))) is None:
+                value = values[id(s.held.tensor)] = s.value()
+            _swap(undo, s.held.owner, s.held.key, value)
 
 
 _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -530,13 +535,16 @@ def _replaced(held: _Held) -> bool:
 
 
 def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:
-    undo.append((owner.__setitem__, (key, owner.get(key))))
+    if isinstance(owner, (dict, Attributes)) and key not in owner:
+        undo.append((owner.pop, (key,)))
+    else:
+        undo.append((owner.__setitem__, (key, owner.get(key))))
     owner[key] = value
 
 
-def _refill(children: dict[str, nn.Module | None], wanted: dict[str, nn.Module | None]) -> None:
-    children.clear()
-    children.update(wanted)
+def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(wanted)
 
 
 def _rng_state(sources: Iterable[_Source]) -> _States:
