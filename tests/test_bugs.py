@@ -1677,3 +1677,71 @@ def test_a_stream_that_is_conjugated_lazily(mode):
     (actual,) = torch.autograd.grad(net(x).sin().abs().sum(), x)
     (expected,) = torch.autograd.grad((8 * x.conj()).sin().abs().sum(), x)
     assert error([actual], [expected]) < 1e-12
+
+
+class FirstBatch(nn.Module):
+    """A scale taken from the first batch; a flag says that it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if not self.ready:
+                self.scale.copy_(1 / x.std(0))
+                self.ready.fill_(True)
+        return self.scale * x.tanh()
+
+
+class Clamped(nn.Module):
+    def __init__(self, change=lambda weight: weight.clamp_(-0.1, 0.1)):
+        super().__init__()
+        weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        self.weight, self.change = nn.Parameter(weight), change
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return self.weight * x.tanh()
+
+
+@pytest.mark.parametrize("branch", [FirstBatch, Clamped])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_parameter_that_the_forward_pass_changes(mode, branch):
+    """The replay changed it again, in place: the graph that had saved it refused it."""
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(branch()) for _ in range(3)], memory=m)
+        for _ in range(2):
+            x = vectors()
+            y = net(x, x.sin())
+            results.append(torch.autograd.grad(y[1].square().sum(), [x, *net.parameters()]))
+        results.append([p.detach() for p in net.parameters()])
+    for actual, expected in zip(results[:3], results[3:], strict=True):
+        assert error(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_parameter_that_each_forward_pass_changes_is_an_error(mode):
+    """The replay changed it once more, for good."""
+    branch = Clamped(lambda weight: weight.mul_(0.9999))
+    net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=mode), vectors()
+    loss = net(x, x.sin())[1].sum()
+    before = branch.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'weight' .*changed in place by each forward pass"):
+        loss.backward()
+    assert torch.equal(branch.weight, before)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_scripted_branch_is_named(mode):
+    """An attribute error, somewhere inside."""
+
+    class Traced(torch.jit.ScriptModule):
+        pass
+
+    net, x = ReversibleSequence([AdditiveCoupling(Traced())], memory=mode), vectors()
+    with pytest.raises(RuntimeError, match="holds a TorchScript module"):
+        net(x, x.sin())

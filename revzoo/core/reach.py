@@ -210,6 +210,7 @@ class Reach:
         "locks",
         "names",
         "reads_statistics",
+        "scripted",
         "shells",
         "step",
         "tables",
@@ -230,6 +231,7 @@ class Reach:
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
         self.names = search.names
+        self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # random numbers, for all that is known; replays learn it
         self.locks = locks_of(self._members)
         if step is not None:

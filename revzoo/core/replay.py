@@ -17,8 +17,9 @@ NOTE [ What a replay restores ]
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
        in autograd: the reconstruction would be wrong. So is one converted (``model.double()``).
-       One that the forward pass itself changed (an initialisation from the first batch) or made
-       (``nn.LazyLinear``) has the value that it left.
+       One that the forward pass itself changed (an initialisation from the first batch, a clamp) or
+       made (``nn.LazyLinear``) has the value that it left; a replay works on a copy of it, and
+       raises if it gives that another value.
     5. Buffers: the statistics of torch's own normalisation layers in training influence no output,
        unless code of the step reads them, so the replay works on throw-away copies. Any other
        buffer that the forward pass changed (spectral norm's vectors, a user's counter, statistics
@@ -134,6 +135,30 @@ class _Held(NamedTuple):
                 "before the forward pass"
             )
 
+    def swap_copy(self, undo: _Undo) -> Tensor:
+        """Put a copy in the tensor's place, for code that may change it."""
+        assert self.owner is not None
+        copy = self.tensor.detach().clone().requires_grad_(self.tensor.requires_grad)
+        copy = nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
+        _swap(undo, self.owner, self.key, copy)
+        return copy
+
+    def check_copy(self, copy: Tensor) -> None:
+        """Raise if code did change the copy's value, by more than a reconstruction rounds."""
+        if not version_of(copy) or not copy.numel():
+            return
+        with torch.no_grad():
+            size = self.tensor.abs().max()
+            rounding = 100 * torch.finfo(copy.dtype).eps if copy.dtype.is_floating_point else 0
+            same = bool((copy - self.tensor).abs().max() <= rounding * size)
+        if not same:
+            raise RuntimeError(
+                f"'{self.name}' of shape {tuple(copy.shape)} is changed in place by each forward "
+                "pass, so a replay cannot repeat one; expected a change that, done twice, gives "
+                "the same value. Change it between training steps, or use memory='store' for "
+                "this step"
+            )
+
 
 class _Snapshot(NamedTuple):
     """A tensor that the forward pass may change, and its value from before it."""
@@ -193,6 +218,7 @@ class Conditions:
     __slots__ = (
         "_after",
         "_alone",
+        "_altered",
         "_ambient",
         "_autocast",
         "_carried",
@@ -224,12 +250,19 @@ class Conditions:
         self._ambient = _ambient()
         self._flags: list[tuple[nn.Module, str, Any]] = []
         self._held: list[_Held] = []
+        self._altered: list[_Held] = []  # parameters that the forward pass changed
         self._statistics: list[_Statistics] = []
         self._snapshots: list[_Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._left: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
         self._reach, modules = reached(module)
+        if self._reach.scripted:
+            raise RuntimeError(
+                f"{type(module).__name__} holds a TorchScript module, whose buffers and flags a "
+                "replay cannot exchange; expected a plain module. Use torch.compile instead of "
+                "torch.jit, or memory='store' or 'offload' for this step"
+            )
         self._extra = None
         if context:
             for name, value in context.items():
@@ -350,6 +383,7 @@ class Conditions:
         for i, held in enumerate(self._held):
             if held.owner is not None and version_of(held.tensor) != held.version:
                 self._held[i] = held._replace(version=version_of(held.tensor))
+                self._altered.append(self._held[i])
         for owner, name in self._lazy:
             if type(t := owner[name]) not in _LAZY:
                 self._held.append(_Held.of(owner, name, name, t))
@@ -405,8 +439,11 @@ class Conditions:
             self._restore_modules(undo)
             for owner, name, left in self._left if inverting else ():
                 _swap(undo, owner, name, left.clone())
+            copies = [held.swap_copy(undo) for held in self._altered]
             with self._ambient_restored(), self._autocast_restored():
                 yield
+            for held, copy in zip(self._altered, copies, strict=True):
+                held.check_copy(copy)
             if rng and self._entered and not inverting:
                 self._check_threads(rng, mark)
         finally:
