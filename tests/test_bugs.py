@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import math
+import threading
 import weakref
 
 import pytest
@@ -1745,3 +1746,35 @@ def test_a_scripted_branch_is_named(mode):
     net, x = ReversibleSequence([AdditiveCoupling(Traced())], memory=mode), vectors()
     with pytest.raises(RuntimeError, match="holds a TorchScript module"):
         net(x, x.sin())
+
+
+def test_hooks_on_a_step_that_several_threads_call():
+    """The threads exchanged the step's forward under each other: an error, or one left behind."""
+    step = AdditiveCoupling(nn.Tanh())
+    step.register_forward_hook(lambda *_: None)
+    step(vectors(), vectors())  # seen to draw nothing, so that threads do not wait for each other
+    both = threading.Event()
+
+    def overlap(*_):  # the first thread enters first and leaves first
+        if threading.current_thread() is first:
+            second.start()
+            both.wait(5)
+        else:
+            both.set()
+            first.join(5)
+
+    step.branch.register_forward_hook(overlap)
+    failures = []
+
+    def call():
+        try:
+            step(vectors(), vectors())
+        except (RuntimeError, AttributeError) as failure:
+            failures.append(failure)
+
+    first, second = threading.Thread(target=call), threading.Thread(target=call)
+    first.start()
+    first.join()
+    second.join()
+    assert not failures
+    assert "forward" not in vars(step)
