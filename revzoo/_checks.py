@@ -30,7 +30,7 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
 
 def check_counts(name: str, values: Any) -> tuple[int, ...]:
     """``values`` as a tuple; a ValueError unless they are whole numbers >= 1, at least one."""
-    # Any iterable: configuration files give lists, or list types of their own.
+    # Any iterable: configuration files give lists, or their own list types.
     numbers = tuple(values) if isinstance(values, Iterable) else ()
     if not numbers or not all(map(is_count, numbers)):
         raise ValueError(f"{name}={values!r}: expected whole numbers >= 1, one for each stage")

@@ -6,8 +6,9 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,3 +56,14 @@ def wheel_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(site)
     return site
+
+
+@pytest.fixture
+def compose() -> Callable[..., dict[str, Any]]:
+    """The checked-out configuration as plain containers, with overrides."""
+    from revzoo.cli.config.compose import compose_checked, to_plain  # most tests need no Hydra
+
+    def composed(*overrides: str) -> dict[str, Any]:
+        return to_plain(compose_checked(overrides))
+
+    return composed

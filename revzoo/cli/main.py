@@ -33,7 +33,7 @@ class Row(NamedTuple):
 
 
 class Command(Protocol):
-    """What the module of a subcommand offers."""
+    """The interface of a subcommand's module."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments."""

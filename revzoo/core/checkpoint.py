@@ -8,7 +8,7 @@ hooks and holds the package's only backward rule, :meth:`Tape.replay`. There is 
 DDP, ``autograd.grad`` and frozen parameters behave as without it.
 
 Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585, algorithm 1. The
-hook mechanism is that of ``torch.utils.checkpoint(use_reentrant=False)``.
+hooks work as in ``torch.utils.checkpoint(use_reentrant=False)``.
 
 NOTE [ Slots and the tape ]
     forward     step 0     step 1     step 2            the graph saves *slots*, not activations;
@@ -39,7 +39,7 @@ NOTE [ Slots and the tape ]
     8. States on the way that the caller holds, such as the output of a backbone on which heads
        were put, are *landmarks*: a walk starts from the nearest one. So what comes after a state
        may change before what comes before it is differentiated. The tape refers to them weakly.
-    9. A step that runs inside another one (a sequence in a branch) has a tape of its own. Its known
+    9. A step that runs inside another one (a sequence in a branch) has its own tape. Its known
        state is an activation of the outer step: it is kept as a slot of that, filled when that is
        replayed. So memory does not grow with the number of outer steps.
 

@@ -4,7 +4,7 @@ Floating-point addition rounds, so ``(x + v) - v`` is not ``x`` and a deep netwo
 input with an error that grows on the way. On the grid of multiples of ``2**-bits``, all sums below
 ``2**(mantissa - bits)`` are exact (mantissa: 24 bits of float32, 53 of float64). With the input
 and every branch value rounded to the grid, ``(x + v) - v == x`` bit for bit at any depth. Gomez et
-al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point; the argument is that of exactly
+al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point; the argument comes from exactly
 reversible learning in Maclaurin et al. 2015 (arXiv 1502.03492), without its information buffer,
 which additions do not need.
 

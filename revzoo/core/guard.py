@@ -43,13 +43,21 @@ SAMPLES = 32  # values compared per stream that has no channels
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # compared at most, per stream; others in the next step
 VARIANTS = 4  # sets of places, one of them drawn at each step
-_FEWEST = 4  # values of a channel of which a spread can be told; fewer agree by chance
+_FEWEST = 4  # values that a channel needs for its spread to mean anything; fewer agree by chance
 
 _draw = random.Random(0)  # of places; nobody else's random numbers
 
 
+def draw_places(seed: int) -> None:
+    """Let the places that the next forward passes sample follow from ``seed`` alone.
+
+    A run that resumes at a step then measures the drift that it would have measured.
+    """
+    _draw.seed(seed)
+
+
 class DriftError(RuntimeError):
-    """Recomputed activations differ from those of the forward pass, so gradients are wrong.
+    """Recomputed activations differ from the forward pass's, so gradients are wrong.
 
     Attributes:
         step: the first step beyond its limit; None if unknown.
@@ -87,7 +95,7 @@ class Samples(NamedTuple):
 
 
 class _Drift:
-    """What is compared of one reconstructed stream."""
+    """The values compared of one reconstructed stream."""
 
     __slots__ = ("actual", "ends", "limit", "name", "samples", "step", "used")
 
@@ -185,7 +193,7 @@ def _golden(count: int, start: float = 0) -> Tensor:
 
 
 class Guard:
-    """Collects the figures of one backward pass and judges them at its end."""
+    """Collects the figures of one backward pass and checks them at its end."""
 
     def __init__(self) -> None:
         self._task = -1
@@ -211,7 +219,7 @@ class Guard:
     def compare(
         self, step: Step, name: str, limit: float, samples: list[Samples], computed: State
     ) -> None:
-        """Note the samples of what a replay computed beside those of the forward pass."""
+        """Note a replay's samples beside the forward pass's."""
         for sampled in samples:
             t = computed[sampled.stream]
             drift = _Drift(step, name, limit, sampled, t)
@@ -309,7 +317,7 @@ def _failure(drift: _Drift, message: str) -> DriftError:
 
 
 def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
-    """Streams of one shape and device are judged together."""
+    """Streams of one shape and device are compared together."""
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
         kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
@@ -375,7 +383,7 @@ def _explain_lost(drift: _Drift, ratio: float) -> str:
 def set_drift_limit(module: nn.Module, limit: float) -> None:
     """Set the largest relative drift allowed to the steps of ``module``.
 
-    Infinity allows any; :func:`drift` goes on measuring. The error of a single channel, relative
+    Infinity allows any; :func:`drift` still measures. The error of a single channel, relative
     to its own spread, may be the square root of ``limit``.
 
     Raises:

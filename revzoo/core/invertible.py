@@ -194,7 +194,7 @@ def name_of(step: Step) -> str:
 
 
 def as_state(outputs: Any, step: Step | None = None) -> State:
-    """What a step returned as a state; one of one stream may return its tensor bare.
+    """The outputs of a step as a state; a step of one stream may return a bare tensor.
 
     Raises:
         TypeError: it is neither a tensor nor a tuple of tensors; names ``step``.

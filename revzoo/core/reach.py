@@ -1,4 +1,4 @@
-"""What the code of a step can reach without owning it: modules, tensors, random generators.
+"""Modules, tensors and random generators that a step's code can reach without owning them.
 
 A branch may be a function that closes over a module, a module that keeps a function or a list of
 tensors as an attribute, a bound method, a partial, a name in the globals. A replay must restore
@@ -51,7 +51,7 @@ _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_f
 _BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
 _OF_STEPS = frozenset(Step.__annotations__)
-# What is called without a name in the user's code.
+# Methods that are called without being named in the user's code.
 _ENTRIES = frozenset(name for c in (Step, Invertible) for name in vars(c) if name[0] != "_") | {
     "forward",
     "__call__",
@@ -121,7 +121,7 @@ class _Items:
 
 
 class _Cell:
-    """What a function closes over."""
+    """The place in a closure."""
 
     __slots__ = ("cell",)
 
@@ -587,7 +587,7 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @_cached
 def _methods(cls: type) -> _Methods:
-    """The functions that the user's own classes define, those of properties among them."""
+    """The functions that the user's own classes define, property getters among them."""
     methods: _Methods = {}
     for c in cls.__mro__:
         if not _foreign(c.__module__):

@@ -1,4 +1,4 @@
-"""What the graph holds instead of activations, and how a replay fills it in.
+"""Slots: what the graph holds instead of activations, and how a replay fills them.
 
 See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 """
@@ -393,7 +393,7 @@ class Entry:
 
 
 class Replayed:
-    """The tensors that a replay saves, matched one by one with those of the forward pass."""
+    """The tensors that a replay saves, matched one by one with the forward pass's."""
 
     def __init__(self, entry: Entry) -> None:
         self.needs = entry.needs

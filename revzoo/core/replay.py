@@ -35,7 +35,7 @@ NOTE [ Copies of buffers ]
     of up to ``_SMALL`` elements is taken before every forward pass. Of a larger one (a mask, a
     table of positions) a copy is taken before the first forward pass, and in later ones only if
     that one, or any since, changed it. If it then does change in place for the first time, the
-    value from before is lost: the replay raises and says how to go on. A buffer that is replaced
+    value from before is lost: the replay raises and says what to do. A buffer that is replaced
     (``self.count = self.count + 1``) needs no copy.
 
 Known limit: state outside tensors (a Python attribute that ``forward`` changes) is not seen; ask
@@ -66,7 +66,7 @@ from revzoo.core.reach import Attributes, Place, Reach, reached, reached_from
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
-_HOST = ("cpu", "meta")  # devices without a random state of their own
+_HOST = ("cpu", "meta")  # devices without their own random state
 _SMALL = 2**14  # elements; to copy them takes about as long as to look at them twice
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 _BATCH_NORMS = (batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d)
@@ -81,7 +81,7 @@ _NORMS = frozenset((*_BATCH_NORMS, *_INSTANCE_NORMS, batchnorm.SyncBatchNorm))
 def is_replaying() -> bool:
     """Whether the calling code runs inside a replay, i.e. for the second time on the same values.
 
-    For forward hooks and modules with side effects of their own (logging, counting)::
+    For forward hooks and modules with side effects (logging, counting)::
 
         def hook(module, inputs, output):
             if not revzoo.is_replaying():
@@ -666,7 +666,7 @@ def _autocast_state(device_types: Iterable[str]) -> _AutocastState:
 
 @functools.cache
 def _with_autocast(devices: frozenset[torch.device]) -> list[str]:
-    """The types of the CPU and of ``devices`` that know autocast, in an order of their own."""
+    """The types of the CPU and of ``devices`` that know autocast, in a fixed order."""
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
 

@@ -12,14 +12,14 @@ NOTE [ Threads ]
     3. No wait is endless: a branch may itself wait for another thread (synchronised statistics of
        ranks that are threads), and a backward pass inside a forward pass may run in a thread of
        autograd's. The wait for random numbers ends after ``_PATIENCE`` seconds, half of it the
-       next time, and the thread goes on unlocked; the wait for a module ends in an error.
+       next time, and the thread continues unlocked; the wait for a module ends in an error.
     4. Nothing rests on rule 1 alone: :class:`Sections` tells whether another thread was under way,
        and then a replay must leave the random state as the forward pass left it, or not have
-       touched it. Otherwise the numbers are not those of the forward pass, and it raises.
+       touched it. Otherwise the numbers differ from the forward pass's, and it raises.
 
     Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) are not
     locked out, and rule 4 does not see them; the drift guard sees most of what they spoil. Give
-    such threads a ``torch.Generator`` of their own.
+    such threads their own ``torch.Generator``.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def acquire(locks: list[ModuleLock]) -> None:
         raise RuntimeError(
             f"another thread has been in the forward pass or the replay of a {lock.kind} of this "
             f"step for {_PATIENCE:g} s; expected it to end, since both update the same buffers. "
-            "Give each thread a model of its own (copy.deepcopy), or use memory='store'"
+            "Give each thread its own model (copy.deepcopy), or use memory='store'"
         )
 
 

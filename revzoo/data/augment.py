@@ -30,7 +30,7 @@ class Augment:
     Attributes:
         crop_padding: pixels of padding on each side before the random crop; 0 for no crop, None
             for an eighth of the image's size (the papers' 4 for 32 pixels).
-        crop_scale: for sets read from their files, the least share of the area that a random
+        crop_scale: for sets read from their files, the smallest share of the area that a random
             resized crop shows. 0.08 is GoogLeNet's (Szegedy et al. 2015, arXiv 1409.4842), the
             choice for a hundred epochs.
         flip: mirror left and right with probability 1/2.

@@ -12,7 +12,7 @@ from revzoo.data.errors import DataError
 BYTE_MAX = 255  # in image files, and the default of older states
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
 _LISTED = 20  # names of a long list of classes
-LARGEST = 1e9  # number, and 1 / LARGEST the least scale: normalised pixels then fit into float32
+LARGEST = 1e9  # number, and 1 / LARGEST the smallest scale: normalised pixels then fit into float32
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
@@ -21,7 +21,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
     Args:
         state: of a data module, from a file that anyone may have written.
         num_classes: of the model; None where it is not known.
-        in_chans: channels of the images that the model takes; None for those of ``state``.
+        in_chans: channels of the images that the model takes; None for ``state``'s.
 
     Raises:
         DataError: lists everything that is not valid.
@@ -90,7 +90,7 @@ def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, lis
     """``mean`` and ``std`` per channel, for pixels that end at ``pixel_max``.
 
     A state's numbers are in units of the pixels as its data stored them: the digits' end at 16,
-    those of image files at 255, and those of published weights at 1.
+    255 for image files, 1 for published weights.
     """
     stored, kept = state.get("pixel_max", BYTE_MAX), state["normalisation"]
     return {name: [value * pixel_max / stored for value in kept[name]] for name in ("mean", "std")}
@@ -104,7 +104,7 @@ def crop_of(state: Mapping[str, Any]) -> float | None:
 
 
 def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
-    """Refuse data whose class names, by label, are not those of training.
+    """Refuse data whose class names, by label, differ from training's.
 
     Raises:
         DataError: with both lists and their differences.

@@ -38,7 +38,7 @@ def spec(weights: Weights) -> dict[str, Any]:
 
     Raises:
         KeyError: a layer's weights are missing.
-        ValueError: the shapes are those of no i-RevNet.
+        ValueError: the shapes fit no i-RevNet.
     """
     units: list[int] = []
     strides: list[int] = []

@@ -50,7 +50,7 @@ def spec(weights: Weights) -> dict[str, Any]:
 
     Raises:
         KeyError: the stem, the classifier or a stage is missing.
-        ValueError: the shapes are those of no such network.
+        ValueError: the shapes fit no such network.
     """
     units: dict[int, int] = {}
     widths: dict[int, int] = {}

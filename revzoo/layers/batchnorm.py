@@ -22,7 +22,7 @@ NOTE [ Which map is inverted ]
     ``log_det`` in training mode takes the averages for constants of the image, as RealNVP does;
     the Jacobian of the whole batch has further terms. Its gradient goes through the averages.
 
-It has no scale and shift of its own; put an :class:`~revzoo.ActNorm` after it.
+It has no scale and shift; put an :class:`~revzoo.ActNorm` after it.
 """
 
 from __future__ import annotations

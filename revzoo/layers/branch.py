@@ -11,7 +11,7 @@ A branch holds no skip connection: the coupling or unit around it adds. ``activa
 leaves out the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU itself.
 Dropout sits after the activation and before the last convolution (between the convolutions, as in
 Wide ResNets, arXiv 1605.07146); it holds no state, so the keys of a branch are the same with it.
-The triple branch is that of i-RevNets (arXiv 1802.07088), with dropout where their release has it.
+The triple branch comes from i-RevNets (arXiv 1802.07088), with dropout where their release has it.
 Other normalisations and activations by ``norm_act``.
 
 No operation works in place: a branch must leave its input as it was, since that is a stream.
@@ -28,7 +28,7 @@ from revzoo.layers.precision import narrowed
 
 BranchKind = Literal["basic", "bottleneck"]
 
-# Width of a bottleneck's output over that of its inner convolutions (He et al. 2015, 1512.03385).
+# Width of a bottleneck's output over its inner convolutions' (He et al. 2015, 1512.03385).
 BOTTLENECK_EXPANSION = 4
 
 
@@ -159,7 +159,7 @@ class TripleBranch(_Branch):
 
 
 class BranchFactory(Protocol):
-    """What the branches of ResNets and RevNets are called with."""
+    """The arguments of ResNet and RevNet branches."""
 
     def __call__(
         self,

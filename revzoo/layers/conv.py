@@ -6,7 +6,7 @@ standard deviations, with
 
     std = sqrt(2 / (k * k * out_channels))        (He et al. 2015, arXiv 1502.01852, fan-out form)
 
-as the TensorFlow release of arXiv 1707.04585 does. As there, ``std`` is that of the normal before
+as the TensorFlow release of arXiv 1707.04585 does. As there, ``std`` belongs to the normal before
 truncation: the weights themselves have 0.88 of it. ``torch.nn.init.kaiming_normal_`` does not
 truncate, and the cut-offs of ``torch.nn.init.trunc_normal_`` are absolute, not in units of std.
 

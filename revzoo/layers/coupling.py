@@ -28,7 +28,7 @@ class Coupling(Invertible):
 
     A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
     recorded. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
-    one: that of another ``combine`` is not inherited.
+    one: it is not inherited from a class with another ``combine``.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""Flattening with a way back: ``torch.nn.Flatten`` forgets the shape, this one is told it."""
+"""Flattening with a way back: ``torch.nn.Flatten`` forgets the shape, this layer is given it."""
 
 from __future__ import annotations
 

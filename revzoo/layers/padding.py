@@ -2,7 +2,7 @@
 
     (B, C, H, W) -> (B, C + extra, H, W)
 
-A reversible network keeps the number of values, so its width is that of its input. Zeros appended
+A reversible network keeps the number of values, so it is as wide as its input. Zeros appended
 behind the channels widen it and lose nothing: the inverse strips them (the injective i-RevNet,
 Jacobsen et al. 2018, arXiv 1802.07088). ``torch.nn.functional.pad`` has no inverse.
 

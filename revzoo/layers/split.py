@@ -67,7 +67,7 @@ class Merge(Invertible):
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         # The gradient of cat() is a view of the merged one, which would live as long as either
-        # half; that of the product is dense and its own.
+        # half; the product's gradient is dense and separate.
         return (torch.cat((x1 * 1, x2 * 1), dim=self.dim),)
 
     def inverse(self, y: Tensor, **context: Any) -> State:

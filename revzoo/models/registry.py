@@ -1,6 +1,6 @@
 """Models by name: ``create_model("revnet38")`` and ``list_models("revnet*")``.
 
-The names are those of the variant tables; a table's rows can be changed by keyword, so a wider or
+The names come from the variant tables; a table's rows can be changed by keyword, so a wider or
 shallower network needs no new name.
 """
 
@@ -148,7 +148,7 @@ def create_model(
             first convolution is adapted.
         features_only: give a list of feature maps instead, see :class:`FeatureNet`.
         out_indices: the stages whose maps are given, negative ones from the last; None for all.
-        checkpoint_path: a local file of weights, taken before those of ``name``: safetensors, a
+        checkpoint_path: a local file of weights to use instead of ``name``'s: safetensors, a
             ``state_dict`` (.pt, .pth) or a checkpoint of training (.ckpt).
         cache_dir: where downloads are kept; None for ``$REVZOO_CACHE``, or the user's cache.
         table: where names of weights are looked up; None for the package's own.
@@ -195,7 +195,7 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
 
     Args:
         source: folder or repository; a name of :func:`list_models` as well.
-        keywords: those of :func:`create_model`.
+        keywords: as for :func:`create_model`.
 
     Raises:
         WeightsError: as :func:`create_model`.

@@ -140,7 +140,7 @@ def json_of(entry: WeightsEntry) -> bytes:
 
 
 def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
-    """What is known of the data of the network's weights.
+    """The known facts about the data of the network's weights.
 
     Raises:
         EntryError: the weights it was created with say something that is no longer true, and

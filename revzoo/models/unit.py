@@ -93,7 +93,7 @@ class Transition(Step):
 
 
 def branch(plan: UnitPlan) -> nn.Module:
-    """The residual function of ``plan``, whose channels are those of one stream."""
+    """The residual function of ``plan``, with the channels of one stream."""
     layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
@@ -140,7 +140,7 @@ class PoolAndPad(nn.Module):
 
 
 def shortcut(plan: UnitPlan) -> nn.Module:
-    """The shortcut of one stream for ``plan``, whose channels are those of that stream."""
+    """The shortcut of one stream for ``plan``, with the channels of that stream."""
     if plan.keeps_shape:
         return nn.Identity()
     if plan.branch == "basic" and not plan.convention.projects:

@@ -18,8 +18,9 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
+from revzoo.core.guard import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.models import create_model
@@ -182,6 +183,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        draw_places((self.current_epoch << 32) + batch_idx)
         self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
@@ -189,7 +191,7 @@ class Classifier(pl.LightningModule):
         if self.redo.running:  # its figures are counted
             return loss
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        update_metrics(self._metrics_of("train"), loss, logits, labels)
+        update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -219,7 +221,7 @@ class Classifier(pl.LightningModule):
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics of the training epoch, by name."""
-        return self._metrics_of("train")
+        return dict(self.metrics_of("train").items(keep_base=True))
 
     def planned_steps(self) -> float | None:
         """The optimiser steps that the schedule covers; None for constant rates."""
@@ -252,13 +254,13 @@ class Classifier(pl.LightningModule):
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         if own := count_own(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:own], labels[:own])
-            update_metrics(self._metrics_of(split), loss, logits[:own], labels[:own])
-            log_metrics(self, split, self._metrics_of(split))
+            update_metrics(self.metrics_of(split), loss, logits[:own], labels[:own])
+            log_metrics(self, self.metrics_of(split))
         return logits
 
-    def _metrics_of(self, split: str) -> dict[str, Metric]:
-        metrics = cast(nn.ModuleDict, self.metrics[f"{split}_metrics"])
-        return {name: cast(Metric, metric) for name, metric in metrics.items()}
+    def metrics_of(self, split: str) -> MetricCollection:
+        """The metrics of ``train``, ``val`` or ``test``."""
+        return cast(MetricCollection, self.metrics[f"{split}_metrics"])
 
 
 def model_from(spec: Mapping[str, Any]) -> nn.Module:
@@ -277,7 +279,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification for a checkpoint, which has weights of its own."""
+    """The specification for a checkpoint, which has its own weights."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept

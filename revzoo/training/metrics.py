@@ -9,63 +9,49 @@ loaders of validation and test, fills up the last round with images from the beg
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 
 def make_metrics(num_classes: int) -> nn.ModuleDict:
-    """Mean loss and top-1 accuracy of each split; top-5 of validation and test, if it says much."""
+    """Mean loss and top-1 accuracy of each split; top-5 of validation and test above 5 classes."""
 
-    def metrics(*top: int) -> nn.ModuleDict:
+    def metrics(split: str, *top: int) -> MetricCollection:
         # checks of values would read them back every step, which would stall a GPU
         options: dict[str, Any] = {"average": "micro", "validate_args": False}
-        found: dict[str, nn.Module] = {"loss": MeanMetric(nan_strategy="disable")}
+        found: dict[str, Metric] = {"loss": MeanMetric(nan_strategy="disable")}
         for k in top:
             name = "acc" if k == 1 else f"acc{k}"
             found[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
-        return nn.ModuleDict(found)
+        return MetricCollection(dict(found), prefix=f"{split}/", compute_groups=False)
 
     evaluated = (1, 5) if num_classes > 5 else (1,)
     # a ModuleDict refuses the key "train": nn.Module has a method of that name
     return nn.ModuleDict(
         {
-            "train_metrics": metrics(1),
-            "val_metrics": metrics(*evaluated),
-            "test_metrics": metrics(*evaluated),
+            "train_metrics": metrics("train", 1),
+            "val_metrics": metrics("val", *evaluated),
+            "test_metrics": metrics("test", *evaluated),
         }
     )
 
 
-def update_metrics(
-    metrics: Mapping[str, Metric], loss: Tensor, logits: Tensor, labels: Tensor
-) -> None:
+def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch: its mean loss (), its logits (B, num_classes), its labels as it has them."""
-    hard = true_classes(labels)
-    for name, metric in metrics.items():
-        if name == "loss":
-            # a value per image, as MeanMetric takes no weights where it checks no values
-            metric.update(loss.detach().expand(len(labels)))
-        else:
-            metric.update(logits.detach(), hard)
+    # a loss per image, as MeanMetric takes no weights where it checks no values
+    losses = loss.detach().expand(len(labels))
+    metrics.update(value=losses, preds=logits.detach(), target=true_classes(labels))
 
 
-def log_metrics(module: pl.LightningModule, split: str, metrics: Mapping[str, Metric]) -> None:
+def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:
     """Log them as ``SPLIT/NAME``, to be computed when the epoch ends."""
-    for name, metric in metrics.items():
-        module.log(
-            f"{split}/{name}",
-            metric,
-            prog_bar=name != "loss",
-            on_step=False,
-            on_epoch=True,
-            batch_size=1,  # metrics weigh their values themselves
-        )
+    # metrics weigh their values themselves, whatever the size of the batch
+    module.log_dict(metrics, prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
 
 
 def true_classes(labels: Tensor) -> Tensor:
@@ -104,5 +90,6 @@ class EpochFigures(pl.Callback):
         if self._logged:
             return
         self._logged = True
-        metrics = pl_module.training_metrics()  # type: ignore[operator]
-        log_metrics(pl_module, "train", {k: m for k, m in metrics.items() if m.update_called})
+        metrics: MetricCollection = pl_module.metrics_of("train")  # type: ignore[operator]
+        if all(metric.update_called for metric in metrics.values()):
+            log_metrics(pl_module, metrics)

@@ -34,7 +34,7 @@ class NotFiniteError(WeightsError):
 
 
 class ArchitectureMismatchError(WeightsError):
-    """The weights are those of another architecture."""
+    """The weights belong to another architecture."""
 
 
 class HubError(WeightsError):

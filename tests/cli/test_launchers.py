@@ -91,7 +91,7 @@ def test_a_signal_ends_what_lightning_has_started(tmp_path: Path) -> None:
         told, _ = process.communicate(timeout=120)  # until the last process closes the pipe
     assert process.returncode == 143, told
     assert "Traceback" not in told
-    assert told.count(f"go on with: python {TRAIN} --resume") == 1
+    assert told.count(f"to resume: python {TRAIN} --resume") == 1
     assert summary(tmp_path / "run")["stopped"] == "stopped by SIGTERM"
 
 

@@ -95,7 +95,7 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     (tmp_path / "run" / "config.yaml").write_text("seed: 1\n")
     done = start(str(ROOT / "train.py"), *SMALL, "hydra.run.dir=run", cwd=tmp_path)
     assert done.returncode == 1
-    assert "run holds a run already: go on with it by --resume" in done.stderr
+    assert "already holds a run: resume it with --resume" in done.stderr
     assert (tmp_path / "run" / "config.yaml").read_text() == "seed: 1\n"
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["config.yaml"]
 
@@ -172,7 +172,7 @@ def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Pa
         process.send_signal(signum)
         told, _ = process.communicate(timeout=30)
     assert process.returncode == status, told
-    assert f"go on with: python {ROOT / 'train.py'} --resume" in told
+    assert f"to resume: python {ROOT / 'train.py'} --resume" in told
     assert "Traceback" not in told
     assert read_checkpoint(run_dir / "checkpoints" / "last.ckpt")["global_step"] >= 20
     summary = json.loads((run_dir / "summary.json").read_text())

@@ -13,7 +13,7 @@ from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
 
-if TYPE_CHECKING:  # torch is imported when costs are measured, after what is known has been told
+if TYPE_CHECKING:  # torch is imported when costs are measured, after the known facts are printed
     import torch
 
     from revzoo.models.network import ImageNetwork

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--size", type=int, help="side of the images; default that of training")
+    parser.add_argument("--size", type=int, help="side of the images; default: the size trained on")
     parser.add_argument("--url", help="where the file will be downloaded from")
     parser.add_argument("--default", action="store_true", help="what the bare name will mean")
 
@@ -58,7 +58,7 @@ def publish(
         checkpoint: of a run.
         folder: made if need be.
         facts: fields of the entry; ``name`` among them.
-        size: side of the images in pixels; None for that of the images trained on.
+        size: side of the images in pixels; None for the size trained on.
 
     Raises:
         CheckpointError: it is damaged, does not say what it is of, or says more than plain values.

@@ -37,7 +37,7 @@ INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments: Hydra's, and those of a resumed run."""
+    """Declare the arguments: Hydra's, and a resumed run's."""
     add = parser.add_argument
     add("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the configuration")
     add("--resume", type=Path, metavar="RUN_DIR", help="continue a run in its folder")
@@ -138,7 +138,7 @@ def check_changes(overrides: Sequence[str]) -> None:
     for override in overrides:
         if override.partition("=")[0] not in ("memory", "precision"):
             raise ConfigError(
-                f"{override}: a run goes on as it was configured; only memory=MODE may be changed, "
+                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "and precision=NAME with --allow-precision-change. Start a new run for the rest"
             )
 

@@ -106,7 +106,7 @@ def build_loggers(
     Args:
         logger: the checked section.
         run_dir: the run's folder.
-        first_step: of a run that goes on; what was logged from there on is logged again.
+        first_step: the step at which a resumed run starts; later log rows are written again.
     """
     kind = logger["kind"]
     if kind is None:
@@ -137,7 +137,7 @@ def build_trainer(
         config: the checked configuration.
         run_dir: the run's folder.
         stop: what ends the run at a signal, if anything does.
-        first_step: of a run that goes on.
+        first_step: the step at which a resumed run starts.
 
     Raises:
         ValueError: from Lightning, for values that exclude each other.

@@ -3,7 +3,8 @@
 Hydra refuses an unknown key too, but does not name the key that was meant. Here overrides are
 parsed by Hydra's own parser and compared with the composed configuration: the group's options for
 ``model=revnet39``, the keys for ``optim.lrr=1``, the type of the default for
-``trainer.max_epochs=many``. This needs neither torch nor Lightning, so a typo is answered quickly.
+``trainer.max_epochs=many``. This needs neither torch nor Lightning, so a typo gets a quick
+answer.
 
 Known limit: a key added with ``+`` must be in an existing section; the section's builder checks
 its name.
@@ -70,7 +71,7 @@ SET_BY_HYDRA = (
     "hydra.job.num",
     "hydra.job.id",
 )
-# Options of these groups are compared by value with those of Hydra's package.
+# Options of these groups are compared by value with Hydra's package.
 HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 
 
@@ -263,7 +264,7 @@ def _check(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """The parsed overrides; of those of Hydra itself only :data:`FREE`.
+    """The parsed overrides; of Hydra's own keys only :data:`FREE`.
 
     Raises:
         ConfigError: for any other key of Hydra, or an override that is none.

@@ -18,7 +18,7 @@ from revzoo.data import DataError
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
-from revzoo.training.tuning.out_of_memory import told_out_of_memory
+from revzoo.training.tuning.out_of_memory import memory_errors
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         enable_model_summary=False,
     )
     run = trainer.test if testing else trainer.validate
-    with told_out_of_memory(trainer, restored.module, data, eval_option="batch_size"):
+    with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
     return {name: float(value) for name, value in figures.items()}
 

@@ -1,8 +1,8 @@
-"""What a run leaves behind, beside its checkpoints and logs.
+"""The files of a run beside its checkpoints and logs.
 
 ``config.yaml`` is the resolved configuration; ``sessions.jsonl`` has a line for each start of the
 run, with the command's overrides, the versions and the state of the checkout; ``summary.json`` has
-the final figures, also those of a run that was stopped or could not go on.
+the final figures, also for a run that was stopped or failed.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run in the folder of another one.
 
     Raises:
-        ConfigError: saying how to go on with that one.
+        ConfigError: with the command that resumes the other run.
     """
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
-            f"{run_dir} holds a run already: go on with it by --resume {run_dir}, or give another "
+            f"{run_dir} already holds a run: resume it with --resume {run_dir}, or give another "
             "hydra.run.dir"
         )
 
@@ -98,7 +98,7 @@ def way_on(run_dir: Path) -> str:
         return "the run had not begun: start it anew"
     saved = has_saved(run_dir / CHECKPOINTS)
     note = "" if saved else " (nothing is saved yet: from the start)"
-    return f"go on with: {command_line('train', '--resume', run_dir, *import_arguments())}{note}"
+    return f"to resume: {command_line('train', '--resume', run_dir, *import_arguments())}{note}"
 
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:

@@ -69,7 +69,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 
 def in_use(folder: Path, holder: str) -> str:
-    """What the second program in a folder is told."""
+    """The message for a second program in a folder."""
     pid = holder.split()[1] if holder else "PID"
     return (
         f"{folder} is in use by {holder or 'another process'}: wait until it has ended, end it "

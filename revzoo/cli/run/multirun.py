@@ -67,7 +67,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
 
 
 def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]], list[str]]:
-    """The overrides of each job, and those of Hydra, which all jobs have.
+    """The overrides of each job, and Hydra's, which all jobs share.
 
     Raises:
         ConfigError: naming the key or the range.

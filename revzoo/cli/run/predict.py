@@ -33,7 +33,7 @@ def predict(
 ) -> Iterator[Prediction]:
     """Class probabilities of image files, and of all images in folders.
 
-    Images are cut to size as those of the training, whole (``crop_pct`` 1) where it does not say.
+    Images are resized and cropped as in training; without ``crop_pct`` they stay whole.
 
     Args:
         restored: from :func:`revzoo.training.checkpoint.restore.restore`.

@@ -54,7 +54,7 @@ def resume(
         The figures of the run.
 
     Raises:
-        SystemExit: if the run cannot go on, or not with these changes; the message says why.
+        SystemExit: the run cannot be resumed, or not with these changes; the message says why.
     """
     run_dir = run_dir.absolute()
     path = run_dir / CONFIG_FILE
@@ -73,7 +73,7 @@ def resume(
 
 
 def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
-    """The checkpoint to go on from; None if the run was stopped before it had saved any.
+    """The checkpoint to resume from; None if the run was stopped before it had saved any.
 
     Raises:
         SystemExit: if there are checkpoints but none that can be used.
@@ -89,7 +89,7 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
-    """Refuse a checkpoint that the run cannot go on from as it was.
+    """Refuse a checkpoint that does not fit the run's configuration.
 
     Raises:
         DamagedCheckpoint: it is not as a run has saved it.

@@ -32,7 +32,7 @@ def run_program(
 
     Args:
         command: the program and its arguments.
-        output: where its output and errors go; None for those of this process.
+        output: where its output and errors go; None for this process's.
         should_end: asked every ``poll`` seconds; once it says so, SIGTERM is sent.
         poll: in seconds.
 

@@ -52,7 +52,7 @@ from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run
-from revzoo.training.tuning.out_of_memory import told_out_of_memory
+from revzoo.training.tuning.out_of_memory import memory_errors
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def begin(
 
 
 def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides of the configuration, without those of Hydra."""
+    """The overrides of the configuration, without Hydra's."""
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
@@ -127,11 +127,11 @@ def train(
         config: a composed configuration as plain containers.
         run_dir: the run's folder.
         overrides: what was asked for on the command line, for the record.
-        resume: the checkpoint to go on from; None for a run from the start.
+        resume: the checkpoint to resume from; None for a new run.
 
     Returns:
-        The last figures of training and validation, and those of the test; none where a search
-        was all that was asked for.
+        The last figures of training and validation, and of the test; none if the run was only a
+        search.
 
     Raises:
         SystemExit: if the configuration or the data cannot be used, if training fails in a known
@@ -191,14 +191,14 @@ def _train(
         if resume is None:
             write_config(config, run_dir)
         else:  # what it changes is to stay, once the checkpoint has been accepted
-            told = pl.callbacks.LambdaCallback(
+            recorder = pl.callbacks.LambdaCallback(
                 on_train_start=lambda *_: write_config(config, run_dir)
             )
-            trainer.callbacks.append(told)  # type: ignore[attr-defined]
+            trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
         record_session(run_dir, overrides=overrides, from_step=step or 0)
         log.info("%s on %s, seed %d", config["model"]["name"], data_name(config), config["seed"])
         if resume is not None:
-            log.info("going on at step %d, from %s", step, resume)
+            log.info("resuming at step %d, from %s", step, resume)
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
 
 
@@ -237,7 +237,7 @@ def fit_and_test(
     figures: dict[str, float] = {}
     stopped, asked = None, False
     try:
-        with quiet(), redirected_log(trainer), told_out_of_memory(trainer, module, data):
+        with quiet(), redirected_log(trainer), memory_errors(trainer, module, data):
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
         figures = gathered(trainer)
         seconds = time.perf_counter() - start
@@ -270,14 +270,14 @@ def gathered(trainer: pl.Trainer) -> dict[str, float]:
 def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:
     """The figures of the test split, with the best checkpoint's weights."""
     best = best_checkpoint_path(trainer)
-    with quiet(), told_out_of_memory(trainer, module, data):
+    with quiet(), memory_errors(trainer, module, data):
         results = trainer.test(
             module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
         )
     figures = {name: float(value) for name, value in results[0].items()}
-    told = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+    line = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
     if trainer.is_global_zero:
-        log.info("%s (%s)", told, "best checkpoint" if best else "last weights")
+        log.info("%s (%s)", line, "best checkpoint" if best else "last weights")
     return figures
 
 

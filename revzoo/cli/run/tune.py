@@ -107,8 +107,8 @@ def search_batch_size(
         log.info("memory=%s: counted %d bytes an image, %d fit", mode, each, found.largest[mode])
     room = f"{found.room / GIB:.2f} GiB" if found.room is not None else "what the GPU gives"
     taken = f"{found.taken / GIB:.2f} GiB" if found.taken is not None else "unknown"
-    told = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
-    log.info(told, found.batch_size, memory_of(module), found.limited_by, taken, room)
+    message = "data.batch_size: %d fit in memory=%s, limited by %s; the process grew by %s of %s"
+    log.info(message, found.batch_size, memory_of(module), found.limited_by, taken, room)
     return found.batch_size, found.write(folder)
 
 

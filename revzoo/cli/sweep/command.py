@@ -52,8 +52,8 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     folder, plan = read_plan(args.overrides, default=Path("outputs", "sweep", now))
-    load_optuna()
     check_space(plan.fixed, plan.space)
+    load_optuna()
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
     from revzoo.cli.sweep.search import Search, tell_best
@@ -69,6 +69,6 @@ def run(args: argparse.Namespace) -> None:
         except (RunStopped, KeyboardInterrupt) as end:  # the latter between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
             again = command_line("sweep", f"dir={folder}", *import_arguments())
-            log.warning("%s; go on with: %s", stopped, again)
+            log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
         tell_best(search)

@@ -1,4 +1,4 @@
-"""What a sweep searches for: read from the command line, kept as ``sweep.yaml`` in its folder."""
+"""The plan of a sweep: read from the command line, kept as ``sweep.yaml`` in its folder."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Plan:
         return [*self.fixed, *(f"{p.key}={values[p.key]}" for p in self.space)]
 
     def plain(self) -> dict[str, Any]:
-        """What is recorded."""
+        """The values for ``sweep.yaml``."""
         return {"overrides": self.given} | {name: getattr(self, name) for name in OPTIONS}
 
     def write(self, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the trials of a sweep have given: read from the folders of their runs, told as tables."""
+"""The results of a sweep's trials: read from their run folders, written as tables."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def figure_of(run_dir: Path, metric: str) -> float:
 
 
 def last_line(log: Path, status: int) -> str:
-    """What a program has said last."""
+    """The last line of a program's output."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"status {status}: {lines[-1].strip()}" if lines else f"status {status}"
 
 
 class Curve:
-    """A figure of a run that is going on, as it appears in ``metrics.csv``.
+    """A figure of a running trial, as it appears in ``metrics.csv``.
 
     Attributes:
         pruned: whether the trial's pruner has ended it.
@@ -48,7 +48,7 @@ class Curve:
 
     def __init__(self, run_dir: Path, metric: str, trial: Any) -> None:
         self.path, self.metric, self.trial = run_dir / METRICS_FILE, metric, trial
-        self.told = len(trial.study.trials[trial.number].intermediate_values)
+        self.reported = len(trial.study.trials[trial.number].intermediate_values)
         self.pruned = False
 
     def values(self) -> list[float]:
@@ -60,14 +60,14 @@ class Curve:
 
     def report(self) -> None:
         """Tell the study what is new."""
-        for value in self.values()[self.told :]:
-            self.trial.report(value, self.told)
-            self.told += 1
+        for value in self.values()[self.reported :]:
+            self.trial.report(value, self.reported)
+            self.reported += 1
 
     def is_hopeless(self) -> bool:
         """Report what is new; whether the pruner would end the trial."""
         self.report()
-        self.pruned = self.told > 0 and self.trial.should_prune()
+        self.pruned = self.reported > 0 and self.trial.should_prune()
         return self.pruned
 
 

@@ -84,7 +84,7 @@ class Search:
         """Train; returns the state the trial has ended in, which the study then knows.
 
         Raises:
-            RunStopped: at SIGTERM or Ctrl-C: the run is stopped, the trial may go on.
+            RunStopped: at SIGTERM or Ctrl-C: the run is stopped, the trial can be resumed.
         """
         run_dir = self.folder / f"{trial.number:04d}"
         curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
@@ -107,7 +107,7 @@ class Search:
     def command(self, trial: Any, run_dir: Path) -> list[str]:
         """The program of a trial: from the start, or from where it was stopped."""
         if (run_dir / CONFIG_FILE).exists():
-            with locked(run_dir):  # not while a run that has outlived its sweep goes on there
+            with locked(run_dir):  # not while a run that outlived its sweep still works there
                 return [*process_of("train"), *import_arguments(), "--resume", str(run_dir)]
         overrides = self.plan.overrides(trial.params)
         if not any(override.startswith("test=") for override in overrides):
@@ -121,8 +121,8 @@ class Search:
             trial.set_user_attr("error", error)
         self.study.tell(trial, value, state=state)
         figure = f"{self.plan.metric} {value:.6g}" if value is not None else state.name.lower()
-        told = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
-        log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", told)
+        chosen = " ".join(self.plan.overrides(trial.params)[len(self.plan.fixed) :])
+        log.info("trial %d: %s%s  %s", trial.number, figure, f" ({error})" if error else "", chosen)
         return state
 
 

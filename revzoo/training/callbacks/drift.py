@@ -1,4 +1,4 @@
-"""Logs how far recomputed activations drift from those of the forward pass."""
+"""Logs how far recomputed activations drift from the forward pass's."""
 
 from __future__ import annotations
 

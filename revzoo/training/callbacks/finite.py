@@ -76,7 +76,7 @@ class FiniteLoss(pl.Callback):
             )
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of an epoch whose mean training loss is :data:`DIVERGED` times that of guessing."""
+        """Warn of an epoch whose mean training loss is :data:`DIVERGED` times a guess's."""
         figure = trainer.callback_metrics.get("train/loss")  # in all processes: they gather it
         classes = getattr(getattr(pl_module, "model", None), "num_classes", None)
         if figure is None or not isinstance(classes, int):
@@ -87,7 +87,7 @@ class FiniteLoss(pl.Callback):
             for state in RunState.of(trainer):
                 note = (
                     f"the mean training loss of epoch {epoch} is {loss:.3g}, more than {DIVERGED} "
-                    f"times that of guessing: training has diverged; lower optim.lr"
+                    f"times a guess's: training has diverged; lower optim.lr"
                     f"{_rate(pl_module)}"
                 )
                 if "loss" not in state.notes and trainer.is_global_zero:
@@ -112,18 +112,18 @@ class FiniteLoss(pl.Callback):
         if self._copied is not None:
             if not self._copied.query():  # type: ignore[no-untyped-call]
                 return
-            self._judge(module, self._copy)
+            self._raise_if_infinite(module, self._copy)
         self._copy = self._first.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()
 
     def _read(self, module: pl.LightningModule) -> None:
-        """Wait for the device, and judge."""
+        """Wait for the device, and raise if a loss was not finite."""
         if self._first is not None:
-            self._judge(module, self._first.cpu())
+            self._raise_if_infinite(module, self._first.cpu())
 
     @staticmethod
-    def _judge(module: pl.LightningModule, note: Tensor | None) -> None:
+    def _raise_if_infinite(module: pl.LightningModule, note: Tensor | None) -> None:
         if note is not None and int(note[0]) >= 0:
             raise diverged(module, int(note[0]), int(note[1]))
 

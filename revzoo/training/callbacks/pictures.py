@@ -74,7 +74,7 @@ class Shown(pl.Callback, ABC):
         """Show what the last validation gave, in process 0 alone.
 
         ``step`` is the last optimiser step before it, counted from 0 as for the figures that
-        Lightning logs: what a run has shown before it is saved is kept when it goes on.
+        Lightning logs: pictures logged before a save stay when the run resumes.
         """
 
     def due(self, trainer: pl.Trainer) -> bool:

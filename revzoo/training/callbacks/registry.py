@@ -42,7 +42,7 @@ def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max
         monitor=monitor,
         mode=mode,
         auto_insert_metric_name=False,
-        enable_version_counter=False,  # a run has a folder of its own
+        enable_version_counter=False,  # each run has its own folder
     )
 
 
@@ -102,7 +102,7 @@ def early_stopping(
 def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callback:
     """Validate, test and save an exponential moving average of the weights.
 
-    ``last.ckpt`` keeps both, to go on from.
+    ``last.ckpt`` keeps both, to resume from.
     """
     check_number("callbacks.ema.decay", decay, high=1, open_high=True)
     return AveragedWeights(decay=decay, warmup=warmup)
@@ -160,7 +160,7 @@ ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
 
 
 def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
-    """Let ``callbacks.NAME={...}`` choose a callback; it comes after those of the package.
+    """Let ``callbacks.NAME={...}`` choose a callback; it comes after the package's.
 
     Args:
         name: a name that is free.

@@ -121,7 +121,7 @@ def check_nesting(value: Any, key: str) -> None:
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """Write ``state`` to ``path``; see NOTE [ A good checkpoint at every instant ].
 
-    What the disk refuses is tried again after :data:`RETRY_AFTER`: network file systems report
+    A write that the disk refuses is repeated after :data:`RETRY_AFTER`: network file systems report
     errors (``EIO``, ``ESTALE``) that are over a second later.
 
     Raises:
@@ -235,7 +235,7 @@ def load_tensors(
             unchecked.
         state: from a file that may be anyone's.
         where: the file, for errors.
-        strict: whether the names must be exactly those of ``module``.
+        strict: whether the names must be exactly ``module``'s.
 
     Raises:
         CheckpointError: names or shapes do not fit, a value is no tensor, or a tensor has NaN or

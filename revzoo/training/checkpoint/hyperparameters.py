@@ -42,7 +42,7 @@ def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[
         if str(key) not in HYPERPARAMETERS and key not in replaced:
             raise _refused(
                 str(key),
-                f"expected only {', '.join(HYPERPARAMETERS)}; give those of a subclass to "
+                f"expected only {', '.join(HYPERPARAMETERS)}; give a subclass's own to "
                 f"load_from_checkpoint: {key}=...",
             )
     if "model" in given:

@@ -106,7 +106,7 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
 
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """What the data module has saved; Lightning files it under the name of its class."""
+    """The saved state of the data module; Lightning files it under the name of its class."""
     found = data_states(state)
     if len(found) != 1:
         raise CheckpointError(

@@ -2,8 +2,9 @@
 
 A weight of shape (out, in, ...) is seen as the matrix (out, rest). Its momentum ``B = U S V^T`` is
 replaced by ``U V^T``, so that all directions of the layer learn at one speed; a few Newton-Schulz
-steps do that with matrix products alone. What is no matrix (norms, biases), and the classifier,
-whose rows are classes, is trained by SGD with Nesterov momentum in the same optimiser.
+steps do that with matrix products alone. Norms and biases are no matrices, and a
+classifier's rows are classes: SGD with Nesterov momentum trains
+these parameters in the same optimiser.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
 https://kellerjordan.github.io/posts/muon. ``torch.optim.Muon`` takes matrices only, hence neither

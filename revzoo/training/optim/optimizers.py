@@ -140,7 +140,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
 def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
     """Each of ``groups`` divided by the model's parts, rates times ``decay ** depth``.
 
-    The depth of the classifier is 0, that of the last stage 1.
+    The classifier has depth 0, the last stage depth 1.
     """
     found = []
     for depth, part in enumerate(reversed(parts(model))):

@@ -31,7 +31,7 @@ from revzoo._checks import build_dataclass, check_number, did_you_mean
 
 
 class Schedule(Protocol):
-    """What a recipe says about the learning rate, independent of the length of the run."""
+    """A recipe's learning rate, independent of the length of the run."""
 
     name: ClassVar[str]
 

@@ -58,7 +58,7 @@ FILE = "batch_size_finder.json"
 
 @dataclass(frozen=True)
 class BatchSize:
-    """What the search has found.
+    """The result of the search.
 
     Attributes:
         batch_size: images per step.
@@ -243,7 +243,7 @@ class _Search:
             )
 
     def _trains(self, size: int) -> bool:
-        """Whether a batch can be trained within the room; tried with a copy of its own."""
+        """Whether a batch can be trained within the room; tried with a separate copy."""
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             try:
                 runner.fit(_Guarded(self.module, self), datamodule=self._data(size))

@@ -1,7 +1,7 @@
 """The learning-rate range test: train some steps while the rate rises; where does the loss fall?
 
-Leslie Smith 2017, arXiv 1506.01186, section 3.3. The sweep is that of Lightning's ``Tuner``, on a
-copy of the module (see :mod:`revzoo.training.tuning.trial`). What is added to it:
+Leslie Smith 2017, arXiv 1506.01186, section 3.3. The sweep works as Lightning's ``Tuner``, on a
+copy of the module (see :mod:`revzoo.training.tuning.trial`). Added to it:
 
 1. Lightning gives every group of parameters the same rate. Here each has the one that it would
    have with ``optim.lr`` at the sweep's rate: with ``layer_decay`` its own share of it, with Muon
@@ -47,7 +47,7 @@ CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
 
 @dataclass(frozen=True)
 class LRCurve:
-    """What a sweep has found.
+    """The result of a sweep.
 
     Attributes:
         rates: of each step, rising.

@@ -58,7 +58,7 @@ def _of_machine(proc: Path = PROC) -> int | None:
 
 
 def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
-    """What is free in the control group of this process, and in those around it (version 2)."""
+    """The free memory in this process's control group and the groups around it (version 2)."""
     own = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
     if not own:
         return None

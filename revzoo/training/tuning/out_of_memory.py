@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error means that memory has run out, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # torch has no type of its own for the host
+    # torch has no such type for the host
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
@@ -44,7 +44,7 @@ class NoMemoryError(Exception):
 
 
 @contextmanager
-def told_out_of_memory(
+def memory_errors(
     trainer: pl.Trainer,
     module: Classifier,
     data: ImageData,

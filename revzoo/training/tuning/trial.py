@@ -101,5 +101,5 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
 
 
 def data_copy(data: Data) -> Data:
-    """The same images through loaders of their own."""
+    """The same images through separate loaders."""
     return copy.copy(data)

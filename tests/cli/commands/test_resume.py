@@ -130,7 +130,7 @@ def test_it_goes_on_from_the_state_before_a_damaged_one(
     last = stopped / "checkpoints" / LAST
     last.write_bytes(last.read_bytes()[:1000])
     assert "test/acc" in go_on(stopped)
-    assert f"going on from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
+    assert f"resuming from {stopped / 'checkpoints' / PREVIOUS}" in caplog.text
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
 
@@ -161,12 +161,12 @@ def test_a_state_that_is_no_state_is_damaged(
     before = files(stopped)
     message = refused(stopped)
     assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
-    assert f"nor can the one before it be used: {previous} is damaged (global_step is 99" in message
+    assert f"the one before it is no better: {previous} is damaged (global_step is 99" in message
     assert len(message.splitlines()) == 1
     assert files(stopped) == before
     previous.write_bytes(good)
     assert "test/acc" in go_on(stopped)
-    assert f"; going on from {previous}" in caplog.text
+    assert f"; resuming from {previous}" in caplog.text
     assert last.with_name("last.ckpt.damaged").read_bytes() == before[LAST]
     assert json.loads((stopped / "summary.json").read_text())["steps"] == 8
 
@@ -248,8 +248,8 @@ def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("optim.lr=1", "a run goes on as it was configured"),
-        ("trainer.max_epochs=9", "a run goes on as it was configured"),
+        ("optim.lr=1", "a resumed run keeps its configuration"),
+        ("trainer.max_epochs=9", "a resumed run keeps its configuration"),
         ("memory=nothing", "no such option"),
     ],
 )

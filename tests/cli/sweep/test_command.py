@@ -83,7 +83,7 @@ def test_ctrl_c_between_two_trials_says_how_to_go_on(
         search(tmp_path, *SPACE)
     assert ended.value.code == 130
     assert (
-        f"stopped by SIGINT; go on with: {command_line('sweep', f'dir={tmp_path}')}" in caplog.text
+        f"stopped by SIGINT; to resume: {command_line('sweep', f'dir={tmp_path}')}" in caplog.text
     )
 
 

@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 import torch
 from small_task import TINY, loader, trainer
 
+from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
-from revzoo.cli.run.evaluate import main as evaluate_main
 from revzoo.cli.run.train import train
 from revzoo.training import Classifier
 from revzoo.training.tuning import out_of_memory
@@ -23,7 +23,7 @@ from revzoo.training.tuning.out_of_memory import (
     bytes_per_image,
     is_out_of_memory,
     memory_advice,
-    told_out_of_memory,
+    memory_errors,
 )
 
 SPEC = {"name": "revnet38", "num_classes": 10, "in_chans": 3, "memory": "store"}
@@ -106,7 +106,7 @@ def test_what_failed_is_freed_before_the_advice(
     data: Any = None
     with (
         pytest.raises(NoMemoryError, match="step 0: advice"),
-        told_out_of_memory(runner, module, data),
+        memory_errors(runner, module, data),
     ):
         runner.fit(module, loader())
     assert alive == [False]
@@ -190,5 +190,5 @@ def test_so_does_revzoo_eval(compose: Any, tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(Classifier, "test_step", fails)
     with pytest.raises(SystemExit) as end:
-        evaluate_main([f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"])
+        main(["eval", f"ckpt={tmp_path / 'checkpoints' / 'best.ckpt'}", "trainer=cpu"])
     assert str(end.value).endswith(EVALUATING + "batch_size")
