@@ -1,8 +1,10 @@
 """Each test tells one fault that was once there."""
 
 import copy
+import functools
 import gc
 import math
+import threading
 import weakref
 
 import pytest
@@ -1361,3 +1363,418 @@ def test_a_dropped_graph_whose_weights_came_from_its_own_chain(mode):
     z = torch.func.functional_call(net, weights, y)
     loss = sum(t.square().sum() for t in z)
     assert error(results, torch.autograd.grad(loss, list(net.parameters()))) < 1e-12
+
+
+class Inherits(nn.Module):
+    """A branch whose norm stands in a list that only the code of the base class names."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.norms = [norm]
+
+    def forward(self, x):
+        return self.norms[0](x).tanh()
+
+
+class InheritedBranch(Inherits):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Bank:
+    """Called by operators alone, or by its class."""
+
+    norm = None
+
+    def __init__(self, norm):
+        self.kept = norm
+
+    def __getitem__(self, i):
+        return self.kept
+
+    def __matmul__(self, x):
+        return self.kept(x)
+
+    def __enter__(self):
+        return self.kept
+
+    def __exit__(self, *_):
+        pass
+
+    @functools.cached_property
+    def cached(self):
+        return self.kept
+
+    @staticmethod
+    def normed(x):
+        return Bank.norm(x)
+
+
+class ClassBranch(nn.Module):
+    norm = None
+
+    def forward(self, x):
+        return self.norm(x).tanh()
+
+
+class BankBranch(nn.Module):
+    def __init__(self, norm, way):
+        super().__init__()
+        self.bank, self.way = Bank(norm), way
+
+    def forward(self, x):
+        if self.way == "item":
+            return self.bank[0](x).tanh()
+        if self.way == "operator":
+            return (self.bank @ x).tanh()
+        if self.way == "cached":
+            return self.bank.cached(x).tanh()
+        with self.bank as norm:
+            return norm(x).tanh()
+
+
+def hidden(way, norm):
+    Bank.norm = ClassBranch.norm = None
+    if way == "super":
+        return InheritedBranch(norm)
+    if way == "class":
+        ClassBranch.norm = norm
+        return ClassBranch()
+    if way == "static":
+        Bank.norm = norm
+        return lambda x: Bank.normed(x).tanh()
+    if way == "global class":
+        Bank.norm = norm
+        return lambda x: Bank.norm(x).tanh()
+    return BankBranch(norm, way)
+
+
+@pytest.mark.parametrize(
+    "way", ["super", "class", "static", "global class", "item", "operator", "cached", "with"]
+)
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_statistics_behind_base_classes_class_attributes_and_operators(mode, way):
+    """A batch counted twice in the statistics of modules that only such code reaches."""
+    norms = [nn.BatchNorm1d(8).double() for _ in range(2)]
+    for norm, m in zip(norms, (mode, "store"), strict=True):
+        branch = hidden(way, norm)
+        net = ReversibleSequence([AdditiveCoupling(branch)], memory=m)
+        for _ in range(2):
+            x1, x2 = vectors(), vectors()
+            net(x1, x2)[1].square().sum().backward()
+    assert norms[0].num_batches_tracked == norms[1].num_batches_tracked == 2
+    assert torch.equal(norms[0].running_var, norms[1].running_var)
+
+
+@pytest.mark.parametrize("way", ["children", "get_submodule", "_modules"])
+def test_statistics_of_submodules_that_a_function_walks_over(way):
+    """As above, where the model that calls invertible_checkpoint finds them by walking."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(8).double()
+
+        def find(self):
+            if way == "children":
+                return next(iter(self.children()))
+            return self.get_submodule("norm") if way == "get_submodule" else self._modules["norm"]
+
+        def forward(self, *state):
+            return invertible_checkpoint(
+                lambda a, b: (b, a + self.find()(b).tanh()),
+                lambda a, b: (b - self.find()(a).tanh(), a),
+                *state,
+            )
+
+    net, x = Model(), vectors()
+    net(x, x.sin())[1].square().sum().backward()
+    assert net.norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_attributes_of_an_object_among_the_keyword_arguments(mode):
+    """Only the code of the object was asked which of its attributes matter, not the branch's."""
+
+    class Scaled(nn.Module):
+        def forward(self, x, condition):
+            return (condition.norm(x) * condition.scale).tanh()
+
+    class Condition:
+        def __init__(self):
+            self.norm = nn.BatchNorm1d(8).double()
+            self.scale = torch.ones(8, dtype=torch.float64)
+
+    net = ReversibleSequence([AdditiveCoupling(Scaled())], memory=mode)
+    given, x = Condition(), vectors()
+    net(x, x.sin(), condition=given)[1].square().sum().backward()
+    assert given.norm.num_batches_tracked == 1
+    loss = net(x, x.sin(), condition=given)[1].square().sum()
+    given.scale.mul_(1 + 1e-5)
+    with pytest.raises(RuntimeError, match=r"'scale' .*modified by an in-place operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("when", ["removed", "added"])
+@pytest.mark.parametrize("kind", ["forward", "pre", "keywords"])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_forward_hooks_are_those_of_the_forward_pass(mode, kind, when):
+    """A hook removed before the backward left None in its place: the next call crashed."""
+
+    def register(linear):
+        if kind == "pre":
+            return linear.register_forward_pre_hook(lambda _, args: (args[0] * 1.5,))
+        if kind == "keywords":
+            return linear.register_forward_hook(lambda _, a, kw, y: y * 1.5, with_kwargs=True)
+        return linear.register_forward_hook(lambda _, args, y: y * 1.5)
+
+    results = []
+    for m in (mode, "store"):
+        net, x = linear_net(2), vectors()
+        set_memory(net, m)
+        linear = net[0][0].branch[0]
+        if when == "removed":
+            handle = register(linear)
+            y = net(x)
+            handle.remove()
+        else:
+            y = net(x)
+            handle = register(linear)
+        grads = torch.autograd.grad(y.square().sum(), [x, *net.parameters()])
+        results.append([*grads, net(x).detach()])
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_an_attribute_deleted_before_the_backward_stays_deleted(mode):
+    """The replay left None in its place."""
+
+    class Optional(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = [torch.full((8,), 0.5, dtype=torch.float64)]
+
+        def forward(self, x):
+            return (x * self.scales[0]).tanh() if hasattr(self, "scales") else x.tanh()
+
+    net, x = ReversibleSequence([AdditiveCoupling(Optional())], memory=mode), vectors()
+    y = net(x, x.sin())
+    del net[0].branch.scales
+    y[1].square().sum().backward()
+    assert not hasattr(net[0].branch, "scales")
+
+
+@pytest.mark.parametrize("way", ["two modules", "closure"])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_changing_buffer_that_stands_in_two_places(mode, way):
+    """The replay put a copy in each place: one read what the other had not written."""
+
+    class Counts(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.register_buffer("count", count)
+
+        def forward(self, x):
+            self.count.add_(1)
+            return x
+
+    class Reads(Counts):
+        def forward(self, x):
+            return x.tanh() * self.count
+
+    class Closes(nn.Module):
+        def __init__(self, count):
+            super().__init__()
+            self.f = lambda x: x.tanh() * count
+
+        def forward(self, x):
+            return self.f(x)
+
+    results = []
+    for m in (mode, "store"):
+        count = torch.zeros((), dtype=torch.float64)
+        reads = Reads(count) if way == "two modules" else Closes(count)
+        branch = nn.Sequential(Counts(count), reads)
+        net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=m), vectors()
+        y = net(x, x.sin())
+        results.append([*torch.autograd.grad(y[1].square().sum(), x), count])
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("way", ["data", "numpy"])
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_buffer_updated_around_autograd(mode, training, way):
+    """Moving averages that code updates by ``.data``, without a new version, moved twice."""
+
+    class Average(nn.Module):
+        def __init__(self, size):
+            super().__init__()
+            self.register_buffer("mean", torch.ones(size, dtype=torch.float64))
+
+        def forward(self, x):
+            if way == "data":
+                self.mean.data.mul_(0.9)
+            else:
+                self.mean.numpy()[...] *= 0.9
+            return x.tanh() * self.mean[:8]
+
+    for size in (8, 2**14 + 8):
+        results = []
+        for m in (mode, "store"):
+            net = ReversibleSequence([AdditiveCoupling(Average(size))] * 2, memory=m)
+            net.train(training)
+            x = vectors()
+            y = net(x, x.sin())
+            grads = torch.autograd.grad(y[1].square().sum(), x)
+            results.append([*grads, *net.buffers()])
+        assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_tensor_in_a_tuple_that_changes_in_place_is_named(mode):
+    """An assertion failed."""
+
+    class Counts(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kept = (torch.zeros((), dtype=torch.float64),)
+
+        def forward(self, x):
+            return x.tanh() * self.kept[0].add_(1)
+
+    net, x = ReversibleSequence([AdditiveCoupling(Counts())], memory=mode), vectors()
+    with pytest.raises(RuntimeError, match="in place that stands in a tuple"):
+        net(x, x.sin())[1].sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_statistics_of_an_exported_branch(mode):
+    """Its graph updates them without a new version, in code that is not searched."""
+    norm = nn.Sequential(nn.BatchNorm1d(8).double(), nn.Tanh())
+    branches = [torch.export.export(norm, (vectors(),)).module() for _ in range(2)]
+    for branch, m in zip(branches, (mode, "store"), strict=True):
+        net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=m), vectors()
+        net(x, x.sin())[1].square().sum().backward()
+    for actual, expected in zip(branches[0].buffers(), branches[1].buffers(), strict=True):
+        assert torch.equal(actual, expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_stream_that_is_conjugated_lazily(mode):
+    """The guard looked at its parts, which torch refuses."""
+
+    class Conjugate(Invertible):
+        streams = 1
+
+        def forward(self, x):
+            return (2 * x).conj()
+
+        def inverse(self, y):
+            return y.conj() / 2
+
+    net = ReversibleSequence([Conjugate(), Conjugate(), Conjugate()], memory=mode)
+    x = torch.complex(vectors(), vectors().sin()).detach().requires_grad_()
+    (actual,) = torch.autograd.grad(net(x).sin().abs().sum(), x)
+    (expected,) = torch.autograd.grad((8 * x.conj()).sin().abs().sum(), x)
+    assert error([actual], [expected]) < 1e-12
+
+
+class FirstBatch(nn.Module):
+    """A scale taken from the first batch; a flag says that it was."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(8, dtype=torch.float64))
+        self.register_buffer("ready", torch.tensor(False))
+
+    def forward(self, x):
+        with torch.no_grad():
+            if not self.ready:
+                self.scale.copy_(1 / x.std(0))
+                self.ready.fill_(True)
+        return self.scale * x.tanh()
+
+
+class Clamped(nn.Module):
+    def __init__(self, change=lambda weight: weight.clamp_(-0.1, 0.1)):
+        super().__init__()
+        weight = torch.linspace(-1, 1, 8, dtype=torch.float64)
+        self.weight, self.change = nn.Parameter(weight), change
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.change(self.weight)
+        return self.weight * x.tanh()
+
+
+@pytest.mark.parametrize("branch", [FirstBatch, Clamped])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_parameter_that_the_forward_pass_changes(mode, branch):
+    """The replay changed it again, in place: the graph that had saved it refused it."""
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(branch()) for _ in range(3)], memory=m)
+        for _ in range(2):
+            x = vectors()
+            y = net(x, x.sin())
+            results.append(torch.autograd.grad(y[1].square().sum(), [x, *net.parameters()]))
+        results.append([p.detach() for p in net.parameters()])
+    for actual, expected in zip(results[:3], results[3:], strict=True):
+        assert error(actual, expected) < 1e-12
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_parameter_that_each_forward_pass_changes_is_an_error(mode):
+    """The replay changed it once more, for good."""
+    branch = Clamped(lambda weight: weight.mul_(0.9999))
+    net, x = ReversibleSequence([AdditiveCoupling(branch)], memory=mode), vectors()
+    loss = net(x, x.sin())[1].sum()
+    before = branch.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"'weight' .*changed in place by each forward pass"):
+        loss.backward()
+    assert torch.equal(branch.weight, before)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_scripted_branch_is_named(mode):
+    """An attribute error, somewhere inside."""
+
+    class Traced(torch.jit.ScriptModule):
+        pass
+
+    net, x = ReversibleSequence([AdditiveCoupling(Traced())], memory=mode), vectors()
+    with pytest.raises(RuntimeError, match="holds a TorchScript module"):
+        net(x, x.sin())
+
+
+def test_hooks_on_a_step_that_several_threads_call():
+    """The threads exchanged the step's forward under each other: an error, or one left behind."""
+    step = AdditiveCoupling(nn.Tanh())
+    step.register_forward_hook(lambda *_: None)
+    step(vectors(), vectors())  # seen to draw nothing, so that threads do not wait for each other
+    both = threading.Event()
+
+    def overlap(*_):  # the first thread enters first and leaves first
+        if threading.current_thread() is first:
+            second.start()
+            both.wait(5)
+        else:
+            both.set()
+            first.join(5)
+
+    step.branch.register_forward_hook(overlap)
+    failures = []
+
+    def call():
+        try:
+            step(vectors(), vectors())
+        except (RuntimeError, AttributeError) as failure:
+            failures.append(failure)
+
+    first, second = threading.Thread(target=call), threading.Thread(target=call)
+    first.start()
+    first.join()
+    second.join()
+    assert not failures
+    assert "forward" not in vars(step)

@@ -138,7 +138,7 @@ def _comparable(t: Tensor) -> bool:
 
 
 def _taken(t: Tensor, places: Tensor) -> Tensor:
-    t = torch.view_as_real(t) if t.is_complex() else t
+    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return torch.take(t.detach(), places)
 
 

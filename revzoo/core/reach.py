@@ -9,11 +9,13 @@ NOTE [ What counts as reached ]
     1. From the step and its submodules: attributes, forward hooks, and what functions among them
        close over, are bound to, have as defaults or load as globals, also in lists, tuples,
        dictionaries, partials and plain objects.
-    2. Of an object of the user's own class, only attributes that some reached function loads by
-       name: a method of a large module does not reach what other methods use. A function that
-       calls ``getattr`` may load any.
+    2. Of an object of the user's own class, of the class itself and of its bases, only attributes
+       that some reached function loads by name: a method of a large module does not reach what
+       other methods use. A function that calls ``getattr`` may load any. Operators load special
+       methods without a name.
     3. Of a module that the step runs inside of, because it contains the step or calls
-       ``invertible_checkpoint``, likewise only submodules, parameters and buffers by name.
+       ``invertible_checkpoint``, likewise only submodules, parameters and buffers by name; all
+       submodules if a function walks over them.
     4. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
        searched, nor are slots, weak references and what is computed at run time.
 
@@ -33,6 +35,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from revzoo.core.invertible import Invertible, Step
 from revzoo.core.threads import locks_of
@@ -43,7 +46,7 @@ _FOREIGN = (
     | {"lightning", "pytorch_lightning", "lightning_fabric"}
 )
 _KEY = "_revzoo_reach"  # in the __dict__ of a step
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), type, range, slice, type(Ellipsis))
+_PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
@@ -70,8 +73,28 @@ _READS_STATISTICS = frozenset(
 )
 
 
-# Functions of torch that change their arguments without a new version.
-_UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+# What changes tensors without a new version: functions of torch, and two ways around autograd.
+_UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "data", "numpy"))
+
+_LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
+_LOADS_ANY_MEMBER = _LOADS_ANY | {
+    "children",
+    "modules",
+    "named_children",
+    "named_modules",
+    "get_submodule",
+    "_modules",
+}
+# Special methods that no operator calls in a branch.
+_NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
+_TABLES = (
+    "_modules",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+)
 
 
 class Place(Protocol):
@@ -124,10 +147,29 @@ class _Fixed:
         return self.value
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
-        raise AssertionError("nothing else can have stood here")
+        raise RuntimeError(
+            "the forward pass changed a tensor in place that stands in a tuple, a set, a partial "
+            "or a default argument, where a replay cannot exchange it; expected it to stay as it "
+            "was. Keep it in a list or as a buffer, or use memory='store' for this step"
+        )
 
 
-class _Attributes:
+class _ClassAttributes:
+    """The attributes of a class."""
+
+    __slots__ = ("cls",)
+
+    def __init__(self, cls: type) -> None:
+        self.cls = cls
+
+    def get(self, key: str, /) -> Any:
+        return vars(self.cls).get(key)
+
+    def __setitem__(self, key: str, value: Any, /) -> None:
+        setattr(self.cls, key, value)
+
+
+class Attributes:
     """The attributes of the step itself, whose result must not hold it: that would be a cycle."""
 
     __slots__ = ("owner",)
@@ -143,6 +185,12 @@ class _Attributes:
         if (owner := self.owner()) is not None:
             owner.__dict__[key] = value
 
+    def __contains__(self, key: str, /) -> bool:
+        return (owner := self.owner()) is not None and key in owner.__dict__
+
+    def pop(self, key: str, /) -> Any:
+        return None if (owner := self.owner()) is None else owner.__dict__.pop(key)
+
 
 class Reach:
     """The result of one search (NOTE [ What counts as reached ])."""
@@ -157,13 +205,15 @@ class Reach:
         "_things",
         "_types",
         "_watched",
-        "children",
         "draws",
         "generators",
         "locks",
+        "names",
         "reads_statistics",
+        "scripted",
         "shells",
         "step",
+        "tables",
         "tensors",
         "updates_unseen",
     )
@@ -173,15 +223,19 @@ class Reach:
         self._roots = search.roots
         self.shells = search.shells  # modules that the step runs inside of and looks at
         self._members = self.modules()
-        self.children = [(m._modules, dict(m._modules)) for m in self._members if m._modules]
+        tables = [getattr(m, name, {}) for m in self._members for name in _TABLES]
+        self.tables = [(table, dict(table)) for table in tables]  # children and hooks, in order
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
+        self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
+        self.names = search.names
+        self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # random numbers, for all that is known; replays learn it
         self.locks = locks_of(self._members)
         if step is not None:
-            self._members = self._members[1:]  # without the step, see _Attributes
+            self._members = self._members[1:]  # without the step, see Attributes
             self._own = type(step), len(step.__dict__.keys() | {_KEY})
         self._types = list(map(type, self._members))
         self._watched = search.watched
@@ -241,12 +295,15 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     return reach, reach.modules()
 
 
-def reached_from(values: Iterable[Any]) -> Reach | None:
-    """What keyword arguments reach; None if they are tensors alone."""
+def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | None:
+    """What keyword arguments reach whose attributes the step loads by ``names``.
+
+    None if they are tensors alone.
+    """
     values = [v for v in values if type(v) not in _BORING and not isinstance(v, Tensor)]
     if not values:
         return None
-    search = _Search(None)
+    search = _Search(None, names)
     for i, value in enumerate(values):
         search.value(value, _Fixed(value), None, f"an argument ({i})")
     search.run()
@@ -270,28 +327,31 @@ def _nothing() -> None:
     return None
 
 
+_Methods = dict[str, tuple[types.FunctionType, ...]]  # overridden ones too: super() calls them
+
+
 class _Object(NamedTuple):
     """A namespace whose attributes are searched as far as their names are loaded somewhere."""
 
     attributes: dict[str, Any]
     place: Place
-    methods: dict[str, types.FunctionType]
+    methods: _Methods
     skipped: frozenset[str]
     whole: bool  # also attributes that no reached function names
+    anything: frozenset[str] = _LOADS_ANY  # names that load any attribute
 
 
 class _Search:
-    def __init__(self, step: nn.Module | None) -> None:
+    def __init__(self, step: nn.Module | None, names: Iterable[str] = ()) -> None:
         self.step = step
         self.roots: list[nn.Module] = []
         self.shells: list[nn.Module] = []
         self.tensors: list[tuple[Place, Any, str]] = []
         self.generators: list[torch.Generator] = []
-        self.names: set[str] = set(_ENTRIES)
+        self.names: set[str] = {*_ENTRIES, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
         self.sized: list[Any] = []
-        self._any_name = False  # a reached function calls getattr
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id in _seen is given to something else
         self._visited: set[tuple[int, str]] = set()
@@ -309,9 +369,11 @@ class _Search:
                 self._expand(thing)
 
     def _expand(self, thing: _Object) -> None:
-        for name in thing.methods.keys() & self.names:
-            self._function(thing.methods[name])
-        anything = thing.whole or self._any_name
+        for name, functions in thing.methods.items():
+            if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
+                for f in functions:
+                    self._function(f)
+        anything = thing.whole or not thing.anything.isdisjoint(self.names)
         for name in thing.attributes if anything else thing.attributes.keys() & self.names:
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
@@ -341,10 +403,14 @@ class _Search:
             self.watched.append((place, key, v))
             if self._first(v) and self._encloses(v):
                 self.shells.append(v)
-                methods = {k: f for k, f in _methods(type(v)).items() if not _calls_steps(f)}
+                methods = {
+                    name: tuple(f for f in functions if not _calls_steps(f))
+                    for name, functions in _methods(type(v)).items()
+                }
                 self._object(v.__dict__, methods, _STANDARD, whole=False)
+                self._class(type(v))
                 for members in (v._parameters, v._buffers, v._modules):
-                    self._object(members, {}, frozenset(), whole=False)
+                    self._object(members, {}, frozenset(), whole=False, anything=_LOADS_ANY_MEMBER)
             elif v not in self.shells and v not in self.roots and self._unowned(v):
                 self.roots.append(v)
                 for m in modules_in(v._modules.values()):
@@ -355,11 +421,12 @@ class _Search:
             self.watched.append((place, key, v))
             if self._first(v):
                 self._container(v, label)
-        elif (
-            isinstance(v, (type, types.ModuleType))
-            and label == key
-            and _foreign(v.__name__ if isinstance(v, types.ModuleType) else v.__module__)
-        ):
+        elif isinstance(v, type):
+            if not _foreign(v.__module__):
+                self.watched.append((place, key, type(v)))
+                self._class(v)
+                self._object({}, _methods(v), frozenset(), whole=False)
+        elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
             self.watched.append((place, key, v))
@@ -381,7 +448,7 @@ class _Search:
         if self.step is not None and self.step in modules_in([m]):
             return True
         methods = _methods(type(m))
-        return any(_calls_steps(f) for name, f in methods.items() if name[:2] != "__")
+        return any(_calls_steps(f) for n, fs in methods.items() if n[:2] != "__" for f in fs)
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
@@ -412,25 +479,36 @@ class _Search:
         elif isinstance(v, types.ModuleType):
             if not _foreign(v.__name__):
                 self._object(vars(v), {}, frozenset(), whole=False, watch_size=False)
-        elif not isinstance(v, type) and hasattr(v, "__dict__"):
+        elif hasattr(v, "__dict__"):
             if "__wrapped__" in v.__dict__:  # functools.lru_cache
                 self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
             if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
                 self._object(v.__dict__, _methods(type(v)), frozenset(), whole=False)
+                self._class(type(v))
+
+    def _class(self, cls: type) -> None:
+        """Attributes of the user's own classes, beside methods."""
+        for c in cls.__mro__:
+            if not _foreign(c.__module__) and self._first(c):
+                attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
+                self._objects.append(
+                    _Object(attributes, _ClassAttributes(c), {}, _STANDARD | _OF_STEPS, whole=False)
+                )
 
     def _object(
         self,
         attributes: dict[str, Any],
-        methods: dict[str, types.FunctionType],
+        methods: _Methods,
         skipped: frozenset[str],
         *,
         whole: bool,
         watch_size: bool = True,
+        anything: frozenset[str] = _LOADS_ANY,
     ) -> None:
         own = self.step is not None and attributes is self.step.__dict__
         watch_size &= not own
-        place = _Attributes(self.step) if own and self.step is not None else attributes
-        self._objects.append(_Object(attributes, place, methods, skipped, whole))
+        place = Attributes(self.step) if own and self.step is not None else attributes
+        self._objects.append(_Object(attributes, place, methods, skipped, whole, anything))
         if watch_size:
             self.sized.append(attributes)
 
@@ -442,13 +520,15 @@ class _Search:
         cls = type(m)
         skipped = _STANDARD | _OF_STEPS if isinstance(m, Step) else _STANDARD
         self._object(m.__dict__, _methods(cls), skipped, whole=_inherits_code(cls))
+        self._class(cls)
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             self.sized.append(hooks)
             for key, hook in hooks.items():
                 self.value(hook, hooks, key, "a hook")
 
     def _function(self, f: types.FunctionType) -> None:
-        if not self._first(f.__code__) and f.__closure__ is None and f.__defaults__ is None:
+        holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__
+        if not self._first(f.__code__) and not holds:
             return
         if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
             return
@@ -461,9 +541,8 @@ class _Search:
         if _foreign(f.__globals__.get("__name__", "")):
             return
         loaded, attributes = _loads(f.__code__)
-        self.names |= attributes
+        self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
-        self._any_name |= "getattr" in loaded or "vars" in loaded or "__dict__" in attributes
         for name in loaded:
             mark = id(f.__globals__), name
             if mark not in self._visited and name in f.__globals__:
@@ -507,18 +586,23 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 
 @_cached
-def _methods(cls: type) -> dict[str, types.FunctionType]:
+def _methods(cls: type) -> _Methods:
     """The functions that the user's own classes define, property getters among them."""
-    methods: dict[str, types.FunctionType] = {}
+    methods: _Methods = {}
     for c in cls.__mro__:
-        if _foreign(c.__module__):
-            continue
-        for name, value in vars(c).items():
-            f = value.fget if isinstance(value, property) else value
-            f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
-            if isinstance(f, types.FunctionType):
-                methods.setdefault(name, f)
+        if not _foreign(c.__module__):
+            for name, value in vars(c).items():
+                if (f := _function_of(value)) is not None:
+                    methods[name] = (*methods.get(name, ()), f)
     return methods
+
+
+def _function_of(value: Any) -> types.FunctionType | None:
+    """The function behind what stands in a class."""
+    f = value.fget if isinstance(value, property) else value
+    f = f.func if isinstance(f, functools.cached_property) else f
+    f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
+    return f if isinstance(f, types.FunctionType) else None
 
 
 @_cached

@@ -166,29 +166,61 @@ def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -
     """
     if not (step._forward_hooks or step._forward_pre_hooks or _global_hooks()):
         return plain_call(step, *state, **context)
-    inside: list[list[Any]] = []
-    forward = step.forward
-
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        outputs = forward(*args, **kwargs)
-        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
-        return outputs
-
-    own = "forward" in vars(step)
-    step.forward = watched
-    try:
-        before = _identity(state)
+    before = _identity(state)
+    with _watched(step) as inside:
         outputs = plain_call(step, *state, **context)
-    finally:
-        if own:
-            step.forward = forward
-        else:
-            del step.forward
     if inside and inside != [before, _identity(as_state(outputs, step))]:
         raise RuntimeError(
             f"a forward hook on {name_of(step)} changed its streams, which its inverse would not "
             "undo: put the change into a step, or use memory='recompute' or 'store' for this step"
         )
+    return outputs
+
+
+class _Watch(NamedTuple):
+    """A step's ``forward`` while it is watched, by any number of threads."""
+
+    users: list[int]  # threads' calls under way
+    own: bool  # whether the step had a ``forward`` of its own, beside its class's
+    forward: Callable[..., Any]
+
+
+_watches: dict[int, _Watch] = {}
+_watching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _watched(step: Step) -> Iterator[list[list[Any]]]:
+    """Note in a list what this thread's last call of ``forward`` gets and returns."""
+    inside: list[list[Any]] = []
+    outer = getattr(_thread, "inside", {})
+    _thread.inside = {**outer, id(step): inside}
+    with _watching:
+        watch = _watches.get(id(step))
+        if watch is None:
+            watch = _Watch([0], "forward" in vars(step), step.forward)
+            _watches[id(step)] = watch
+            step.forward = functools.partial(_watched_forward, step, watch.forward)
+        watch.users[0] += 1
+    try:
+        yield inside
+    finally:
+        _thread.inside = outer
+        with _watching:
+            watch.users[0] -= 1
+            if not watch.users[0]:
+                del _watches[id(step)]
+                if watch.own:
+                    step.forward = watch.forward
+                else:
+                    del step.forward
+
+
+def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = forward(*args, **kwargs)
+    inside = getattr(_thread, "inside", {}).get(id(step))
+    if inside is not None:
+        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
     return outputs
 
 

@@ -17,8 +17,9 @@ NOTE [ What a replay restores ]
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
        in autograd: the reconstruction would be wrong. So is one converted (``model.double()``).
-       One that the forward pass itself changed (an initialisation from the first batch) or made
-       (``nn.LazyLinear``) has the value that it left.
+       One that the forward pass itself changed (an initialisation from the first batch, a clamp) or
+       made (``nn.LazyLinear``) has the value that it left; a replay works on a copy of it, and
+       raises if it gives that another value.
     5. Buffers: the statistics of torch's own normalisation layers in training influence no output,
        unless code of the step reads them, so the replay works on throw-away copies. Any other
        buffer that the forward pass changed (spectral norm's vectors, a user's counter, statistics
@@ -61,7 +62,7 @@ from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.reach import Place, Reach, reached, reached_from
+from revzoo.core.reach import Attributes, Place, Reach, reached, reached_from
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
@@ -134,6 +135,30 @@ class _Held(NamedTuple):
                 "before the forward pass"
             )
 
+    def swap_copy(self, undo: _Undo) -> Tensor:
+        """Put a copy in the tensor's place, for code that may change it."""
+        assert self.owner is not None
+        copy = self.tensor.detach().clone().requires_grad_(self.tensor.requires_grad)
+        copy = nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
+        _swap(undo, self.owner, self.key, copy)
+        return copy
+
+    def check_copy(self, copy: Tensor) -> None:
+        """Raise if code did change the copy's value, by more than a reconstruction rounds."""
+        if not version_of(copy) or not copy.numel():
+            return
+        with torch.no_grad():
+            size = self.tensor.abs().max()
+            rounding = 100 * torch.finfo(copy.dtype).eps if copy.dtype.is_floating_point else 0
+            same = bool((copy - self.tensor).abs().max() <= rounding * size)
+        if not same:
+            raise RuntimeError(
+                f"'{self.name}' of shape {tuple(copy.shape)} is changed in place by each forward "
+                "pass, so a replay cannot repeat one; expected a change that, done twice, gives "
+                "the same value. Change it between training steps, or use memory='store' for "
+                "this step"
+            )
+
 
 class _Snapshot(NamedTuple):
     """A tensor that the forward pass may change, and its value from before it."""
@@ -193,6 +218,7 @@ class Conditions:
     __slots__ = (
         "_after",
         "_alone",
+        "_altered",
         "_ambient",
         "_autocast",
         "_carried",
@@ -224,18 +250,25 @@ class Conditions:
         self._ambient = _ambient()
         self._flags: list[tuple[nn.Module, str, Any]] = []
         self._held: list[_Held] = []
+        self._altered: list[_Held] = []  # parameters that the forward pass changed
         self._statistics: list[_Statistics] = []
         self._snapshots: list[_Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._left: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
         self._reach, modules = reached(module)
+        if self._reach.scripted:
+            raise RuntimeError(
+                f"{type(module).__name__} holds a TorchScript module, whose buffers and flags a "
+                "replay cannot exchange; expected a plain module. Use torch.compile instead of "
+                "torch.jit, or memory='store' or 'offload' for this step"
+            )
         self._extra = None
         if context:
             for name, value in context.items():
                 for t in tensors_of(value):
                     self._held.append(_Held.of(None, None, name, t))
-            self._extra = reached_from(tree_iter(dict(context)))
+            self._extra = reached_from(tree_iter(dict(context)), self._reach.names)
         if self._extra is not None:
             modules = list(dict.fromkeys((*modules, *self._extra.modules())))
         reads, unseen = self._reach.reads_statistics, self._reach.updates_unseen
@@ -247,7 +280,7 @@ class Conditions:
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)
             for place, key, label in reach.tensors:
-                self._capture_reached(place, key, label, module.training)
+                self._capture_reached(place, key, label, module.training, unseen)
         self._sources: tuple[_Source, ...] = ()
         if not _is_faked(inputs):  # what is faked draws nothing
             generators = [g for reach in self._reaches() for g in reach.generators]
@@ -278,7 +311,7 @@ class Conditions:
         throw_away = m.training and not reads and type(m) in _NORMS
         if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
             throw_away = False
-        unseen = m.training and (unseen or isinstance(m, batchnorm._NormBase))
+        unseen |= m.training and isinstance(m, batchnorm._NormBase)
         for name, b in m._buffers.items():
             if b is None:
                 continue
@@ -293,7 +326,9 @@ class Conditions:
                 held = _Held.of(m._buffers, name, name, b)
                 self._snapshots.append(_Snapshot(held, before, m, m.training, unseen))
 
-    def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
+    def _capture_reached(
+        self, place: Place, key: Any, label: str, training: bool, unseen: bool
+    ) -> None:
         t = place.get(key)
         if not isinstance(t, Tensor) or type(t) in _LAZY:
             return
@@ -303,7 +338,7 @@ class Conditions:
             return
         # Nobody expects a function to change what it does not own: large ones are not copied.
         before = None if t.numel() > _SMALL else t.detach().clone()
-        self._snapshots.append(_Snapshot(held, before, None, training, False))
+        self._snapshots.append(_Snapshot(held, before, None, training, unseen))
 
     def _reaches(self) -> list[Reach]:
         return [self._reach] if self._extra is None else [self._reach, self._extra]
@@ -348,6 +383,7 @@ class Conditions:
         for i, held in enumerate(self._held):
             if held.owner is not None and version_of(held.tensor) != held.version:
                 self._held[i] = held._replace(version=version_of(held.tensor))
+                self._altered.append(self._held[i])
         for owner, name in self._lazy:
             if type(t := owner[name]) not in _LAZY:
                 self._held.append(_Held.of(owner, name, name, t))
@@ -403,8 +439,11 @@ class Conditions:
             self._restore_modules(undo)
             for owner, name, left in self._left if inverting else ():
                 _swap(undo, owner, name, left.clone())
+            copies = [held.swap_copy(undo) for held in self._altered]
             with self._ambient_restored(), self._autocast_restored():
                 yield
+            for held, copy in zip(self._altered, copies, strict=True):
+                held.check_copy(copy)
             if rng and self._entered and not inverting:
                 self._check_threads(rng, mark)
         finally:
@@ -442,12 +481,12 @@ class Conditions:
 
     def _restore_modules(self, undo: _Undo) -> None:
         if not self._reach.holds(self._reach.modules()):
+            for table, before in self._reach.tables:
+                if table != before:
+                    undo.append((_refill, (table, dict(table))))
+                    _refill(table, before)
             for place, key, seen in self._reach.displaced():
                 _swap(undo, place, key, seen)
-            for children, before in self._reach.children:
-                if children != before:
-                    undo.append((_refill, (children, dict(children))))
-                    _refill(children, before)
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
                 undo.append((setattr, (m, name, now)))
@@ -464,9 +503,12 @@ class Conditions:
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
             _swap(undo, owner, name, copy)
+        values: dict[int, Tensor] = {}  # what stands in several places is one tensor again
         for s in self._snapshots:
             assert s.held.owner is not None
-            _swap(undo, s.held.owner, s.held.key, s.value())
+            if (value := values.get(id(s.held.tensor))) is None:
+                value = values[id(s.held.tensor)] = s.value()
+            _swap(undo, s.held.owner, s.held.key, value)
 
 
 _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -530,13 +572,16 @@ def _replaced(held: _Held) -> bool:
 
 
 def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:
-    undo.append((owner.__setitem__, (key, owner.get(key))))
+    if isinstance(owner, (dict, Attributes)) and key not in owner:
+        undo.append((owner.pop, (key,)))
+    else:
+        undo.append((owner.__setitem__, (key, owner.get(key))))
     owner[key] = value
 
 
-def _refill(children: dict[str, nn.Module | None], wanted: dict[str, nn.Module | None]) -> None:
-    children.clear()
-    children.update(wanted)
+def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    table.clear()
+    table.update(wanted)
 
 
 def _rng_state(sources: Iterable[_Source]) -> _States:
