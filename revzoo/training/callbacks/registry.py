@@ -58,10 +58,10 @@ def learning_rate(run_dir: Path) -> pl.Callback:
 
 def progress_bar(run_dir: Path, *, refresh_rate: int = 10) -> pl.Callback:
     """A bar of tqdm: left to itself, Lightning changes its bar when rich happens to be there."""
-    return _ProgressBar(refresh_rate=refresh_rate)
+    return ProgressBar(refresh_rate=refresh_rate)
 
 
-class _ProgressBar(TQDMProgressBar):
+class ProgressBar(TQDMProgressBar):
     """Without ``v_num``, the last letters of the logger's folder: here always ``oard``."""
 
     def get_metrics(

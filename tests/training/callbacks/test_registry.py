@@ -43,7 +43,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         BestCheckpoint,
         LastCheckpoint,
         LearningRateMonitor,
-        TQDMProgressBar,
+        registry.ProgressBar,
         Footprint,
         EpochLog,
         DriftLogger,
