@@ -9,8 +9,10 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib import import_module
+from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from revzoo._checks import did_you_mean
@@ -49,7 +51,7 @@ COMMANDS: dict[str, Row] = {
     "sweep": Row("sweep.command", "search for hyper-parameters"),
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
-    "check": Row("commands.check", "every image of a folder: which cannot be read", builds=False),
+    "check": Row("commands.check", "check that each image of a folder can be read", builds=False),
     "export": Row("commands.export", "a network as a file: torch.export, ONNX or safetensors"),
     "convert": Row("commands.convert", "published weights of other programs to ours"),
     "pack": Row("commands.pack", "weights and their entry from a checkpoint of training"),
@@ -82,7 +84,7 @@ def _run(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(
         prog=f"revzoo {name}",
         description=about,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
         allow_abbrev=False,
     )
     command.add_arguments(parser)
@@ -92,6 +94,18 @@ def _run(arguments: list[str]) -> None:
     if row.builds:
         load_plugins(args.imports)
     command.run(args)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Wraps a docstring's prose to the terminal; indented lines, such as commands, stay."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        lines = text.replace("``", "").splitlines()
+        blocks = groupby(lines, key=lambda line: bool(line) and not line.startswith(" "))
+        return "\n".join(
+            textwrap.fill(" ".join(block), width) if is_prose else "\n".join(block)
+            for is_prose, block in blocks
+        )
 
 
 def _command(arguments: list[str]) -> str:

@@ -165,14 +165,45 @@ def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) ->
     """Messages named revzoo-train where only train.py was there."""
     module = SimpleNamespace(__spec__=SimpleNamespace(name="revzoo.__main__"))
     script = SimpleNamespace(__spec__=None)
+    here, other = "/env/bin", "/usr/bin"
     for main_module, argv, found, texts in [
-        (module, "x/__main__.py", None, ("python -m revzoo train", "python -m revzoo eval")),
-        (script, "/x/bin/revzoo", None, ("revzoo train", "revzoo eval")),
-        (script, "../train.py", None, ("python ../train.py", "python -m revzoo eval")),
-        (script, "../train.py", "/bin/revzoo", ("python ../train.py", "revzoo eval")),
+        (module, "x/__main__.py", here, ("python -m revzoo train", "python -m revzoo eval")),
+        (script, "/env/bin/revzoo", here, ("revzoo train", "revzoo eval")),
+        (script, "../train.py", here, ("python ../train.py", "revzoo eval")),
+        # the environment is not activated
+        (script, "/env/bin/revzoo", other, ("/env/bin/revzoo train", "/env/bin/revzoo eval")),
+        (
+            script,
+            "../train.py",
+            None,
+            ("/env/bin/python ../train.py", "/env/bin/python -m revzoo eval"),
+        ),
     ]:
         monkeypatch.setitem(sys.modules, "__main__", main_module)
         monkeypatch.setattr("sys.argv", [argv])
-        monkeypatch.setattr("shutil.which", lambda name, found=found: found)
+        monkeypatch.setattr("sys.executable", "/env/bin/python")
+        monkeypatch.setattr("shutil.which", lambda name, found=found: found and f"{found}/{name}")
         assert tuple(program.command_line(name) for name in ("train", "eval")) == texts
     monkeypatch.undo()
+
+
+def test_train_py_without_the_environment_says_how_to_enter_it(tmp_path: Path) -> None:
+    """``python3 train.py`` after ``make train`` ended with a traceback: no module named hydra."""
+    command = [sys.executable, "-I", "-S", str(ROOT / "train.py"), "--resume", "outputs/x"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "lacks revzoo's packages: run '. .venv/bin/activate'" in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_fits_in_80_columns(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of 85 to 103 letters broke in a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    told = capsys.readouterr().out
+    assert "``" not in told
+    assert [line for line in told.splitlines() if len(line) > 80] == []

@@ -1,7 +1,7 @@
 """``revzoo export NAME --format onnx``: a network as a file that other programs run.
 
     revzoo export revnet38.cifar10 --format onnx
-    revzoo export RUN/checkpoints/best.ckpt --format pt2 --output classifier.pt2 --batch 16
+    revzoo export RUN/checkpoints/best.ckpt --format pt2 --batch 16
     revzoo export irevnet163 --format pt2       # freshly initialised
 
 The file is read back and compared with the network on random images before it gets its name; it

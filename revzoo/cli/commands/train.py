@@ -3,7 +3,7 @@
   revzoo train model=revnet38 data=cifar10 trainer.max_epochs=30
 
 Arguments are overrides of the configuration in configs/train.yaml, in Hydra's grammar:
-  model=NAME data=NAME ...    choose an option of a group; the groups are listed below
+  model=NAME data=NAME ...    choose an option of a group, see below
   optim.lr=0.1                set a value
   +model.units=[1,1,1]        add a keyword that the section knows
   -m seed=0,1,2               several runs, one after the other
@@ -20,7 +20,9 @@ The folder is locked before anything is written into it.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -49,7 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--config-dir", "-cd", type=Path, metavar="DIR", help="a further folder of options")
     add("--config-name", "-cn", metavar="NAME", help="the primary file (default train)")
     add("--config-path", "-cp", metavar="DIR", help="the folder of the primary file and the groups")
-    add("--info", "-i", const="all", nargs="?", choices=INFO, help="how Hydra composes, and exit")
+    add(
+        "--info",
+        "-i",
+        const="all",
+        nargs="?",
+        choices=INFO,
+        metavar="WHAT",
+        help=f"how Hydra composes, and exit: {', '.join(INFO)}",
+    )
     add("--hydra-help", action="store_true", help="Hydra's own keys, and exit")
     add("--shell-completion", "-sc", action="store_true", help="install=SHELL or uninstall=SHELL")
     add("--run", "-r", action="store_true", help=argparse.SUPPRESS)
@@ -63,7 +73,12 @@ def _groups() -> list[str]:
         group.name: ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
         for group in sorted(folder.iterdir())
     }
-    return [f"  {name:12}{options}" for name, options in groups.items() if options]
+    width = shutil.get_terminal_size().columns - 2
+    return [
+        textwrap.fill(f"  {name:12}{options}", width, subsequent_indent=" " * 14)
+        for name, options in groups.items()
+        if options
+    ]
 
 
 def run(args: argparse.Namespace) -> None:

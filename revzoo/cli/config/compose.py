@@ -273,10 +273,7 @@ def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) ->
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     except HydraException as error:
         given = f"{error.override}" if isinstance(error, OverrideParseException) else ""
-        quotes = "; put quotes around a value with signs in it: KEY='\"a=b\"'"
-        unquoted = given.count("=") > 1 and '"' not in given
-        prefix = f"{given}: " if given else ""
-        raise ConfigError(prefix + one_line(error, lines=1) + quotes * unquoted) from None
+        raise ConfigError(_parse_error(given, one_line(error, lines=1))) from None
     for override in parsed:
         key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
         places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
@@ -288,6 +285,17 @@ def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) ->
     return parsed
 
 
+def _parse_error(given: str, reason: str) -> str:
+    """Why ``given`` is no override, and how to write it; ``reason`` is Hydra's."""
+    if given and "=" not in given:
+        return f"{given}: expected KEY=VALUE"
+    if any(given.count(a) > given.count(b) for a, b in ("{}", "[]", "()")):
+        return f"{given} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
+    if given.count("=") > 1 and '"' not in given:
+        reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+    return f"{given}: {reason}" if given else reason
+
+
 def _check_choice(override: Override, loader: ConfigLoader) -> None:
     """Refuse an option that its group does not have."""
     options = loader.get_group_options(override.key_or_group)
@@ -297,10 +305,10 @@ def _check_choice(override: Override, loader: ConfigLoader) -> None:
         chosen = [override.value()]
     for option in chosen:
         if option is not None and str(option) not in options:
-            raise ConfigError(
-                f"{override.key_or_group}={option}: no such option (there is {', '.join(options)})"
-                + _meant(str(option), options)
-            )
+            group, hint = override.key_or_group, _meant(str(option), options)
+            listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
+            plugin = "; --import MODULE loads your own" if group in ("model", "data") else ""
+            raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
 
 
 def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> None:

@@ -83,7 +83,7 @@ def check_eval(config: Mapping[str, Any]) -> None:
         ConfigError: with what was got and what is expected.
     """
     check_names(config, KEYS, where="config")
-    if config["ckpt"] in (None, "???"):
+    if config["ckpt"] in (None, "", "???"):
         raise ConfigError(
             "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
             "ckpt=revnet38.cifar10"

@@ -10,8 +10,8 @@ revzoo train:
   trials=20          how many in all, failed ones included
   metric=val/acc     the figure of summary.json that is compared
   direction=maximize or minimize; minimize for losses
-  sampler_seed=0     of the proposals; every trial has the seed of the configuration
-  prune=false        end trials whose figure is below the median of the others' at the same time
+  sampler_seed=0     seed of the proposals; trials take the configuration's
+  prune=false        true ends a trial whose figure is below the others' median
 
 revzoo sweep dir=DIR continues a sweep that was stopped, and resumes the trial that was cut off.
 The folder has study.db (optuna's, in SQLite), trials.csv, best.yaml, and the folder and the log of

@@ -58,7 +58,18 @@ def learning_rate(run_dir: Path) -> pl.Callback:
 
 def progress_bar(run_dir: Path, *, refresh_rate: int = 10) -> pl.Callback:
     """A bar of tqdm: left to itself, Lightning changes its bar when rich happens to be there."""
-    return TQDMProgressBar(refresh_rate=refresh_rate)
+    return ProgressBar(refresh_rate=refresh_rate)
+
+
+class ProgressBar(TQDMProgressBar):
+    """Without ``v_num``, the last letters of the logger's folder: here always ``oard``."""
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        items = super().get_metrics(trainer, pl_module)
+        items.pop("v_num", None)
+        return items
 
 
 def footprint(run_dir: Path) -> pl.Callback:
@@ -193,8 +204,9 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     for name, options in specs.items():
         if not isinstance(options, Mapping | None):
             raise ValueError(
-                f"callbacks.{name}={options!r}: expected its options, {{}} for none of them, "
-                "or null for no such callback"
+                f"callbacks.{name}={options!r}: expected options in braces and quotes, "
+                f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} takes the defaults, null switches the "
+                "callback off"
             )
         check_names(options or {}, keyword_names(CALLBACKS[name]), where=f"callbacks.{name}")
 

@@ -73,7 +73,7 @@ def test_pretrained_weights_must_be_known(
         (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
         (["callbacks.early_stopping={monitor: val/loss}"], "give .*early_stopping.mode=min"),
         (["callbacks.best_checkpoint.mode=maximum"], "give .*best_checkpoint.mode=max"),
-        (["callbacks.ema=true"], r"callbacks\.ema=True: expected its options"),
+        (["callbacks.ema=true"], r"callbacks\.ema=True: expected options in braces and quotes"),
         (["callbacks.ema={decay: 2}"], r"callbacks\.ema\.decay=2"),
         (["callbacks.early_stopping={patience: -1}"], r"early_stopping\.patience=-1"),
         (["trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch=0: expected a whole"),

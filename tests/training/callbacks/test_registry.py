@@ -43,7 +43,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         BestCheckpoint,
         LastCheckpoint,
         LearningRateMonitor,
-        TQDMProgressBar,
+        registry.ProgressBar,
         Footprint,
         EpochLog,
         DriftLogger,
@@ -176,3 +176,11 @@ def test_a_registered_callback_is_chosen_by_its_name(
         build_callbacks({"confetti": {"evry": 2}}, run_dir=tmp_path)
     with pytest.raises(ValueError, match="a callback 'ema' exists already: choose another name"):
         revzoo.register_callback("ema", confetti)
+
+
+def test_the_bar_has_no_version_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bar showed ``v_num=oard``, the end of the word tensorboard."""
+    monkeypatch.setattr(TQDMProgressBar, "get_metrics", lambda *_: {"v_num": "oard", "loss": 1.0})
+    bar = registry.progress_bar(tmp_path)
+    assert isinstance(bar, TQDMProgressBar)
+    assert bar.get_metrics(None, None) == {"loss": 1.0}  # type: ignore[arg-type]
