@@ -91,7 +91,7 @@ def test_relative_links_lead_to_files(page: Path) -> None:
 
 def test_the_index_has_every_page() -> None:
     """A page that no index names is not found."""
-    named = set(LINK.findall((GUIDE / "README.md").read_text()))
+    named = {link for link in LINK.findall((GUIDE / "README.md").read_text()) if "/" not in link}
     assert named == {page.name for page in GUIDE.glob("*.md")} - {"README.md"}
 
 
