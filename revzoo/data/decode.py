@@ -45,7 +45,8 @@ def open_image(path: str, channels: int) -> Image.Image:
             mode = image.mode
     except Exception as error:  # Pillow's decoders fail in any way
         raise DataError(
-            f"cannot decode image {path} ({type(error).__name__}: {error}): replace or remove it"
+            f"cannot decode image {path} ({type(error).__name__}: {error}): replace or "
+            "remove it, or set on_error='skip'; revzoo check data DIR lists all such images"
         ) from error
     raise DataError(
         f"{path} has more than 8 bits per channel (Pillow mode {mode}): convert it to 8 bits"

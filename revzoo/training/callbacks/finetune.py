@@ -95,7 +95,7 @@ class Finetuning(RestoresAfterFit):
         begins = trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0
         if begins and trainer.is_global_zero:
             first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
-            log.info("epoch %d: trained from %s on", trainer.current_epoch, first)
+            log.info("epoch %d: trains %s and what follows it", trainer.current_epoch, first)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._applies:

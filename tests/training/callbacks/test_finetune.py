@@ -203,8 +203,8 @@ def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert lines == [
         "the run ends after 2 epochs, before unfreeze=[7]",
-        "epoch 0: trained from fc on",
-        "epoch 1: trained from stages.2 on",
+        "epoch 0: trains fc and what follows it",
+        "epoch 1: trains stages.2 and what follows it",
     ]
 
 
