@@ -134,6 +134,7 @@ def kept(first: str, *, depth: int, memory: str) -> int:
 
 @pytest.mark.parametrize("memory", ["store", "recompute", "invert"])
 def test_frozen_stages_keep_no_activations(memory: str) -> None:
+    kept("stages.0", depth=1, memory=memory)  # the guard keeps its places for later steps
     shallow, deep = (kept("stages.2", depth=depth, memory=memory) for depth in (1, 4))
     assert shallow == deep
     assert kept("stages.0", depth=4, memory=memory) > deep
