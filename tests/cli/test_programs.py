@@ -68,7 +68,7 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
     (checkpoint,) = tmp_path.glob("outputs/**/best.ckpt")
     evaluate = ("-m", "revzoo", "eval", f"ckpt={checkpoint}", "trainer=cpu")
     told = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
-    assert told.stdout.startswith("test/loss "), told.stderr
+    assert "test/loss " in told.stdout, told.stderr
 
 
 def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:

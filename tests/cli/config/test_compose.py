@@ -54,7 +54,7 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("+foo=1", r"\+foo=1: there is no key 'foo'"),
         ("++sede=1", "did you mean 'seed'"),
         ("+optm.lr=1", r"did you mean 'optim\.lr'"),
-        ("optim.learning_rate=1", r"\(there is lr, .*\); \+optim\.learning_rate=VALUE adds"),
+        ("optim.learning_rate=1", r"\(there is name, lr, .*\); \+optim\.learning_rate=VALUE adds"),
         ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds one"),
         ("trainer.lr=1", r"did you mean 'optim\.lr'"),
         ("callbacks.early_stopping={patience:", "is cut off: quote the whole argument"),
