@@ -85,10 +85,6 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _is_utf8(name: str) -> bool:
-    return name.encode("utf-8", "replace") == name.encode("utf-8", "surrogateescape")
-
-
 def _hidden_below(path: str, folder: Path) -> bool:
     below = path.removeprefix(str(folder))  # as text: a million Path objects take seconds
     return f"{os.sep}." in below or f"{os.sep}__MACOSX{os.sep}" in below

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
+from revzoo.core.modes import mode_of
 from revzoo.core.recording import call_without_changing_hooks
 
 
@@ -46,7 +47,7 @@ class WithLogDet(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *streams, total = state
-        step, inverted = self.step, self.memory in ("invert", "exact")
+        step, inverted = self.step, mode_of(self.memory).inverts
         if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
             outputs = call_without_changing_hooks(step, *streams, **context)
             log_det = step.log_det(*streams, **context)

@@ -23,6 +23,7 @@ from pytorch_lightning.profilers import (
     SimpleProfiler,
 )
 
+from revzoo.core.modes import mode_of
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS
@@ -66,7 +67,7 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     """
     mode: str | None = config["memory"]["mode"]
     entry = MODELS.get(str(config["model"].get("name")).partition(".")[0])
-    reversible = entry is not None and entry.network.default_memory == "invert"
+    reversible = entry is not None and mode_of(entry.network.default_memory).inverts
     narrow = str(config["precision"].get("trainer")).endswith("-mixed")
     return "exact" if mode is None and reversible and narrow else mode
 
