@@ -39,9 +39,11 @@ if TYPE_CHECKING:
     from revzoo.data.registry import register_data
     from revzoo.training.callbacks.registry import register_callback
     from revzoo.training.optim.optimizers import register_optimizer
+    from revzoo.training.predict import predict
 
 # These modules import Lightning, for which users of models need not wait.
 _LATER = {
+    "predict": "revzoo.training.predict",
     "register_callback": "revzoo.training.callbacks.registry",
     "register_data": "revzoo.data.registry",
     "register_optimizer": "revzoo.training.optim.optimizers",
@@ -83,6 +85,7 @@ __all__ = [
     "is_replaying",
     "list_models",
     "load_published",
+    "predict",
     "register_callback",
     "register_data",
     "register_model",

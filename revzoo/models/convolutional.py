@@ -1,11 +1,11 @@
 """The end of a convolutional network, and the image sizes that its strides allow.
 
-streams -> BN - ReLU -> average pool -> [dropout] -> linear
+streams -> BN - ReLU -> pool -> [dropout] -> linear
 """
 
 from typing import ClassVar
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo.layers.norm import NormAct
 from revzoo.models.network import ImageNetwork
@@ -27,7 +27,6 @@ class ConvolutionalClassifier(ImageNetwork):
         self.size_multiple = size_multiple
         self.norm = norm_act.normalise(self.num_features)
         self.relu = norm_act.activate()
-        self.pool = nn.AdaptiveAvgPool2d(1)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Last feature maps ``(B, num_features, H', W')``: streams merged, normalised, after ReLU.
@@ -37,8 +36,8 @@ class ConvolutionalClassifier(ImageNetwork):
         """
         return self._activated(self.encode(x))
 
-    def pooled(self, features: Tensor) -> Tensor:
-        return self.pool(features).flatten(1)
+    def normed(self, z: Tensor, index: int) -> Tensor:
+        return self._activated(z) if index == len(self.stages) - 1 else z
 
     def check_size(self, height: int, width: int) -> None:
         multiple = self.size_multiple

@@ -162,10 +162,11 @@ class IRevNet(ConvolutionalClassifier):
 
     Args:
         variant: widths, depths and strides.
-        num_classes: number of logits.
+        num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
+        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
         drop_path_rate: probability of dropping the value of the last branch for an image; it rises
             linearly from 0 at the first block.
 
@@ -193,6 +194,7 @@ class IRevNet(ConvolutionalClassifier):
         memory: str | None = None,
         drop_rate: float = 0.0,
         drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("drop_path_rate", drop_path_rate)
@@ -207,7 +209,9 @@ class IRevNet(ConvolutionalClassifier):
             for i in range(len(widths))
         )
         self._append_norm(variant.norm_act(HEAD_MOMENTUM), size_multiple=variant.size_multiple)
-        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+        self._assemble(
+            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
+        )
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:

@@ -2,6 +2,10 @@
 
     image -> stem -> stages of steps -> features -> pool -> [dropout] -> linear
 
+Names and meanings of what users call are timm's (R. Wightman, https://github.com/huggingface/
+pytorch-image-models, 1.0): ``forward_features``, ``forward_head``, ``forward_intermediates``,
+``get_classifier``, ``reset_classifier``, ``num_classes=0``, ``global_pool``.
+
 Stem and stages are sequences of steps on one state, so the streams of the last stage are a
 *representation* of the image, from which it can be computed again where every step has an inverse.
 Feature extraction, pretrained weights and saving are built on the states after the stages, once for
@@ -15,13 +19,13 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable, Iterator
-from typing import ClassVar, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import ClassVar, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_count, check_probability
+from revzoo._checks import check_choice, check_count, check_probability, is_count
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,
@@ -31,9 +35,10 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import set_memory
+from revzoo.layers.pool import GlobalPool
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
-from revzoo.models.save import Saved
+from revzoo.models.save import Saved, Spec
 
 # Draw anew in each pass. By name, as torchvision's is imported only where it is used; _DropoutNd is
 # the base of torch's Dropout*, AlphaDropout*.
@@ -73,11 +78,20 @@ class ImageNetwork(Saved, ABC):
     channel_dim: ClassVar[int] = 1
     """The dimension along which the streams are merged."""
 
+    places: ClassVar[tuple[int, ...]] = (2, 3)
+    """The dimensions of the features that are pooled."""
+
+    output_formats: ClassVar[tuple[str, ...]] = ("NCHW",)
+    """The formats of :meth:`forward_intermediates`."""
+
     classifier: ClassVar[str] = "fc"
     """Path of the last linear layer."""
 
     input_layer: ClassVar[str | None] = None
     """Path of the first convolution, whose weights can be adapted to other image channels."""
+
+    positions: ClassVar[str | None] = None
+    """Path of learned positions (1, N, D), which can be resized to images of another size."""
 
     num_features: int
     stem: ReversibleSequence
@@ -88,9 +102,12 @@ class ImageNetwork(Saved, ABC):
         check_count("in_chans", in_chans)
         self.in_chans = in_chans
 
-    def _assemble(self, *, num_classes: int, drop_rate: float, memory: str | None) -> None:
-        """Append dropout and classifier, name the steps, and set their memory mode."""
+    def _assemble(
+        self, *, num_classes: int, drop_rate: float, memory: str | None, global_pool: str = "avg"
+    ) -> None:
+        """Append pooling, dropout and classifier, name the steps, and set their memory mode."""
         check_probability("drop_rate", drop_rate)
+        self.pool = GlobalPool(global_pool, places=self.places)
         self.drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
         label_steps(self)
@@ -100,7 +117,7 @@ class ImageNetwork(Saved, ABC):
     @property
     @abstractmethod
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The feature map at the end of each stage."""
+        """The states whose maps can be given: one for each that :meth:`stage_states` yields."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
@@ -110,9 +127,15 @@ class ImageNetwork(Saved, ABC):
     def forward_features(self, x: Tensor) -> Tensor:
         """The features of images ``(B, in_chans, H, W)`` that :meth:`forward_head` pools."""
 
-    @abstractmethod
+    def normed(self, z: Tensor, index: int) -> Tensor:
+        """The ``index``-th state, merged, as the head's normalisation gives it; z if that is of
+        another width.
+        """
+        return z
+
     def pooled(self, features: Tensor) -> Tensor:
-        """Features averaged over their places: ``(B, num_features)``."""
+        """Features pooled over their places: ``(B, num_features)``; ``catavgmax`` gives twice."""
+        return self.pool(features)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``.
@@ -122,24 +145,118 @@ class ImageNetwork(Saved, ABC):
         """
         return self.forward_head(self.forward_features(x))
 
-    def forward_head(self, features: Tensor, *, pre_logits: bool = False) -> Tensor:
+    def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
         """Pool what :meth:`forward_features` gives and classify it: ``(B, num_classes)``.
 
-        With ``pre_logits`` the pooled features ``(B, num_features)`` are returned instead.
+        With ``pre_logits``, or where ``num_classes`` is 0, the pooled features
+        ``(B, num_features)`` are returned instead.
         """
         pooled: Tensor = self.drop(self.pooled(features))
-        return pooled if pre_logits else self.fc(pooled)
+        return pooled if pre_logits else self.get_classifier()(pooled)
 
-    def reset_classifier(self, num_classes: int) -> None:
-        """Replace the classifier by a fresh one with ``num_classes`` outputs, on the same device.
+    @overload
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = ...,
+        norm: bool = ...,
+        stop_early: bool = ...,
+        output_fmt: str = ...,
+        *,
+        intermediates_only: Literal[True],
+    ) -> list[Tensor]: ...
+
+    @overload
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = ...,
+        norm: bool = ...,
+        stop_early: bool = ...,
+        output_fmt: str = ...,
+        intermediates_only: Literal[False] = ...,
+    ) -> tuple[Tensor, list[Tensor]]: ...
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The last features and feature maps on the way there, from one pass in any memory mode.
+
+        Args:
+            x: images ``(B, in_chans, H, W)``.
+            indices: which maps, by their places in :attr:`feature_info`: a number n for the last
+                n, a sequence (negative ones from the end), None for all.
+            norm: apply the head's normalisation to the maps that have its width.
+            stop_early: compute nothing after the last of the ``indices``.
+            output_fmt: ``"NCHW"``; of transformers also ``"NLC"``, tokens.
+            intermediates_only: return the maps alone.
+
+        Returns:
+            What :meth:`forward_features` gives (after an early stop, the last map that was
+            computed), and the maps in the order of the network; or the maps alone.
 
         Raises:
-            ValueError: ``num_classes`` is no positive whole number.
+            ValueError: an index is out of range, there is no such format, or the images do not fit.
+
+        Example:
+            >>> import torch, revzoo
+            >>> model = revzoo.create_model("revnet38")
+            >>> features, maps = model.forward_intermediates(torch.zeros(1, 3, 32, 32), indices=2)
+            >>> [tuple(m.shape) for m in maps]
+            [(1, 64, 16, 16), (1, 112, 8, 8)]
         """
-        check_count("num_classes", num_classes)
-        self.num_classes, self.fresh_head = num_classes, True
+        check_choice("output_fmt", output_fmt, self.output_formats)
+        count = len(self.feature_info)
+        taken = _taken(indices, count)
+        last = max(taken) if stop_early else count - 1
+        maps: list[Tensor] = []
+        for i, state in enumerate(self.stage_states(x)):
+            if i in taken or i == last:
+                z = torch.cat(state, dim=self.channel_dim)
+                if i in taken:
+                    shown = self.normed(z, i) if norm else z
+                    maps.append(self.as_map(shown) if output_fmt == "NCHW" else shown)
+            if i == last:
+                break
+        return maps if intermediates_only else (self.normed(z, last), maps)
+
+    def get_classifier(self) -> nn.Module:
+        """The classifier: a linear layer, or ``nn.Identity`` where ``num_classes`` is 0."""
+        return self.get_submodule(self.classifier)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a fresh one with ``num_classes`` outputs, on the same device.
+
+        Args:
+            num_classes: 0 for none: the model then gives the pooled features.
+            global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for none,
+                which needs ``num_classes=0``; None keeps what there is.
+
+        Raises:
+            ValueError: ``num_classes`` is no whole number >= 0, or they do not go together.
+        """
+        check_count("num_classes", num_classes, least=0)
+        pool = self.pool if global_pool is None else GlobalPool(global_pool, places=self.places)
+        if num_classes and not pool.kind:
+            raise ValueError(
+                f"global_pool='' with num_classes={num_classes}: a linear layer classifies pooled "
+                "features; give num_classes=0 for features that are not pooled"
+            )
+        self.num_classes, self.fresh_head, self.pool = num_classes, True, pool
+        if global_pool is not None and self.spec is not None:
+            options = {**self.spec.options, "global_pool": global_pool}
+            self.spec = Spec(self.spec.architecture, options)
+        if not num_classes:
+            self.fc: nn.Module = nn.Identity()
+            return
         like = next(self.parameters())
-        classifier = _linear(self.num_features, num_classes).train(self.training)
+        classifier = _linear(self.num_features * pool.widening, num_classes).train(self.training)
         self.fc = classifier.to(like.device, like.dtype)
 
     @property
@@ -176,7 +293,7 @@ class ImageNetwork(Saved, ABC):
         return state[0]
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
-        """The streams after each stage, computed as they are asked for.
+        """The streams at the end of each stage (of a transformer: block), as they are asked for.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -187,13 +304,20 @@ class ImageNetwork(Saved, ABC):
             state = as_state(stage(*state))
             yield state
 
+    def as_map(self, z: Tensor) -> Tensor:
+        """Merged streams as a map ``(B, C, H, W)``."""
+        return z
+
     def feature_map(self, state: State) -> Tensor:
         """The streams after a stage as one map ``(B, C, H, W)``."""
-        return torch.cat(state, dim=self.channel_dim)
+        return self.as_map(torch.cat(state, dim=self.channel_dim))
 
     def keep_stages(self, count: int) -> None:
-        """Remove everything after the first ``count`` stages, the head included."""
+        """Remove everything after the first ``count`` states, the head included."""
         self.stages = self.stages[:count]
+        self._remove_head()
+
+    def _remove_head(self) -> None:
         for name in [name for name, _ in self.named_children() if name not in ("stem", "stages")]:
             delattr(self, name)
 
@@ -219,7 +343,14 @@ class ImageNetwork(Saved, ABC):
                     "each pass: call eval() before encode and inverse"
                 )
 
-    def _check_images(self, x: Tensor) -> None:
+    def _check_images(self, x: object) -> None:
+        if not isinstance(x, Tensor):
+            raise TypeError(
+                f"Got a {type(x).__module__}.{type(x).__qualname__}; expected a tensor of images "
+                f"(B, {self.in_chans}, H, W). Prepare an image with "
+                "model.transforms()(image).unsqueeze(0), or give it to revzoo.predict(image, model)"
+                "."
+            )
         if x.dim() != 4:
             raise ValueError(
                 f"Got a tensor of shape {tuple(x.shape)}; expected images "
@@ -238,6 +369,22 @@ class ImageNetwork(Saved, ABC):
                 f"with in_chans={channels}, or convert the images."
             )
         self.check_size(height, width)
+
+
+def _taken(indices: int | Sequence[int] | None, count: int) -> list[int]:
+    """The places that ``indices`` means, from 0: timm's ``feature_take_indices``."""
+    if indices is None:
+        return list(range(count))
+    if is_count(indices) and indices <= count:  # type: ignore[operator]
+        return list(range(count - indices, count))  # type: ignore[operator]
+    if isinstance(indices, Sequence) and len(indices):
+        whole = all(isinstance(i, int) and not isinstance(i, bool) for i in indices)
+        if whole and all(-count <= i < count for i in indices):
+            return [i % count for i in indices]
+    raise ValueError(
+        f"indices={indices}: this model has {count} feature maps; expected a number of the last "
+        f"ones, 1 to {count}, or indices from {-count} to {count - 1}"
+    )
 
 
 def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[FeatureInfo, ...]:

@@ -1,10 +1,11 @@
 """Trained weights into a network: found, verified, fitted, and only then loaded.
 
-Two things may differ from the training of the weights, as in a transfer to other data:
+Three things may differ from the training of the weights, as in a transfer to other data:
 
 * image channels: the first convolution's weights are summed to one channel, or repeated and
   scaled, so that its activations keep their size (the rule of the library timm);
-* classes: the classifier stays as it was initialised, everything else is loaded.
+* classes: the classifier stays as it was initialised, everything else is loaded;
+* size of a transformer's images: the positions' embeddings are resized (timm's rule as well).
 
 Everything else must fit, name by name and shape by shape.
 """
@@ -12,12 +13,14 @@ Everything else must fit, name by name and shape by shape.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.nn import functional
 
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, check_finite, parse_safetensors
@@ -108,6 +111,10 @@ def load_weights(
     own = network.state_dict()
     tensors = dict(file.tensors)
     _adapt_input(network, tensors)
+    _adapt_positions(network, own, tensors)
+    if not network.num_classes:
+        prefix = f"{network.classifier}."
+        tensors = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
     head = _fresh_head(network, own, tensors)
     if head:
         log.warning(
@@ -170,6 +177,30 @@ def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
         return
     if weight.shape[1] not in (0, network.in_chans):
         tensors[key] = adapt_channels(weight, network.in_chans)
+
+
+def adapt_positions(positions: Tensor, count: int) -> Tensor:
+    """Embeddings ``(1, N, D)`` of a square of N places for a square of ``count`` places.
+
+    Bicubic and antialiased, as timm's ``resample_abs_pos_embed``.
+    """
+    _, old, width = positions.shape
+    grid = positions.float().reshape(1, math.isqrt(old), math.isqrt(old), width).permute(0, 3, 1, 2)
+    side = math.isqrt(count)
+    resized = functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
+    return resized.permute(0, 2, 3, 1).reshape(1, count, width).to(positions.dtype)
+
+
+def _adapt_positions(
+    network: ImageNetwork, own: Mapping[str, Tensor], tensors: dict[str, Tensor]
+) -> None:
+    key = network.positions
+    if key is None or key not in own or key not in tensors:
+        return
+    found, (_, count, width) = tensors[key], own[key].shape
+    square = found.dim() == 3 and found.shape[1] and math.isqrt(found.shape[1]) ** 2
+    if square == found.shape[1] != count and (found.shape[0], found.shape[2]) == (1, width):
+        tensors[key] = adapt_positions(found, count)
 
 
 def _fresh_head(

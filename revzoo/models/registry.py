@@ -94,19 +94,37 @@ _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
 
 
 def list_models(
-    pattern: str = "*", *, pretrained: bool = False, table: WeightsTable | None = None
+    filter: str | Sequence[str] = "",
+    *,
+    pretrained: bool = False,
+    exclude_filters: str | Sequence[str] = "",
+    table: WeightsTable | None = None,
 ) -> list[str]:
-    """Names of the models that match ``pattern`` (``*``, ``?``, ``[...]``), sorted.
+    """Names of the models, sorted.
 
-    With ``pretrained``, names ``architecture.tag`` of weights, of the package or of ``table``.
+    Args:
+        filter: patterns with ``*``, ``?``, ``[...]``, one or several; a name must match one of
+            them. Empty for all names.
+        pretrained: names ``architecture.tag`` of weights instead, of the package or of ``table``.
+        exclude_filters: patterns of names that are left out.
+        table: where names of weights are looked up; None for the package's own.
 
     Example:
-        >>> list_models("revnet1*")
-        ['revnet104', 'revnet110', 'revnet164']
+        >>> list_models(["revnet*", "irevnet*"], exclude_filters=["*memcnn", "*1??"])
+        ['irevnet13', 'irevnet301', 'revnet38', 'revnet56']
     """
-    if pretrained:
-        return (SHIPPED if table is None else table).names(pattern)
-    return sorted(name for name in MODELS if fnmatch.fnmatchcase(name, pattern))
+
+    def matching(pattern: str) -> set[str]:
+        if pretrained:
+            return set((SHIPPED if table is None else table).names(pattern))
+        return {name for name in MODELS if fnmatch.fnmatchcase(name, pattern)}
+
+    included = set[str]().union(*map(matching, _patterns(filter) or ["*"]))
+    return sorted(included.difference(*map(matching, _patterns(exclude_filters))))
+
+
+def _patterns(given: str | Sequence[str]) -> list[str]:
+    return [pattern for pattern in ([given] if isinstance(given, str) else given) if pattern]
 
 
 @overload
@@ -143,7 +161,8 @@ def create_model(
         pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
             from the package, the cache, or downloaded into it, and verified.
         num_classes: number of logits; None for the weights', or 10. If it differs from the
-            weights', the classifier starts afresh.
+            weights', the classifier starts afresh. 0 for no classifier: the model gives pooled
+            features ``(B, num_features)``.
         in_chans: channels of the images; None for the weights', or 3. If it differs, the
             first convolution is adapted.
         features_only: give a list of feature maps instead, see :class:`FeatureNet`.
@@ -156,7 +175,9 @@ def create_model(
         keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
             default: ``"invert"`` for reversible models, ``"store"`` for others), ``drop_rate``
             (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
-            (of dropping the last branch's value), ``dropout`` (inside the residual functions); or
+            (of dropping the last branch's value), ``dropout`` (inside the residual functions),
+            ``global_pool`` (``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
+            none, with ``num_classes=0``); or
             fields of the network's row (:class:`~revzoo.models.variant.Variant`,
             :class:`~revzoo.models.irevnet.IRevNetVariant`,
             :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.

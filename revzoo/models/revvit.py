@@ -15,6 +15,7 @@ were computed for nothing; the average reads them all and has no parameters.
 Shapes: B batch, N patches, D width of a token in one stream.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,12 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability
-from revzoo.core.invertible import State, Step
+from revzoo.core.invertible import State, Step, as_state
 from revzoo.layers.attention import EPSILON, MLP, Attention
 from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.models.network import FeatureInfo, ImageNetwork, feature_infos
+from revzoo.models.network import FeatureInfo, ImageNetwork
 
 # Standard deviation of the initial weights, cut at two of them, as for DeiT (arXiv 2012.12877).
 STD = 0.02
@@ -127,10 +128,11 @@ class RevViT(ImageNetwork):
 
     Args:
         variant: width, depth, heads and sizes.
-        num_classes: number of logits.
+        num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the image.
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
+        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -144,7 +146,10 @@ class RevViT(ImageNetwork):
 
     default_memory: ClassVar[str] = "invert"
     channel_dim: ClassVar[int] = -1
+    places: ClassVar[tuple[int, ...]] = (1,)
+    output_formats: ClassVar[tuple[str, ...]] = ("NCHW", "NLC")
     input_layer = "stem.steps.0.conv"
+    positions = "stem.steps.0.positions"
 
     def __init__(
         self,
@@ -154,6 +159,7 @@ class RevViT(ImageNetwork):
         in_chans: int = 3,
         memory: str | None = None,
         drop_rate: float = 0.0,
+        global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
         self.variant = variant
@@ -167,7 +173,9 @@ class RevViT(ImageNetwork):
         )
         self.stages.apply(_initialise)
         self.norm = nn.LayerNorm(self.num_features, eps=EPSILON)
-        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+        self._assemble(
+            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
+        )
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Fused tokens ``(B, N, 2 D)``: streams concatenated and normalised.
@@ -177,22 +185,39 @@ class RevViT(ImageNetwork):
         """
         return self.norm(self.encode(x))
 
+    def normed(self, z: Tensor, index: int) -> Tensor:
+        return self.norm(z)
+
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The tokens after the last block as one map."""
-        return feature_infos([self.num_features], [self.variant.patch_size])
+        """The tokens after each block as one map, as timm counts those of transformers."""
+        return tuple(
+            FeatureInfo(self.num_features, self.variant.patch_size, f"stages.0.steps.{i}")
+            for i in range(self.variant.depth)
+        )
+
+    def stage_states(self, x: Tensor) -> Iterator[State]:
+        self._check_images(x)
+        state = as_state(self.stem(x))
+        (blocks,) = self.stages
+        assert isinstance(blocks, ReversibleSequence)
+        for block in blocks:
+            state = as_state(block(*state))
+            yield state
+
+    def keep_stages(self, count: int) -> None:
+        (blocks,) = self.stages
+        assert isinstance(blocks, ReversibleSequence)
+        blocks.steps = blocks.steps[:count]
+        self._remove_head()
 
     @property
     def image_size(self) -> int:
         return self.variant.img_size
 
-    def feature_map(self, state: State) -> Tensor:
-        tokens = super().feature_map(state)
+    def as_map(self, z: Tensor) -> Tensor:
         side = self.variant.img_size // self.variant.patch_size
-        return tokens.transpose(1, 2).reshape(len(tokens), self.num_features, side, side)
-
-    def pooled(self, features: Tensor) -> Tensor:
-        return features.mean(dim=1)
+        return z.transpose(1, 2).reshape(len(z), self.num_features, side, side)
 
     def check_size(self, height: int, width: int) -> None:
         size = self.variant.img_size

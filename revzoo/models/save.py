@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
@@ -20,6 +20,9 @@ from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError
 from revzoo.weights.header import metadata_for
 from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 # what an entry says of the data; it describes a network as long as nothing of that has changed
 _OF_DATA = ("classes", "mean", "std", "crop_pct", "input_size")
@@ -65,6 +68,51 @@ class Saved(nn.Module):
     @abstractmethod
     def image_size(self) -> int:
         """Side in pixels of the images that the architecture was published for."""
+
+    def transforms(self, size: int | None = None) -> v2.Compose:
+        """What turns an image into an input of this network, as when its weights were evaluated.
+
+        Args:
+            size: side of the result in pixels; None for the weights'.
+
+        Returns:
+            A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
+            floats in [0, 1], to float32 (..., C, size, size).
+
+        Raises:
+            ValueError: the network has no weights that say their ``mean`` and ``std``.
+
+        Example:
+            >>> import torch, revzoo
+            >>> model = revzoo.create_model("revnet38.cifar10", pretrained=True)
+            >>> model.transforms()(torch.zeros(3, 48, 40)).shape
+            torch.Size([3, 32, 32])
+        """
+        from revzoo.weights.transforms import eval_transforms  # torchvision: slow to import
+
+        facts = self.facts
+        if facts.get("mean") is None or facts.get("std") is None:
+            raise ValueError(
+                f"this {type(self).__name__} has no weights that say how their images were "
+                'normalised: create it with pretrained=True ("revnet38.cifar10"), or train it on '
+                "data of revzoo"
+            )
+        if self.in_chans != len(facts["mean"]):
+            raise ValueError(
+                f"this network takes {self.in_chans} channels, its weights were trained on "
+                f"{len(facts['mean'])}: normalise the images yourself"
+            )
+        side = size or facts.get("input_size", (self.image_size,))[-1]
+        shape = (self.in_chans, side, side)
+        kept = {name: facts.get(name) for name in ("mean", "std", "crop_pct")}
+        return eval_transforms(input_size=shape, **kept)  # type: ignore[arg-type]
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What is known of the data of the weights: fields of an entry; empty if nothing is."""
+        if self.trained_on is not None:
+            return self.trained_on
+        return {} if self.entry is None else {n: getattr(self.entry, n) for n in _OF_DATA}
 
     def save_pretrained(self, folder: str | Path, **facts: Any) -> WeightsEntry:
         """Write ``model.safetensors``, ``config.json`` and ``README.md``; returns the entry.
@@ -147,11 +195,10 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
             ``given`` does not say what is.
     """
     entry, trained_on = network.entry, network.trained_on
-    facts = {} if entry is None else {name: getattr(entry, name) for name in _OF_DATA}
+    facts = dict(network.facts)
     untrue: tuple[str, ...] = ()
     if trained_on is not None:
         untrue = () if trained_on or entry is None else _NEEDED
-        facts = dict(trained_on)
     elif entry is not None and entry.num_classes != network.num_classes:
         untrue = _NEEDED
     elif entry is not None and entry.in_chans != network.in_chans:

@@ -73,11 +73,12 @@ class StagedNetwork(ConvolutionalClassifier):
 
     Args:
         variant: widths, depths and strides.
-        num_classes: number of logits.
+        num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the image.
         memory: memory mode of all steps (see :func:`revzoo.set_memory`); None for the model's own
             default, :attr:`default_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
+        global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
         dropout: probability of dropping an activation inside every residual function.
         drop_path_rate: probability of dropping the value of the last residual function for an
             image; it rises linearly from 0 at the first unit.
@@ -99,6 +100,7 @@ class StagedNetwork(ConvolutionalClassifier):
         drop_rate: float = 0.0,
         dropout: float = 0.0,
         drop_path_rate: float = 0.0,
+        global_pool: str = "avg",
     ) -> None:
         super().__init__(in_chans=in_chans)
         check_probability("dropout", dropout)
@@ -120,7 +122,9 @@ class StagedNetwork(ConvolutionalClassifier):
             for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
         )
         self._append_norm(variant.norm_act, size_multiple=variant.size_multiple)
-        self._assemble(num_classes=num_classes, drop_rate=drop_rate, memory=memory)
+        self._assemble(
+            num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
+        )
 
     @staticmethod
     @abstractmethod

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from revzoo._checks import is_count
 from revzoo.weights.errors import EntryError
+
+if TYPE_CHECKING:
+    from torchvision.transforms import v2
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -89,6 +92,27 @@ class WeightsEntry:
         """The fields that a published entry must have and this one leaves out."""
         names = ("mean", "std", "license", "recipe", "metrics", "measured_on")
         return [name for name in names if not getattr(self, name)]
+
+    def transforms(self) -> v2.Compose:
+        """What turns an image into an input of the network, as when the weights were evaluated.
+
+        Returns:
+            A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
+            floats in [0, 1], to float32 (..., C, S, S).
+
+        Raises:
+            EntryError: the entry does not say its ``mean`` and ``std``.
+        """
+        from revzoo.weights.transforms import eval_transforms  # torchvision, which tables need not
+
+        if self.mean is None or self.std is None:
+            raise EntryError(
+                f"the entry of weights {self.name!r} does not say the mean and std of its images: "
+                "add them, or normalise the images yourself"
+            )
+        return eval_transforms(
+            input_size=self.input_size, mean=self.mean, std=self.std, crop_pct=self.crop_pct
+        )
 
     def plain(self) -> dict[str, Any]:
         """As plain containers for JSON, without empty fields."""

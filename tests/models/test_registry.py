@@ -35,6 +35,19 @@ def test_patterns(pattern, names):
     assert list_models(pattern) == names
 
 
+@pytest.mark.parametrize(
+    ("filter", "exclude", "names"),
+    [
+        (["revnet38", "resnet3?"], "", ["resnet32", "revnet38"]),
+        (("revnet*", "revnet38"), ["*_memcnn", "revnet1*"], ["revnet38", "revnet56"]),
+        ("", "*net*", ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small"]),
+        ([], ["re*", "irev*"], []),
+    ],
+)
+def test_several_filters_are_one_set_without_the_excluded(filter, exclude, names):
+    assert list_models(filter, exclude_filters=exclude) == names
+
+
 @pytest.mark.parametrize("name", CIFAR)
 def test_names_give_their_class(name):
     model = create_model(name)

@@ -143,7 +143,7 @@ def test_drop_rate_drops_pooled_features_only_in_training():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"num_classes": 0}, "num_classes=0"),
+        ({"num_classes": -1}, "num_classes=-1"),
         ({"in_chans": -1}, "in_chans=-1"),
         ({"drop_rate": 1.0}, "drop_rate=1.0"),
         ({"dropout": -0.1}, "dropout=-0.1"),

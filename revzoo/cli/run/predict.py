@@ -9,15 +9,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.data import DataError
-from revzoo.data.decode import open_image, square_bytes
-from revzoo.data.normalise import Normalisation
-from revzoo.data.state import BYTE_MAX, crop_of, normalisation_for
-from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.data.decode import open_image
+from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.restore import Restored
+from revzoo.training.predict import classify
 
 Prediction = tuple[str, dict[str, float]]
 """A path, and the probability of each class, the most probable first."""
@@ -46,32 +44,14 @@ def predict(
         CheckpointError: if a network's output is NaN or Inf.
         DataError: if a path does not exist or is no image, or a folder has none.
     """
-    size = image_size or restored.image_size
-    if size is None:
+    if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint does not say how large its images were: give --size PIXELS")
-    files = list(image_files(paths))
-    crop_pct = crop_of(restored.data_state) or 1.0
-    module = restored.module.to(device).eval()
-    normalise = Normalisation(**normalisation_for(restored.data_state, BYTE_MAX))
-    for start in range(0, len(files), batch_size):
-        batch = files[start : start + batch_size]
-        opened = (open_image(str(path), restored.in_chans) for path in batch)
-        images = torch.stack([square_bytes(image, size, crop_pct) for image in opened])
-        with torch.inference_mode():
-            logits = module(normalise(images.to(device))).float()
-        _check_finite(batch, logits)
-        for path, row in zip(batch, logits.softmax(1).cpu(), strict=True):
-            order = row.argsort(descending=True).tolist()
-            yield str(path), {restored.classes[label]: float(row[label]) for label in order}
-
-
-def _check_finite(paths: Sequence[Path], logits: Tensor) -> None:
-    for path, row in zip(paths, logits, strict=True):
-        if not row.isfinite().all():
-            raise CheckpointError(
-                f"the network's output for {path} is NaN or Inf: its weights or its normalisation "
-                "are out of range; use an earlier checkpoint, or other weights"
-            )
+    network = restored.module.model.to(device)
+    assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
+    files = [str(path) for path in image_files(paths)]
+    images = (open_image(path, restored.in_chans) for path in files)
+    found = classify(network, images, size=image_size, batch_size=batch_size)
+    return zip(files, found, strict=True)
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:

@@ -1,0 +1,44 @@
+"""Images as weights want them: the transforms of their evaluation, from torchvision.
+
+torchvision's presets (``torchvision.transforms._presets``) are private, and for RGB images only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torchvision.transforms import v2
+
+
+def eval_transforms(
+    *,
+    input_size: Sequence[int],
+    mean: Sequence[float],
+    std: Sequence[float],
+    crop_pct: float | None,
+) -> v2.Compose:
+    """A Pillow image, or a tensor (..., C, H, W) of bytes or of floats in [0, 1], to float32.
+
+    The image is converted to the channels of ``input_size``; its shorter side is resized, the
+    middle is cut out, each channel is normalised. Batches work as well.
+
+    Args:
+        input_size: channels, height and width of the result; height and width are equal.
+        mean: per channel, of pixels in [0, 1].
+        std: as ``mean``.
+        crop_pct: the share of the shorter side that is kept; None for 1.
+    """
+    channels, side = input_size[0], input_size[-1]
+    shorter = round(side / (crop_pct or 1.0))
+    return v2.Compose(
+        [
+            v2.RGB() if channels == 3 else v2.Grayscale(channels),
+            v2.Resize(shorter, antialias=True),
+            v2.CenterCrop(side),
+            v2.ToImage(),
+            v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(list(mean), list(std)),
+            v2.ToPureTensor(),
+        ]
+    )

@@ -1,0 +1,79 @@
+"""``revzoo.predict``: images of every kind, models of every kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from small_weights import small
+
+import revzoo
+from revzoo.data import DataError
+from revzoo.training.checkpoint.files import CheckpointError
+
+CLASSES = tuple("abcde")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    facts = {"classes": CLASSES, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.1)}
+    small().save_pretrained(tmp_path / "net", **facts, input_size=(3, 8, 8))
+    return tmp_path / "net"
+
+
+@pytest.fixture
+def image(tmp_path: Path) -> Path:
+    pixels = np.random.default_rng(0).integers(0, 256, (12, 8, 3), dtype=np.uint8)
+    path = tmp_path / "cat.png"
+    Image.fromarray(pixels).save(path)
+    return path
+
+
+def test_an_image_gets_the_probability_of_each_class(folder: Path, image: Path) -> None:
+    found = revzoo.predict(str(image), folder)
+    model = revzoo.create_model(folder, pretrained=True).eval()
+    with torch.no_grad():
+        row = model(model.transforms()(Image.open(image))[None]).softmax(1)[0]
+    assert found == pytest.approx(dict(zip(CLASSES, row.tolist(), strict=True)), rel=1e-5)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+    assert list(revzoo.predict(image, folder, top=2)) == list(found)[:2]
+
+
+def test_a_list_gives_a_list_whatever_its_images_are(folder: Path, image: Path) -> None:
+    picture = Image.open(image)
+    tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
+    model = revzoo.create_model(folder, pretrained=True)
+    found = revzoo.predict([image, str(image), picture, tensor], model)
+    assert model.training
+    one = revzoo.predict(image, folder)
+    assert all(p == pytest.approx(one, rel=1e-2) for p in found)
+    assert all(list(p) == list(one) for p in found)
+
+
+def test_what_is_no_image_is_named(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"there is no image dog\.jpg$"):
+        revzoo.predict("dog.jpg", folder)
+    with pytest.raises(DataError, match="is a folder: give a list"):
+        revzoo.predict(tmp_path, folder)
+    with pytest.raises(TypeError, match="got a int as image"):
+        revzoo.predict([1], folder)  # type: ignore[list-item]
+
+
+def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
+    with pytest.raises(ValueError, match="no weights that say"):
+        revzoo.predict(image, small())
+    model = revzoo.create_model(folder, pretrained=True)
+    model.reset_classifier(5)
+    with pytest.raises(ValueError, match="whose classes are not known"):
+        revzoo.predict(image, model)
+
+
+def test_an_output_that_is_no_number_is_refused(folder: Path, image: Path) -> None:
+    model = revzoo.create_model(folder, pretrained=True)
+    with torch.no_grad():
+        model.fc.bias.fill_(float("nan"))
+    with pytest.raises(CheckpointError, match=r"output is NaN or Inf: .* earlier checkpoint"):
+        revzoo.predict(image, model)
