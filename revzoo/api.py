@@ -3,11 +3,13 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from revzoo.core.check import check_inverse
+from revzoo.core.check import check_inverse, is_invertible
 from revzoo.core.function import invertible_checkpoint
 from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
+from revzoo.core.memory import memory
 from revzoo.core.modes import set_memory
+from revzoo.core.recompute import checkpoint
 from revzoo.core.recording import ReplayMismatchError
 from revzoo.core.replay import is_replaying
 from revzoo.interop.foreign import ConversionError
@@ -78,13 +80,16 @@ __all__ = [
     "WeightsError",
     "WeightsTable",
     "check_inverse",
+    "checkpoint",
     "create_model",
     "drift",
     "from_pretrained",
     "invertible_checkpoint",
+    "is_invertible",
     "is_replaying",
     "list_models",
     "load_published",
+    "memory",
     "predict",
     "register_callback",
     "register_data",

@@ -110,6 +110,48 @@ def check_inverse(
     return InverseReport(rows, skipped)
 
 
+def is_invertible(
+    module: nn.Module, *inputs: Tensor, tolerance: float = 1e-6, **context: Any
+) -> bool:
+    """Whether ``module`` has an inverse that gives back ``inputs``.
+
+    Works on a copy in float64, so that rounding does not decide; :func:`check_inverse` tells by
+    how much each step is off, and in which dtype. Several branches that draw random numbers
+    (dropout in training) have no common inverse: call ``eval()``.
+
+    Args:
+        module: any module; one that is no :class:`~revzoo.Invertible` has no inverse.
+        *inputs: what ``module`` takes; none to ask only whether every step of it has an inverse.
+        tolerance: largest error relative to the largest input.
+        **context: keyword arguments of every step.
+
+    Raises:
+        Exception: what the forward pass raises, if it does.
+
+    Example::
+
+        assert revzoo.is_invertible(seq, torch.randn(8, 32, 32, 32))
+    """
+    if not isinstance(module, Invertible) or not module.invertible:
+        return False
+    if not inputs:
+        return True
+    net = copy.deepcopy(module).double()
+    given = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
+    state = tuple(_cast(x, torch.float64) for x in inputs)
+    with torch.no_grad(), torch.random.fork_rng(_devices(state)):
+        net(*state, **given)  # its own errors are no answer
+    try:
+        report = check_inverse(module, *inputs, dtypes=(torch.float64,), **context)
+    except (RuntimeError, ValueError, TypeError):  # of the inverse
+        return False
+    return report.worst(torch.float64) <= tolerance
+
+
+def _devices(state: State) -> list[torch.device]:
+    return list({t.device for t in state if t.device.type == "cuda"})
+
+
 def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> list[StepError]:
     with torch.no_grad():
         rows = [_round_trip("whole", net, state, given)[0]]

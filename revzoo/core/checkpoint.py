@@ -110,7 +110,10 @@ def record(
         call = call_without_changing_hooks if inverts else plain_call
         returned = call(step, *state, **context)
     outputs = as_state(returned, step)
-    entry.observe(*(outputs, state) if inverts else (state, outputs))
+    if inverts:
+        entry.observe(outputs, state)
+    else:
+        entry.observe_recomputed(outputs, state)
     entry.observe_outputs(state, outputs)
     tape.append(entry, outputs if inverts else None)
     return returned
@@ -228,9 +231,9 @@ class Tape:
             entry.report(self._guard, state)
             self._guard.note_uses(replayed.used, state)
         else:
-            outputs, replayed = entry.record_from_inputs(state)
-            if self._position == 0:  # rule 7
-                entry.report(self._guard, outputs)
+            computed, replayed = entry.record_from_inputs(state)
+            if self._position == 0 and computed:  # rule 7
+                entry.report(self._guard, computed)
         for ref in self._filled:
             if (slot := ref()) is not None:
                 slot.value = None

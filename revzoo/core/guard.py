@@ -134,7 +134,8 @@ def _among(t: Tensor, state: State) -> bool:
 
 
 def _comparable(t: Tensor) -> bool:
-    return (t.is_floating_point() or t.is_complex()) and has_values(t)
+    values = t.is_floating_point() or t.is_complex()
+    return values and t.layout is torch.strided and has_values(t)
 
 
 def _taken(t: Tensor, places: Tensor) -> Tensor:

@@ -91,6 +91,9 @@ class Step(nn.Module):
     drift: float | None = None
     """Relative error of the last reconstruction."""
 
+    early_stop: bool = False
+    """Whether a replay from the inputs ends once it has what the graph asks for."""
+
     label: str = ""
     """The step's place in its model, for error messages."""
 
@@ -114,6 +117,10 @@ class Step(nn.Module):
     def invertible(self) -> bool:
         """Whether the step can be walked backwards."""
         return False
+
+    def difference(self) -> str:
+        """What the step knows of a replay that does not repeat its forward pass; ends the error."""
+        return ""
 
 
 def _no_inverse(self: Invertible, *state: Tensor, **context: Any) -> State:

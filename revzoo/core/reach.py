@@ -14,8 +14,8 @@ NOTE [ What counts as reached ]
        other methods use. A function that calls ``getattr`` may load any. Operators load special
        methods without a name.
     3. Of a module that the step runs inside of, because it contains the step or calls
-       ``invertible_checkpoint``, likewise only submodules, parameters and buffers by name; all
-       submodules if a function walks over them.
+       ``invertible_checkpoint`` or ``checkpoint``, likewise only submodules, parameters and
+       buffers by name; all submodules if a function walks over them.
     4. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
        searched, nor are slots, weak references and what is computed at run time.
 
@@ -76,6 +76,7 @@ _READS_STATISTICS = frozenset(
 # What changes tensors without a new version: functions of torch, and two ways around autograd.
 _UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "data", "numpy"))
 
+_STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run one
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
 _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "children",
@@ -404,8 +405,8 @@ class _Search:
             if self._first(v) and self._encloses(v):
                 self.shells.append(v)
                 methods = {
-                    name: tuple(f for f in functions if not _calls_steps(f))
-                    for name, functions in _methods(type(v)).items()
+                    name: tuple(f for f in fs if name not in _ENTRIES or not _calls_steps(f))
+                    for name, fs in _methods(type(v)).items()
                 }
                 self._object(v.__dict__, methods, _STANDARD, whole=False)
                 self._class(type(v))
@@ -563,8 +564,7 @@ def _foreign(module: str | None) -> bool:
 
 
 def _calls_steps(f: types.FunctionType) -> bool:
-    loaded, attributes = _loads(f.__code__)
-    return "invertible_checkpoint" in loaded or "invertible_checkpoint" in attributes
+    return not _STEPS.isdisjoint(frozenset().union(*_loads(f.__code__)))
 
 
 @functools.lru_cache(maxsize=4096)

@@ -296,6 +296,7 @@ class Entry:
         "saved",
         "step",
         "strides",
+        "witness",
     )
 
     def __init__(
@@ -304,7 +305,7 @@ class Entry:
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
-        self.strides = tuple(t.stride() for t in inputs)
+        self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step, inputs, self.context)
@@ -312,10 +313,16 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.extremes: list[Extremes] = []
+        self.witness = _Witness() if step.early_stop else None
 
     def observe(self, known: State, computed: State) -> None:
         """Note what the guard will compare: values of what is ``computed`` from what is known."""
         self.samples = sample(computed, known)
+
+    def observe_recomputed(self, outputs: State, inputs: State) -> None:
+        """Note values of what a replay from the inputs recomputes."""
+        computed = outputs if self.witness is None else self.witness.take()
+        self.observe(inputs, computed)
 
     def observe_outputs(self, inputs: State, outputs: State) -> None:
         """Note the range of the outputs, if the step is on a grid."""
@@ -333,16 +340,24 @@ class Entry:
         """The pack hook for the step's forward pass."""
         resident = self.conditions.storages()
         saved = self.saved
+        witness = self.witness
 
         def pack(t: Tensor) -> Slot | Resident:
             if address(t) in resident:
                 saved.append(None)
                 return Resident.of(t)
+            if witness is not None:
+                witness.note(len(saved), t)
             slot = Slot(tape, index, t.shape, t.dtype)
             saved.append(weakref.ref(slot))
             return slot
 
         return pack
+
+    def last_wanted(self) -> int:
+        """Index of the last slot that the graph still holds; -1 if there is none."""
+        held = (k for k, ref in enumerate(self.saved) if ref is not None and ref() is not None)
+        return max(held, default=-1)
 
     @property
     def wanted(self) -> bool:
@@ -372,13 +387,13 @@ class Entry:
         )
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
-        """Replay the step forwards; returns its outputs."""
-        replayed = Replayed(self)
+        """Replay the step forwards; returns what :meth:`observe_recomputed` noted values of."""
+        replayed = Replayed(self, stops=self.step.early_stop)
         with self.conditions.restored():
             call = functools.partial(plain_call, self.step)
             outputs = replayed(call, inputs, self.needs, self.context)
         replayed.check()
-        return outputs, replayed
+        return outputs if self.witness is None else replayed.value_of(self.witness), replayed
 
     def record_from_outputs(self, outputs: State) -> tuple[State, Replayed]:
         """Replay the step while inverting it; returns its inputs."""
@@ -392,20 +407,50 @@ class Entry:
         return self.laid_out(inputs), replayed
 
 
+class _Witness:
+    """The last tensor that an early stop recomputes: its values speak for those before it."""
+
+    __slots__ = ("_tensor", "_version", "index")
+
+    def __init__(self) -> None:
+        self.index = -1
+        self._tensor: Tensor | None = None
+        self._version = 0
+
+    def note(self, index: int, t: Tensor) -> None:
+        self.index, self._tensor, self._version = index, t, version_of(t)
+
+    def take(self) -> State:
+        """The tensor, unless it was changed since: then its values are gone."""
+        t, self._tensor = self._tensor, None
+        return () if t is None or version_of(t) != self._version else (t,)
+
+
+class _EnoughRecordedError(BaseException):
+    """Ends a replay; no ``except Exception`` in a branch catches it."""
+
+
 class Replayed:
     """The tensors that a replay saves, matched one by one with the forward pass's."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: Entry, *, stops: bool = False) -> None:
         self.needs = entry.needs
         self._entry = entry
         self._count = 0
+        self._last = entry.last_wanted() if stops else -1
         self._values: list[tuple[Slot, Resident]] = []
         self.used: list[Tensor] = []  # inputs of parts that saved something
 
     @property
     def complete(self) -> bool:
-        """Whether as many tensors were recorded as the forward pass saved."""
-        return self._count == len(self._entry.saved)
+        """Whether as many tensors were recorded as the forward pass saved, or are needed."""
+        return self._count == len(self._entry.saved) or 0 <= self._last < self._count
+
+    def value_of(self, witness: _Witness) -> State:
+        """What was recorded of the tensor that the forward pass noted; () if it did not last."""
+        ref = self._entry.saved[witness.index] if witness.index >= 0 else None
+        slot = None if ref is None else ref()
+        return tuple(value.tensor for filled, value in self._values if filled is slot)
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
@@ -427,8 +472,13 @@ class Replayed:
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
-        with torch.enable_grad(), Recording(self._pack, _refuse):
-            before = self._count
+        outputs: State = ()
+        before = self._count
+        with (
+            contextlib.suppress(_EnoughRecordedError),
+            torch.enable_grad(),
+            Recording(self._pack, _refuse),
+        ):
             outputs = as_state(fn(*leaves, **context))
         if self._count > before:
             self.used += leaves
@@ -449,6 +499,8 @@ class Replayed:
                 f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
             )
         self._values.append((slot, Resident.of(t)))
+        if k == self._last:
+            raise _EnoughRecordedError
 
     def check(self) -> None:
         """Raise unless the replay saved as many tensors as the forward pass, and left them be."""
@@ -471,7 +523,7 @@ class Replayed:
         return ReplayMismatchError(
             f"{self._entry.name} did not repeat its forward pass: {what}. A step must be a "
             "function of its inputs, parameters, buffers and torch's random state; use "
-            "memory='store' for one that is not"
+            f"memory='store' for one that is not{self._entry.step.difference()}"
         )
 
 

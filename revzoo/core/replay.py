@@ -281,6 +281,9 @@ class Conditions:
             self._flags.extend((m, "training", m.training) for m in reach.shells)
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, module.training, unseen)
+        if not inputs:  # then the step computes with what it holds
+            self._devices = self._devices_held()
+            self._autocast = _autocast_state(_with_autocast(self._devices))
         self._sources: tuple[_Source, ...] = ()
         if not _is_faked(inputs):  # what is faked draws nothing
             generators = [g for reach in self._reaches() for g in reach.generators]
@@ -289,6 +292,10 @@ class Conditions:
         self._after: _States = {}
         self._entered = self._locked = False
         self._alone = True
+
+    def _devices_held(self) -> frozenset[torch.device]:
+        held = [*self._held, *(s.held for s in self._snapshots)]
+        return frozenset(h.tensor.device for h in held if h.tensor.device.type not in _HOST)
 
     def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         self._flags.append((m, "training", m.training))

@@ -108,16 +108,17 @@ class PaddedCoupling(AdditiveCoupling):
 
     def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:
         super().__init__(branch)
-        self._mode = "invert"
+        self.memory = "invert"
         self.filled = filled
 
     @property
     def memory(self) -> str:
-        return "recompute" if self._mode == "invert" else self._mode
+        mode: str = vars(self)["memory"]  # where every step has it
+        return "recompute" if mode == "invert" else mode
 
     @memory.setter
     def memory(self, mode: str) -> None:
-        self._mode = mode
+        vars(self)["memory"] = mode
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
         if self.filled is not None:

@@ -11,7 +11,9 @@ from revzoo import (
     NotInvertibleError,
     ReversibleSequence,
     Squeeze,
+    Step,
     check_inverse,
+    is_invertible,
 )
 
 
@@ -96,3 +98,40 @@ class Returns(Invertible):
 def test_an_inverse_that_returns_something_else(back, got):
     with pytest.raises(ValueError, match=f"the inverse of whole returned {got}.*expected the 2"):
         check_inverse(Returns(back), torch.ones(3, 2), torch.ones(3, 2))
+
+
+class Broken(OffBy):
+    def inverse(self, y1, y2):
+        return (y1 @ y2,)
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [
+        (conv_net(), True),
+        (ReversibleSequence([OffBy()]), False),
+        (ReversibleSequence([Broken()]), False),
+        (ReversibleSequence([Step()]), False),
+        (nn.Identity(), False),
+    ],
+    ids=["net", "wrong", "broken", "without", "plain"],
+)
+def test_is_invertible_is_a_bool(module, expected):
+    assert is_invertible(module, images()) is expected
+
+
+def test_is_invertible_without_inputs_asks_the_steps():
+    assert is_invertible(ReversibleSequence([OffBy()]))
+    assert not is_invertible(ReversibleSequence([OffBy(), Step()]))
+
+
+def test_is_invertible_changes_nothing_and_raises_what_the_forward_pass_raises():
+    net = conv_net(dropout=0.5)
+    assert not is_invertible(net, images())  # nobody draws the masks again, in reverse order
+    net = ReversibleSequence([net[0][0]])
+    before, state = [b.clone() for b in net.buffers()], torch.get_rng_state()
+    assert is_invertible(net, images())
+    assert all(map(torch.equal, before, net.buffers()))
+    assert torch.equal(state, torch.get_rng_state())
+    with pytest.raises(ValueError, match="expected an even number of channels"):
+        is_invertible(net, images(channels=7))

@@ -1,0 +1,44 @@
+"""A memory mode for a while."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from revzoo.core.invertible import Step
+from revzoo.core.modes import set_memory
+
+_SETTINGS = ("memory", "grid")  # what set_memory sets on a step
+
+
+@contextlib.contextmanager
+def memory(module: nn.Module, mode: Any, **options: Any) -> Iterator[None]:
+    """A context in which ``module`` has another memory mode; each step has its own back after it.
+
+    Args:
+        module: whatever holds steps.
+        mode: as :func:`~revzoo.set_memory` takes it; so are ``options``.
+        **options: see ``mode``.
+
+    Raises:
+        ValueError: as :func:`~revzoo.set_memory`; then nothing has changed.
+
+    Example::
+
+        with revzoo.memory(model, "store"):
+            hessian_vector_product(model, x)
+    """
+    steps = [m for m in module.modules() if isinstance(m, Step)]
+    # In the instances, not as attributes: a step may read another mode than was set.
+    before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
+    try:
+        set_memory(module, mode, **options)
+        yield
+    finally:
+        for step, settings in zip(steps, before, strict=True):
+            for key in _SETTINGS:
+                vars(step).pop(key, None)
+            vars(step).update(settings)

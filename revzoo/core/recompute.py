@@ -1,0 +1,222 @@
+"""Any function as a recomputed step: a drop-in for ``torch.utils.checkpoint.checkpoint``.
+
+The call is a :class:`~revzoo.Step` in memory mode ``recompute``: a tape of one entry that keeps the
+function's tensor arguments (rule 7 of NOTE [ Slots and the tape ] in
+:mod:`revzoo.core.checkpoint`). What torch's version leaves to the user, a replay restores here:
+normalisation statistics count a batch once, other buffers, ``torch.Generator`` objects,
+train/eval flags, rebound variables and mutated lists are those of the forward pass
+(NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`).
+
+Known limit: inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms it is the
+plain call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from revzoo.core.invertible import State, Step
+from revzoo.core.modes import run_step
+from revzoo.core.replay import tensors_of
+
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+def checkpoint(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], _Contexts] | None = None,
+    determinism_check: Literal["default", "none"] = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    """``fn(*args, **kwargs)``, whose activations are recomputed in the backward pass.
+
+    Takes what ``torch.utils.checkpoint.checkpoint`` takes, so that the import is all that changes.
+
+    Args:
+        fn: any callable: a module, a method, a lambda. Modules, tensors and generators that it
+            closes over, is bound to or names as globals are found, as in
+            :func:`~revzoo.invertible_checkpoint`. Without it, the call returns a decorator.
+        *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
+        use_reentrant: accepted and without effect: there is one way, which is not reentrant.
+        preserve_rng_state: accepted and without effect: a replay draws the same random numbers;
+            with others, dropout's gradient would belong to another mask than its value.
+        context_fn: returns two contexts, for the forward pass and for replays, e.g.
+            ``create_selective_checkpoint_contexts`` of torch.
+        determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
+            tensors, and some values; ``"none"`` leaves out the values.
+        debug: a :class:`~revzoo.ReplayMismatchError` lists the operators of both passes.
+        early_stop: end a replay as soon as all that the graph asks for is recomputed.
+        respect_saved_tensors_hooks: None or False: the arguments stay where they are.
+        **kwargs: as ``args``.
+
+    Returns:
+        What ``fn`` returns, the very object.
+
+    Raises:
+        ValueError: an option has another value.
+        RuntimeError: ``fn`` changed a tensor argument in place.
+        ReplayMismatchError: in the backward pass, if ``fn`` did not repeat itself.
+        DriftError: after it, if values differ.
+
+    Example::
+
+        y = revzoo.checkpoint(block, x, mask=mask)
+    """
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check={determinism_check!r}: expected 'default' or 'none'")
+    if debug and context_fn is not None:
+        raise ValueError(
+            "debug=True got a context_fn too: expected one of them, since debug runs both passes "
+            "in contexts of its own"
+        )
+    if respect_saved_tensors_hooks:
+        raise ValueError(
+            "respect_saved_tensors_hooks=True: expected None or False. Arguments are kept where "
+            "they are, whatever hooks surround the call; use memory='offload' on a step instead"
+        )
+    options = _Options(context_fn, determinism_check == "default", debug, early_stop)
+    if fn is not None:
+        return _run(fn, args, kwargs, options)
+    if args or kwargs:
+        raise ValueError("checkpoint() without a function got arguments for one: pass fn first")
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return _run(fn, args, kwargs, options)
+
+        return checkpointed
+
+    return decorate
+
+
+class _Options(NamedTuple):
+    context_fn: Callable[[], _Contexts] | None
+    compares: bool
+    debug: bool
+    early_stop: bool
+
+
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+) -> Any:
+    if torch.compiler.is_compiling():
+        return fn(*args, **kwargs)
+    call = _Call(args, kwargs)
+    step = Checkpoint(fn, call)
+    step.early_stop = options.early_stop
+    if options.context_fn is not None:
+        step.contexts = first, _ = options.context_fn()
+        if hasattr(first, "respect_saved_tensors_hooks"):  # torch's selective checkpointing
+            first.respect_saved_tensors_hooks = False  # the hooks around it are ours
+    elif options.debug:
+        step.contexts = _Operators(), _Operators()
+    if not options.compares:
+        step.drift_limit = math.inf
+    run_step(step, tuple(_distinct_tensors((args, kwargs))))
+    returned, call.returned = call.returned, None
+    return returned
+
+
+class _Call:
+    """What the forward pass gets and returns: the caller's own objects.
+
+    Not part of the step, so that the search for what that reaches does not find them.
+    """
+
+    __slots__ = ("arguments", "returned")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self.returned: Any = None
+
+
+class Checkpoint(Step):
+    """``fn`` as a step of the tensors among its arguments; holds the other arguments."""
+
+    memory = "recompute"
+    contexts: _Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
+
+    def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
+        super().__init__()
+        leaves, self._structure = tree_flatten(call.arguments)
+        tensors = _distinct_tensors(leaves)
+        self.streams = len(tensors)
+        self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._fn = fn
+        self._call = call
+        self._leaves = tuple(_Place(tensors[t]) if isinstance(t, Tensor) else t for t in leaves)
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        first, again = self.contexts
+        if self._call.arguments is not None:
+            (args, kwargs), self._call.arguments = self._call.arguments, None
+            with first:
+                self._call.returned = returned = self._fn(*args, **kwargs)
+        else:
+            # Containers are made anew, as they were before the forward pass.
+            leaves = [state[leaf.i] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+            args, kwargs = tree_unflatten(leaves, self._structure)
+            if isinstance(again, _Operators):
+                again.lines.clear()  # of an earlier replay
+            with again:
+                returned = self._fn(*args, **kwargs)
+        return tuple(t for t in tree_leaves(returned) if isinstance(t, Tensor))
+
+    def difference(self) -> str:
+        first, again = self.contexts
+        if not (isinstance(first, _Operators) and isinstance(again, _Operators)):
+            return ""
+        return f"\nOperators of the forward pass:\n{first}\nOperators of the replay:\n{again}"
+
+
+class _Place(NamedTuple):
+    """Stands among the leaves for a tensor of the state."""
+
+    i: int
+
+
+def _distinct_tensors(tree: Any) -> dict[Tensor, int]:
+    """The tensors in ``tree``, each once, and the place of each: ``f(x, x)`` gets one again."""
+    return {t: i for i, t in enumerate(dict.fromkeys(tensors_of(tree)))}
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A list of the operators that ran, for ``debug``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        shapes = ", ".join(_described(t) for t in tree_leaves((args, kwargs)))
+        self.lines.append(f"  {func}({shapes})")
+        return func(*args, **(kwargs or {}))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines) or "  none"
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)
