@@ -108,6 +108,11 @@ class Step(nn.Module):
             return plain_call(self, *state, **context)
         return run_alone(self, state, context)
 
+    def _get_name(self) -> str:
+        """The class, as ``repr`` shows it, with the memory mode where the step has its own."""
+        own = type(self).__call__ is Step.__call__
+        return f"{type(self).__name__}[{self.memory}]" if own else type(self).__name__
+
     @property
     def outputs(self) -> int:
         """How many tensors the step returns; by default, as many as it takes."""
@@ -188,9 +193,9 @@ def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
     return nn.Module.__call__(step, *state, **context)
 
 
-def label_steps(module: nn.Module) -> None:
-    """Tell each step of ``module`` its path, so that errors can name it."""
-    for path, step in module.named_modules():
+def label_steps(module: nn.Module, prefix: str = "") -> None:
+    """Tell each step of ``module`` its path, so that errors can name it; ``prefix`` is its own."""
+    for path, step in module.named_modules(prefix=prefix):
         if isinstance(step, Step):
             step.label = path
 

@@ -5,8 +5,9 @@ The streams stay separate tensors through the whole sequence: no block concatena
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import copy
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, overload
 
 from torch import Tensor, nn
 
@@ -37,17 +38,23 @@ class ReversibleSequence(Invertible):
     step takes one stream (``streams = 1``) it gets the tensor as it is. Keyword arguments (a
     conditioning tensor, say) are given to every step.
 
+    It is a list of steps: ``len``, iteration, ``seq[0]``, ``seq["name"]``, slices (a sequence of
+    the same steps), assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`. A step
+    that joins later keeps its memory mode; ``repr`` shows each step's.
+
     Args:
-        steps: :class:`~revzoo.Invertible` modules. A :class:`Step` without an inverse is allowed:
-            it is recomputed from its input where the mode is ``invert``, and :meth:`inverse`
-            refuses.
+        steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; names stand
+            in the ``state_dict`` in the place of numbers. A :class:`Step` without an inverse is
+            allowed: it is recomputed from its input where the mode is ``invert``, and
+            :meth:`inverse` refuses.
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
             changes it later. Whatever mode a member had is replaced; None keeps it.
         dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
 
     Raises:
         TypeError: a member is no Step.
-        ValueError: unknown mode; at the call, odd channels or a wrong number of streams.
+        ValueError: unknown mode; a name that is a number or has a dot; at the call, odd channels
+            or a wrong number of streams.
 
     Example::
 
@@ -57,19 +64,17 @@ class ReversibleSequence(Invertible):
     """
 
     def __init__(
-        self, steps: Iterable[Step], *, memory: str | None = "invert", dim: int = 1
+        self,
+        steps: Iterable[Step] | Mapping[str, Step],
+        *,
+        memory: str | None = "invert",
+        dim: int = 1,
     ) -> None:
         super().__init__()
         self.dim = dim
-        self.steps = nn.ModuleList()
-        for i, step in enumerate(steps):
-            if not isinstance(step, Step):
-                raise TypeError(
-                    f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a "
-                    "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
-                )
-            self.steps.append(step)
-        label_steps(self)
+        self.steps = _Steps()
+        named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
+        self._set_steps([(_checked_name(name), step) for name, step in named])
         if memory is not None:
             assign_memory([m for m in self.modules() if isinstance(m, Step)], memory)
 
@@ -95,10 +100,79 @@ class ReversibleSequence(Invertible):
         return len(self.steps)
 
     def __iter__(self) -> Iterator[Step]:
-        return iter(self.steps)  # type: ignore[arg-type]
+        return iter(self.steps)
 
-    def __getitem__(self, index: int) -> Step:
-        return self.steps[index]  # type: ignore[return-value]
+    @overload
+    def __getitem__(self, index: int | str) -> Step: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> ReversibleSequence: ...
+
+    def __getitem__(self, index: int | str | slice) -> Step | ReversibleSequence:
+        if not isinstance(index, slice):
+            return self._items()[self._position(index)][1]
+        part = ReversibleSequence((), memory=None, dim=self.dim)
+        part.steps = self.steps[index]  # not set one by one: they keep their labels
+        return part
+
+    def __setitem__(self, index: int | str, step: Step) -> None:
+        items, i = self._items(), self._position(index)
+        items[i] = items[i][0], step
+        self._set_steps(items)
+
+    def __delitem__(self, index: int | str | slice) -> None:
+        items = self._items()
+        del items[index if isinstance(index, slice) else self._position(index)]
+        self._set_steps(items)
+
+    def append(self, step: Step, *, name: str | None = None) -> ReversibleSequence:
+        """Add ``step`` at the end; returns the sequence."""
+        return self.insert(len(self), step, name=name)
+
+    def extend(self, steps: Iterable[Step]) -> ReversibleSequence:
+        """Add ``steps`` at the end; returns the sequence."""
+        self._set_steps([*self._items(), *((None, step) for step in steps)])
+        return self
+
+    def insert(self, index: int, step: Step, *, name: str | None = None) -> ReversibleSequence:
+        """Add ``step`` before position ``index``; those behind it move on. Returns the sequence.
+
+        Raises:
+            TypeError: it is no Step.
+            ValueError: ``name`` is taken, is a number or has a dot.
+        """
+        items = self._items()
+        items.insert(index, (_checked_name(name), step))
+        self._set_steps(items)
+        return self
+
+    def _items(self) -> list[tuple[str | None, Step]]:
+        """Names, None for those that are numbers, and steps."""
+        named: Iterable[tuple[str, Any]] = self.steps._modules.items()
+        return [(None if name.isdigit() else name, step) for name, step in named]
+
+    def _position(self, index: int | str) -> int:
+        if isinstance(index, int):
+            return range(len(self))[index]
+        names = [name for name, _ in self._items()]
+        if index not in names:
+            known = ", ".join(repr(name) for name in names if name is not None) or "none"
+            raise KeyError(f"{name_of(self)} has no step {index!r}; named steps: {known}")
+        return names.index(index)
+
+    def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
+        for i, (_, step) in enumerate(items):
+            if not isinstance(step, Step):
+                raise TypeError(
+                    f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a "
+                    "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
+                )
+        names = [str(i) if name is None else name for i, (name, _) in enumerate(items)]
+        if len({*names}) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"two steps got the name {twice!r}: expected each name once")
+        self.steps = _Steps(dict(zip(names, (step for _, step in items), strict=True)))
+        label_steps(self, self.label)
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         outputs, _ = self._walk(state, (), context)
@@ -209,14 +283,48 @@ def _like(neighbour: Step, edge: Step) -> Step:
     return edge
 
 
+class _Steps(nn.ModuleList):
+    """Modules by position, some under names of their own."""
+
+    def __init__(self, named: Mapping[str, Any] | None = None) -> None:
+        super().__init__()
+        for name, module in (named or {}).items():
+            self.add_module(name, module)
+
+    def _get_name(self) -> str:
+        return "ModuleList"
+
+    def __getitem__(self, index: Any) -> Any:
+        if not isinstance(index, slice):
+            return list(self)[index]
+        items = list(self._modules.items())[index]
+        return _Steps({(str(i) if k.isdigit() else k): m for i, (k, m) in enumerate(items)})
+
+    def __repr__(self) -> str:  # a ModuleList's shows numbers, equal modules once
+        return super().__repr__() if all(map(str.isdigit, self._modules)) else _repr(self)
+
+
+_repr = nn.Module.__repr__
+
+
+def _checked_name(name: str | None) -> str | None:
+    if name is not None and (name.isdigit() or "." in name or not name):
+        raise ValueError(
+            f"a step got the name {name!r}: expected one without dots that is no number"
+        )
+    return name
+
+
 class ReversibleBlock(ReversibleSequence):
     """The RevNet block: ``y1 = x1 + F(x2)``, ``y2 = x2 + G(y1)`` (Gomez et al. 2017, eq. 6).
 
     Args:
         f: residual function F, ``(B, C, ...)`` to the same shape.
-        g: residual function G, likewise.
+        g: residual function G, likewise; None for a copy of ``f``, which starts with the same
+            values and shares none, as in MemCNN.
         memory: see :class:`ReversibleSequence`.
     """
 
-    def __init__(self, f: nn.Module, g: nn.Module, *, memory: str = "invert") -> None:
+    def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "invert") -> None:
+        g = copy.deepcopy(f) if g is None else g
         super().__init__([AdditiveCoupling(f), AdditiveCoupling(g)], memory=memory)

@@ -1,8 +1,10 @@
 """Containers: one tensor or two streams, round trips, refusals."""
 
+import copy
+
 import pytest
 import torch
-from compare import conv_net, images, linear_net
+from compare import assert_same_training, conv_net, images, linear_net
 from torch import nn
 
 from revzoo import (
@@ -12,6 +14,7 @@ from revzoo import (
     ReversibleSequence,
     Step,
     set_drift_limit,
+    set_memory,
 )
 
 
@@ -110,3 +113,102 @@ def test_streams_keep_their_dtype():
     y = net(x)
     y.sum().backward()
     assert y.dtype == x.grad.dtype == torch.bfloat16
+
+
+def coupling(width=4):
+    return AdditiveCoupling(nn.Linear(width, width)).double()
+
+
+def test_a_block_of_one_function_copies_it():
+    f = nn.Linear(4, 4)
+    block = ReversibleBlock(f)
+    g = block[1].branch
+    assert block[0].branch is f
+    assert g.weight is not f.weight
+    assert torch.equal(g.weight, f.weight)
+
+
+def test_steps_by_name():
+    a, b = coupling(), coupling()
+    seq = ReversibleSequence({"first": a, "second": b})
+    seq.append(coupling()).insert(0, coupling(), name="start").extend([coupling()])
+    assert [k.split(".")[1] for k in seq.state_dict() if k.endswith("weight")] == [
+        "start",
+        "first",
+        "second",
+        "3",
+        "4",
+    ]
+    assert seq["first"] is seq[1] is seq[-4] is a
+    assert [step.label for step in seq][:2] == ["steps.start", "steps.first"]
+    with pytest.raises(KeyError, match=r"no step 'third'; named steps: 'start', 'first', 'second'"):
+        seq["third"]
+    for name in ("0", "a.b", ""):
+        with pytest.raises(ValueError, match="without dots that is no number"):
+            seq.append(coupling(), name=name)
+    with pytest.raises(ValueError, match="two steps got the name 'first'"):
+        seq.append(coupling(), name="first")
+    with pytest.raises(TypeError, match="step 1 is a Linear"):
+        seq.insert(1, nn.Linear(4, 4))
+    assert len(seq) == 5
+
+
+def test_a_slice_is_a_sequence_of_the_same_steps():
+    seq = ReversibleSequence([coupling() for _ in range(5)])
+    set_memory(seq[2], "recompute")
+    x1, x2 = images(size=1).flatten(1).chunk(2, dim=1)
+    part = seq[1:4]
+    assert isinstance(part, ReversibleSequence)
+    assert list(part) == list(seq)[1:4]
+    assert [step.label for step in part] == ["steps.1", "steps.2", "steps.3"]
+    assert [step.memory for step in part] == ["invert", "recompute", "invert"]
+    y = seq[4:](*part(*seq[:1](x1, x2)))
+    assert all(map(torch.equal, y, seq(x1, x2)))
+    assert len(seq[5:]) == 0
+
+
+def test_steps_are_replaced_and_deleted():
+    seq = ReversibleSequence({"a": coupling(), "b": coupling(), "c": coupling()})
+    a, b, c = seq
+    seq["b"] = d = coupling()
+    seq[-1] = b
+    assert list(seq) == [a, d, b]
+    del seq["a"]
+    del seq[1:]
+    assert list(seq) == [d]
+    assert list(seq.state_dict()) == ["steps.b.branch.weight", "steps.b.branch.bias"]
+    with pytest.raises(IndexError):
+        seq[1] = c
+    with pytest.raises(TypeError, match="expected an Invertible"):
+        seq[0] = nn.Identity()
+    assert list(seq) == [d]
+
+
+def test_labels_of_a_sequence_inside_another_one_keep_their_prefix():
+    outer = ReversibleSequence([ReversibleSequence([coupling()])])
+    outer[0].append(coupling())
+    assert outer[0][1].label == "steps.0.steps.1"
+
+
+def test_repr_shows_the_mode_of_each_step():
+    seq = ReversibleSequence([coupling() for _ in range(3)])
+    set_memory(seq[1], "store")
+    lines = [line.strip() for line in repr(seq).splitlines() if "Coupling" in line]
+    assert lines == [
+        "(0): AdditiveCoupling[invert](",
+        "(1): AdditiveCoupling[store](",
+        "(2): AdditiveCoupling[invert](",
+    ]
+    assert repr(ReversibleSequence([coupling() for _ in range(3)])).count("AdditiveCoupling") == 1
+    assert "(a): AdditiveCoupling[invert](" in repr(ReversibleSequence({"a": coupling()}))
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+def test_a_sequence_that_grew_trains_as_one_built_at_once(mode):
+    torch.manual_seed(0)
+    steps = [coupling() for _ in range(4)]
+    whole = ReversibleSequence(copy.deepcopy(steps))
+    grown = ReversibleSequence({"a": steps[1]}).insert(0, steps[0]).extend(steps[2:])
+    for seq in (whole, grown):
+        set_memory(seq, mode)
+    assert_same_training(grown, whole, images(size=1).flatten(1), tolerance=0)
