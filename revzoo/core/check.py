@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
-from revzoo.core.invertible import Invertible, NotInvertibleError, State, as_state
+from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 
@@ -173,7 +173,7 @@ def _round_trip(
 ) -> tuple[StepError, State]:
     conditions = Conditions(step, state, context)
     with conditions.restored(), conditions:
-        outputs = as_state(step(*state, **context))
+        outputs = streams_of(step(*state, **context), step)
     versions = versions_of(outputs)
     with conditions.restored(inverting=True):
         back: Any = step.inverse(*outputs, **context)

@@ -63,7 +63,7 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from revzoo.core.guard import Guard
-from revzoo.core.invertible import State, Step, as_state, plain_call
+from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import (
     DIFFERENTIATES_INSIDE,
     Entry,
@@ -109,7 +109,7 @@ def record(
     with entry.conditions, packed, explained(entry.name):
         call = call_without_changing_hooks if inverts else plain_call
         returned = call(step, *state, **context)
-    outputs = as_state(returned, step)
+    outputs = streams_of(returned, step)
     if inverts:
         entry.observe(outputs, state)
     else:

@@ -69,6 +69,11 @@ class Step(nn.Module):
     streams: int = 2
     """How many tensors the step takes."""
 
+    extras: int = 0
+    """How many tensors it returns behind its streams that are none: a loss, attention weights. A
+    sequence hands them to the caller, behind its streams, in the order of its steps. No inverse
+    gets them."""
+
     memory: str = "invert"
     """The mode in which the step runs, in a :class:`~revzoo.ReversibleSequence` or called by
     itself; change it with :func:`revzoo.set_memory`."""
@@ -115,7 +120,7 @@ class Step(nn.Module):
 
     @property
     def outputs(self) -> int:
-        """How many tensors the step returns; by default, as many as it takes."""
+        """How many streams the step returns; by default, as many as it takes."""
         return self.streams
 
     @property
@@ -171,7 +176,7 @@ class Invertible(Step):
         return True
 
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
-        """Recover the inputs from ``outputs`` and record the step once more.
+        """Recover the inputs from ``outputs``, the streams, and record the step once more.
 
         Tensors must be recorded in the order of ``forward``, from inputs that are laid out as they
         were. Override this only where inverting
@@ -219,6 +224,12 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
         f"{name_of(step) if step is not None else 'a step'} returned {_kind(outputs)}, expected a "
         "tensor or a tuple of tensors, one per stream"
     )
+
+
+def streams_of(outputs: Any, step: Step) -> State:
+    """As :func:`as_state`, without the step's extra outputs."""
+    state = as_state(outputs, step)
+    return state[: len(state) - step.extras] if step.extras else state
 
 
 def check_inputs(step: Step, inputs: State, count: int) -> None:

@@ -25,7 +25,7 @@ from torch import nn
 
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits, mark_on_grid, put_on_grid
-from revzoo.core.invertible import State, Step, as_state, name_of, plain_call
+from revzoo.core.invertible import State, Step, as_state, name_of, plain_call, streams_of
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import explained, refuse_changed_inputs, versions_of
 from revzoo.core.replay import beside_replays
@@ -149,7 +149,7 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     outputs = mode.run(step, state, context)
     refuse_changed_inputs(name_of(step), watched, versions)
     if step.grid is not None:
-        mark_on_grid(as_state(outputs, step), step.grid)
+        mark_on_grid(streams_of(outputs, step), step.grid)
     return outputs
 
 

@@ -27,7 +27,8 @@ class Coupling(Invertible):
     """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
 
     A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
-    recorded. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
+    recorded. With ``extras`` set to n, the branch returns a tuple: the value, then n extra
+    outputs. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
     one: it is not inherited from a class with another ``combine``.
     """
 
@@ -54,24 +55,32 @@ class Coupling(Invertible):
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
-        return x2, self.combine(x1, self._value(x2, context))
+        value, *extras = self._values(x2, context)
+        return x2, self.combine(x1, value), *extras
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
-        return self.uncombine(y2, self._value(y1, context)), y1
+        return self.uncombine(y2, self._values(y1, context)[0]), y1
 
-    def _value(self, x2: Tensor, context: Mapping[str, Any]) -> Tensor:
-        value = self.branch(x2, **context)
-        if not isinstance(value, Tensor):
+    def _values(self, x2: Tensor, context: Mapping[str, Any]) -> State:
+        """The branch's value and its extra outputs."""
+        values = self.branch(x2, **context)
+        state = (values,) if isinstance(values, Tensor) else values
+        if (
+            not isinstance(state, tuple)
+            or len(state) != 1 + self.extras
+            or (isinstance(values, tuple) and not self.extras)
+        ):
             raise TypeError(
-                f"{type(self.branch).__name__} returned a {type(value).__name__}, expected one "
-                f"tensor: wrap it in a module that picks the one to combine in {name_of(self)}"
+                f"{type(self.branch).__name__} returned a {type(values).__name__}, expected one "
+                f"tensor: wrap it in a module that picks the one to combine in {name_of(self)}, or "
+                "set extras on that to the number of tensors behind it"
             )
-        return value
+        return state
 
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs
         need1, need2 = record.needs
-        (value,) = record(self.branch, (x2,), (need2,), context)
+        value, *_ = record(self.branch, (x2,), (need2,), context)
         with torch.no_grad():
             x1 = (self.recover if record.complete else self.uncombine)(y2, value)
         x1, x2 = record.laid_out((x1, x2))
@@ -147,12 +156,12 @@ class AffineCoupling(Coupling):
         self.clamp = clamp
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return self._log_det_of(self.branch(x2, **context), x1)
+        return self._log_det_of(self._values(x2, context)[0], x1)
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[State, Tensor]:
         x1, x2 = state
-        value = self.branch(x2, **context)
-        return (x2, self.combine(x1, value)), self._log_det_of(value, x1)
+        value, *extras = self._values(x2, context)
+        return (x2, self.combine(x1, value), *extras), self._log_det_of(value, x1)
 
     def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
         log_scale, _ = self._split(value, x1)

@@ -40,6 +40,7 @@ class WithLogDet(Invertible):
         assert isinstance(step, Invertible)
         self.step = step
         self.streams = step.streams + 1
+        self.extras = step.extras
         self.memory = step.memory
         self.grid = step.grid
         self.drift_limit = step.drift_limit
@@ -53,7 +54,9 @@ class WithLogDet(Invertible):
             log_det = step.log_det(*streams, **context)
         else:
             outputs, log_det = step.forward_with_log_det(*streams, **context)
-        return *as_state(outputs), total + log_det
+        given = as_state(outputs)
+        cut = len(given) - self.extras
+        return *given[:cut], total + log_det, *given[cut:]
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
         *outputs, total = state
@@ -64,7 +67,8 @@ class WithLogDet(Invertible):
         *ended, total = outputs
         streams = record.inverted(self.step.inverse, tuple(ended), context)
         inputs = record.laid_out((*streams, torch.zeros_like(total)))
-        *_, log_det = record(self.forward, inputs, record.needs, context)
+        recorded = record(self.forward, inputs, record.needs, context)
+        log_det = recorded[len(outputs) - 1]
         return *inputs[:-1], total - log_det.detach()
 
     @property

@@ -19,6 +19,7 @@ from revzoo.core.invertible import (
     as_state,
     name_of,
     plain_call,
+    streams_of,
 )
 from revzoo.layers.sequence import ReversibleSequence
 
@@ -96,7 +97,7 @@ class ReversedStep(Invertible):
         return as_state(self.step.inverse(*state, **context))
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
-        return as_state(plain_call(self.step, *state, **context))
+        return streams_of(plain_call(self.step, *state, **context), self.step)
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         return -self.step.log_det(*as_state(self.step.inverse(*state, **context)), **context)

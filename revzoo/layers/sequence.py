@@ -40,7 +40,8 @@ class ReversibleSequence(Invertible):
 
     It is a list of steps: ``len``, iteration, ``seq[0]``, ``seq["name"]``, slices (a sequence of
     the same steps), assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`. A step
-    that joins later keeps its memory mode; ``repr`` shows each step's.
+    that joins later keeps its memory mode; ``repr`` shows each step's. Extra outputs of the steps
+    (``Step.extras``) come behind the streams: ``y, loss = seq(x)``.
 
     Args:
         steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; names stand
@@ -85,6 +86,10 @@ class ReversibleSequence(Invertible):
     @property
     def outputs(self) -> int:
         return list(self)[-1].outputs if len(self) else 2
+
+    @property
+    def extras(self) -> int:  # type: ignore[override]
+        return sum(step.extras for step in self)
 
     @property
     def invertible(self) -> bool:
@@ -175,21 +180,30 @@ class ReversibleSequence(Invertible):
         label_steps(self, self.label)
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
-        outputs, _ = self._walk(state, (), context)
+        outputs, _, extras = self._walk(state, (), context)
+        outputs = (*outputs, *extras)
         return outputs[0] if len(outputs) == 1 else outputs
 
-    def _walk(self, state: State, total: State, context: dict[str, Any]) -> tuple[State, State]:
-        """Run the steps; ``total``, if not empty, is the sum of log-determinants before them."""
+    def _walk(
+        self, state: State, total: State, context: dict[str, Any]
+    ) -> tuple[State, State, State]:
+        """Run the steps; ``total``, if not empty, is the sum of log-determinants before them.
+
+        Returns:
+            The streams, the sum, and the steps' extra outputs.
+        """
+        extras: list[Tensor] = []
         merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if merge:
             state = run_step(_like(next(iter(self), self), Split(self.dim)), state)
         self._check_count(state)
         for step in self:
-            state, total = _advance(step, state, total, context)
+            state, total, more = _advance(step, state, total, context)
+            extras += more
         if merge:
             self._check_mergeable(state)
             state = run_step(_like(list(self)[-1] if len(self) else self, Merge(self.dim)), state)
-        return state, total
+        return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         """The input that :meth:`forward` maps to ``state``; leaves normalisation statistics alone.
@@ -218,6 +232,8 @@ class ReversibleSequence(Invertible):
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
         """What :meth:`forward` returns, and the sum of the steps' log-determinants ``(B,)``.
 
+        The steps' extra outputs are left out.
+
         Both come out of one pass in the memory modes of the steps.
 
         Raises:
@@ -225,7 +241,7 @@ class ReversibleSequence(Invertible):
             NotImplementedError: a step has no log-determinant; the message names it.
         """
         self._check_invertible()
-        outputs, (total,) = self._walk(state, (zero_total(state[0]),), context)
+        outputs, (total,), _ = self._walk(state, (zero_total(state[0]),), context)
         return outputs[0] if len(outputs) == 1 else outputs, total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
@@ -263,17 +279,19 @@ class ReversibleSequence(Invertible):
 
 def _advance(
     step: Step, state: State, total: State, context: dict[str, Any]
-) -> tuple[State, State]:
+) -> tuple[State, State, State]:
     """Run one step, with its log-determinant added where there is a total."""
     # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
     if isinstance(step, ReversibleSequence):
         if total:
             return step._walk(state, total, context)
-        return as_state(step(*state, **context)), total
-    state = widened(state) if step.invertible else state
-    outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
-    cut = len(outputs) - len(total)
-    return outputs[:cut], outputs[cut:]
+        outputs = as_state(step(*state, **context))
+    else:
+        state = widened(state) if step.invertible else state
+        outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
+    end = len(outputs) - step.extras
+    cut = end - len(total)
+    return outputs[:cut], outputs[cut:end], outputs[end:]
 
 
 def _like(neighbour: Step, edge: Step) -> Step:

@@ -1,21 +1,26 @@
 """Containers: one tensor or two streams, round trips, refusals."""
 
 import copy
+import weakref
 
 import pytest
 import torch
-from compare import assert_same_training, conv_net, images, linear_net
+from compare import assert_same_training, conv_net, error, images, linear_net
 from torch import nn
 
 from revzoo import (
     AdditiveCoupling,
+    Invertible,
     NotInvertibleError,
+    Reversed,
     ReversibleBlock,
     ReversibleSequence,
     Step,
+    check_inverse,
     set_drift_limit,
     set_memory,
 )
+from revzoo.core.modes import MODES
 
 
 class Stem(Step):
@@ -212,3 +217,78 @@ def test_a_sequence_that_grew_trains_as_one_built_at_once(mode):
     for seq in (whole, grown):
         set_memory(seq, mode)
     assert_same_training(grown, whole, images(size=1).flatten(1), tolerance=0)
+
+
+class Gated(nn.Module):
+    """A branch with a loss of its own."""
+
+    def __init__(self, width=4):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x):
+        h = self.linear(x).tanh()
+        return h, h.square().mean(), h.detach().amax()
+
+
+class Measured(Invertible):
+    """A step without a branch that has an extra output."""
+
+    extras = 1
+    exact = True
+
+    def forward(self, x1, x2):
+        return x2, x1, (x1 * x2).sum()
+
+    def inverse(self, y1, y2):
+        return y2, y1
+
+    def log_det(self, x1, x2):
+        return x1.new_zeros(len(x1))
+
+
+def with_extras(mode):
+    torch.manual_seed(0)
+    first, second = AdditiveCoupling(Gated()), AdditiveCoupling(Gated())
+    first.extras = second.extras = 2
+    inner = ReversibleSequence([second, Measured()])
+    net = ReversibleSequence([first, coupling(), inner, coupling()]).double()
+    set_memory(net, mode)
+    return net
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_extra_outputs_come_behind_the_streams(mode):
+    results = []
+    for each in (mode, "store"):
+        net, x = with_extras(each), images(size=1).flatten(1).requires_grad_()
+        assert net.extras == 5
+        y, *extras = net(x)
+        loss = y.square().sum() + extras[0] + 3 * extras[2] * extras[4]
+        assert not extras[1].requires_grad
+        results.append([*torch.autograd.grad(loss, [x, *net.parameters()]), *extras])
+        assert (net.inverse(y) - x).abs().max() < (1e-3 if mode == "exact" else 1e-12)
+        z, total = net.forward_with_log_det(x)
+        assert torch.equal(total, torch.zeros(3))
+        assert torch.autograd.grad(z.sum(), x)[0].isfinite().all()
+    assert error(*results) < (1e-2 if mode == "exact" else 1e-10)
+
+
+def test_extra_outputs_break_no_chain():
+    """Only the last streams are kept, whatever else the steps return."""
+    net, x = with_extras("invert"), images(size=1).flatten(1).requires_grad_()
+    kept = []
+    for step in net:
+        step.register_forward_hook(lambda _m, _i, out: kept.append(weakref.ref(out[1])))
+    y = net(x)
+    assert [r() is not None for r in kept] == [False] * 4
+    y[0].sum().backward()
+
+
+def test_extra_outputs_of_a_branch_are_announced():
+    net = ReversibleSequence([AdditiveCoupling(Gated())])
+    with pytest.raises(TypeError, match="set extras on that"):
+        net(torch.zeros(2, 8))
+    net[0].extras = 2
+    assert check_inverse(net, torch.randn(2, 8)).worst(torch.float64) < 1e-12
+    assert Reversed(net)(torch.randn(2, 8)).shape == (2, 8)
