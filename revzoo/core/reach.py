@@ -16,7 +16,11 @@ NOTE [ What counts as reached ]
     3. Of a module that the step runs inside of, because it contains the step or calls
        ``invertible_checkpoint`` or ``checkpoint``, likewise only submodules, parameters and
        buffers by name; all submodules if a function walks over them.
-    4. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
+    4. A container, simple namespace or data class that holds tensors with a graph is looked at as a
+       copy with aliases of them, since the graph may hold the tape, which holds the result.
+       Otherwise each forward pass that replaces a list of losses, say, keeps the graph of the one
+       before it.
+    5. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
        searched, nor are slots, weak references and what is computed at run time.
 
 A search costs as much as a few operations of torch. Its result is kept with the step, together
@@ -25,12 +29,15 @@ with each place that it looked at; :meth:`Reach.holds` looks at these alone.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import dis
 import functools
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
+from operator import is_
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,9 +53,11 @@ _FOREIGN = (
     | {"lightning", "pytorch_lightning", "lightning_fabric"}
 )
 _KEY = "_revzoo_reach"  # in the __dict__ of a step
+OURS = frozenset((_KEY, "forward", "drift"))  # attributes that no forward pass is to be given again
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
+_DEPTH = 4  # of containers in containers, where tensors with a graph are looked for
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
 _OF_STEPS = frozenset(Step.__annotations__)
 # Methods that are called without being named in the user's code.
@@ -73,8 +82,10 @@ _READS_STATISTICS = frozenset(
 )
 
 
-# What changes tensors without a new version: functions of torch, and two ways around autograd.
-_UPDATE_UNSEEN = frozenset(("batch_norm", "instance_norm", "native_batch_norm", "data", "numpy"))
+# What changes tensors without a new version: two ways around autograd, and, of buffers alone,
+# functions of torch.
+_CHANGE_UNSEEN = frozenset(("data", "numpy"))
+_UPDATE_UNSEEN = _CHANGE_UNSEEN | {"batch_norm", "instance_norm", "native_batch_norm"}
 
 _STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run one
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
@@ -201,15 +212,18 @@ class Reach:
         "_lengths",
         "_members",
         "_own",
+        "_plain",
         "_roots",
         "_sized",
         "_things",
         "_types",
         "_watched",
+        "changes_unseen",
         "draws",
         "generators",
         "locks",
         "names",
+        "namespaces",
         "reads_statistics",
         "scripted",
         "shells",
@@ -228,8 +242,11 @@ class Reach:
         self.tables = [(table, dict(table)) for table in tables]  # children and hooks, in order
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
+        self.namespaces = search.namespaces
+        self._plain: list[Plain] = []
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
+        self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
         self.names = search.names
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
@@ -253,6 +270,22 @@ class Reach:
         """The step's modules, the step first, and the reached ones with theirs."""
         step = self.step()
         return modules_in(self._roots if step is None else [step, *self._roots])
+
+    def plain_values(self, modules: list[nn.Module]) -> list[Plain]:
+        """Numbers and the like among the attributes of ``modules``, which are :meth:`modules`.
+
+        The same objects as last time, for modules whose attributes stay.
+        """
+        known = self._plain
+        if not known:
+            self._plain = known = [Plain.of(m.__dict__) for m in modules]
+            return known
+        for i, m in enumerate(modules):
+            if not known[i].hold(m.__dict__):
+                known = known if known is not self._plain else [*known]
+                known[i] = Plain.of(m.__dict__)
+        self._plain = known
+        return known
 
     def of(self, step: nn.Module) -> bool:
         """Whether it was ``step`` that was searched, and not one that it was copied from."""
@@ -280,6 +313,32 @@ class Reach:
             for entry in self._watched
             if not isinstance(entry[2], type) and entry[0].get(entry[1]) is not entry[2]
         ]
+
+
+class Plain(NamedTuple):
+    """Attributes without references."""
+
+    names: frozenset[str]  # of all the attributes
+    values: dict[str, Any]
+
+    def hold(self, attributes: dict[str, Any]) -> bool:
+        """Whether they are those in ``attributes``."""
+        here = map(attributes.get, self.values)
+        return len(attributes) == len(self.names) and all(map(is_, here, self.values.values()))
+
+    def restore(self, attributes: dict[str, Any]) -> None:
+        """Make them so; other kinds of attributes stay."""
+        for name in attributes.keys() - self.names - OURS:
+            if type(attributes[name]) in _BORING:
+                del attributes[name]
+        for name, value in self.values.items():
+            if attributes.get(name, self) is not value:
+                attributes[name] = value
+
+    @staticmethod
+    def of(attributes: dict[str, Any]) -> Plain:
+        values = {k: v for k, v in attributes.items() if type(v) in _BORING and k not in OURS}
+        return Plain(frozenset(attributes), values)
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
@@ -352,6 +411,7 @@ class _Search:
         self.names: set[str] = {*_ENTRIES, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
+        self.namespaces: list[dict[str, Any]] = []  # of objects; modules have theirs
         self.sized: list[Any] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id in _seen is given to something else
@@ -418,7 +478,8 @@ class _Search:
                     if self._first(m):
                         self._inside(m)
                 self._inside(v)
-        elif isinstance(v, (list, tuple, dict, set, frozenset)):
+        elif isinstance(v, _CONTAINERS):
+            v = _without_graph(v)
             self.watched.append((place, key, v))
             if self._first(v):
                 self._container(v, label)
@@ -430,6 +491,7 @@ class _Search:
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+            v = _without_graph(v)
             self.watched.append((place, key, v))
             if self._first(v):
                 self._thing(v, label)
@@ -484,6 +546,7 @@ class _Search:
             if "__wrapped__" in v.__dict__:  # functools.lru_cache
                 self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
             if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+                self.namespaces.append(v.__dict__)
                 self._object(v.__dict__, _methods(type(v)), frozenset(), whole=False)
                 self._class(type(v))
 
@@ -549,6 +612,48 @@ class _Search:
             if mark not in self._visited and name in f.__globals__:
                 self._visited.add(mark)
                 self.value(f.__globals__[name], f.__globals__, name, name)
+
+
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+
+
+def _without_graph(v: Any) -> Any:
+    """``v``, or if it holds tensors with a graph, a copy with aliases of them (rule 4)."""
+    changed = _aliases(v, 0)
+    return v if changed is None else changed
+
+
+def _aliases(v: Any, depth: int) -> Any:
+    """A copy that differs from ``v``, or None."""
+    if isinstance(v, Tensor):
+        return None if v.is_leaf else v.detach().requires_grad_(v.requires_grad)
+    if depth > _DEPTH or type(v) in _BORING:
+        return None
+    if isinstance(v, dict):
+        changed = _changed(v.items(), depth)
+        if changed:
+            v = copy.copy(v)
+            v.update(changed)
+        return v if changed else None
+    if isinstance(v, _CONTAINERS):
+        items = list(v)
+        changed = _changed(enumerate(items), depth)
+        items = [changed.get(i, item) for i, item in enumerate(items)]
+        named = hasattr(v, "_fields")  # named tuples take their items one by one
+        return (type(v)(*items) if named else type(v)(items)) if changed else None
+    record = isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v))
+    if record and hasattr(v, "__dict__"):
+        changed = _changed(v.__dict__.items(), depth)
+        if changed:
+            v = copy.copy(v)
+            v.__dict__.update(changed)
+        return v if changed else None
+    return None
+
+
+def _changed(items: Iterable[tuple[Any, Any]], depth: int) -> dict[Any, Any]:
+    copies = {key: _aliases(item, depth + 1) for key, item in list(items)}
+    return {key: item for key, item in copies.items() if item is not None}
 
 
 def _is_foreign(v: object) -> bool:

@@ -515,9 +515,10 @@ class Replayed:
 
     def fill(self) -> list[weakref.ref[Slot]]:
         """Put the recorded tensors into their slots."""
-        for slot, value in self._values:
+        values, self._values, self.used = self._values, [], []
+        for slot, value in values:
             slot.value = value.tensor
-        return [weakref.ref(slot) for slot, _ in self._values]
+        return [weakref.ref(slot) for slot, _ in values]
 
     def _mismatch(self, what: str) -> ReplayMismatchError:
         return ReplayMismatchError(

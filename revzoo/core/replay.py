@@ -12,20 +12,24 @@ NOTE [ What a replay restores ]
        those of a run without replay. Threads: NOTE [ Threads ] in :mod:`revzoo.core.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. The default
        device and dtype, the kernels allowed for attention, and deterministic algorithms.
-    3. ``training`` of every module, grid and memory mode of every step.
+    3. ``training`` and other numbers, flags and names among the attributes of every module; grid
+       and memory mode of every step. Attributes that the replay assigns, to modules and to objects
+       that the step reaches, are put back: they are those that the forward pass left.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
        in autograd: the reconstruction would be wrong. So is one converted (``model.double()``).
        One that the forward pass itself changed (an initialisation from the first batch, a clamp) or
        made (``nn.LazyLinear``) has the value that it left; a replay works on a copy of it, and
-       raises if it gives that another value.
+       raises if it gives that another value. Where code goes around the version counters
+       (``weight.data``), each may be such a one.
     5. Buffers: the statistics of torch's own normalisation layers in training influence no output,
        unless code of the step reads them, so the replay works on throw-away copies. Any other
        buffer that the forward pass changed (spectral norm's vectors, a user's counter, statistics
        of a derived class) is given back its value from before it; while a step is inverted, those
        that it carries (``Invertible.carried``) have the value from after it. One that changed
        after the forward pass is an error, as for parameters; so is a changed keyword argument.
+       Those that share memory share it in the replay, too.
     6. What the step reaches without owning it (NOTE [ What counts as reached ] in
        :mod:`revzoo.core.reach`): modules are treated as its own, tensors as its buffers. Functions,
        lists and modules that were replaced since the forward pass stand in their place again.
@@ -38,8 +42,8 @@ NOTE [ Copies of buffers ]
     value from before is lost: the replay raises and says what to do. A buffer that is replaced
     (``self.count = self.count + 1``) needs no copy.
 
-Known limit: state outside tensors (a Python attribute that ``forward`` changes) is not seen; ask
-:func:`is_replaying` there.
+Known limit: what a replay adds to lists and dictionaries, or to anything outside the step, stays
+there; ask :func:`is_replaying` in code that does so.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -62,7 +67,7 @@ from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.reach import Attributes, Place, Reach, reached, reached_from
+from revzoo.core.reach import OURS, Attributes, Place, Reach, reached, reached_from
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
@@ -135,17 +140,19 @@ class _Held(NamedTuple):
                 "before the forward pass"
             )
 
-    def swap_copy(self, undo: _Undo) -> Tensor:
-        """Put a copy in the tensor's place, for code that may change it."""
-        assert self.owner is not None
+    def copy(self) -> Tensor:
+        """A copy to put in the tensor's place, for code that may change it."""
         copy = self.tensor.detach().clone().requires_grad_(self.tensor.requires_grad)
-        copy = nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
-        _swap(undo, self.owner, self.key, copy)
-        return copy
+        return nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
 
-    def check_copy(self, copy: Tensor) -> None:
-        """Raise if code did change the copy's value, by more than a reconstruction rounds."""
-        if not version_of(copy) or not copy.numel():
+    def check_copy(self, copy: Tensor, unseen: bool) -> None:
+        """Raise if code did change the copy's value, by more than a reconstruction rounds.
+
+        Args:
+            copy: what :meth:`swap_copy` returned.
+            unseen: whether changes may leave its version as it is.
+        """
+        if not (version_of(copy) or unseen) or not copy.numel():
             return
         with torch.no_grad():
             size = self.tensor.abs().max()
@@ -217,11 +224,11 @@ class Conditions:
 
     __slots__ = (
         "_after",
-        "_alone",
         "_altered",
         "_ambient",
         "_autocast",
         "_carried",
+        "_changes_unseen",
         "_devices",
         "_entered",
         "_extra",
@@ -231,7 +238,7 @@ class Conditions:
         "_left",
         "_locked",
         "_locks",
-        "_mark",
+        "_plain",
         "_reach",
         "_rng",
         "_snapshots",
@@ -270,12 +277,19 @@ class Conditions:
                     self._held.append(_Held.of(None, None, name, t))
             self._extra = reached_from(tree_iter(dict(context)), self._reach.names)
         if self._extra is not None:
-            modules = list(dict.fromkeys((*modules, *self._extra.modules())))
-        reads, unseen = self._reach.reads_statistics, self._reach.updates_unseen
+            modules_of_all = dict.fromkeys((*modules, *self._extra.modules()))
+        members = [(self._reach, modules)]
         if self._extra is not None:
-            reads |= self._extra.reads_statistics
-            unseen |= self._extra.updates_unseen
-        for m in modules:
+            members.append((self._extra, self._extra.modules()))
+        self._plain = [
+            (m.__dict__, plain)
+            for reach, found in members
+            for m, plain in zip(found, reach.plain_values(found), strict=True)
+        ]
+        reads = any(reach.reads_statistics for reach in self._reaches())
+        unseen = any(reach.updates_unseen for reach in self._reaches())
+        self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
+        for m in modules if self._extra is None else modules_of_all:
             self._capture(m, reads, unseen)
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)
@@ -291,14 +305,12 @@ class Conditions:
         self._rng: _States | None = None
         self._after: _States = {}
         self._entered = self._locked = False
-        self._alone = True
 
     def _devices_held(self) -> frozenset[torch.device]:
         held = [*self._held, *(s.held for s in self._snapshots)]
         return frozenset(h.tensor.device for h in held if h.tensor.device.type not in _HOST)
 
     def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
-        self._flags.append((m, "training", m.training))
         if isinstance(m, Step):
             self._flags += ((m, "grid", m.grid), (m, "memory", m.memory))
         if isinstance(m, Invertible):
@@ -356,7 +368,6 @@ class Conditions:
         threads.acquire(self._locks)
         self._locked = self._reach.draws and bool(self._sources) and threads.random_lock.acquire()
         self._entered = True
-        self._mark = threads.sections.enter()
         self._swap_mark = threads.swaps.now()
         self._rng = _rng_state(self._sources)
 
@@ -367,7 +378,6 @@ class Conditions:
                 self._finish_random()
                 self._finish_tensors()
         finally:
-            threads.sections.leave()
             if self._locked:
                 threads.random_lock.release()
             threads.release(self._locks)
@@ -381,16 +391,19 @@ class Conditions:
         hidden = not (self._locked or threads.swaps.alone(self._swap_mark))
         self._rng = before if hidden and before else changed or None
         self._after = {s: after[s] for s in self._rng or ()}
-        self._alone = threads.sections.alone(self._mark)
         if self._reach.draws != bool(changed):
             self._reach.draws = bool(changed)
 
     def _finish_tensors(self) -> None:
         self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
         for i, held in enumerate(self._held):
-            if held.owner is not None and version_of(held.tensor) != held.version:
-                self._held[i] = held._replace(version=version_of(held.tensor))
-                self._altered.append(self._held[i])
+            if held.owner is None:
+                continue
+            if (now := version_of(held.tensor)) != held.version:
+                self._held[i] = held = held._replace(version=now)
+                self._altered.append(held)
+            elif self._changes_unseen and not _is_sharded(held.tensor):
+                self._altered.append(held)
         for owner, name in self._lazy:
             if type(t := owner[name]) not in _LAZY:
                 self._held.append(_Held.of(owner, name, name, t))
@@ -399,14 +412,17 @@ class Conditions:
         if not self._snapshots:
             return
         snapshots, self._snapshots = self._snapshots, []
+        written = {address(s.held.tensor) for s in snapshots if s.changed}
         for s in snapshots:
-            if s.changed:
+            if written and address(s.held.tensor) in written:  # maybe by way of another tensor
+                if s.before is None:
+                    s = s._replace(held=s.held._replace(version=-1))
                 self._snapshots.append(s)
             else:
                 self._held.append(s.held)
             if s.module is not None and s.held.tensor.numel() > _SMALL:
                 known = _steady.setdefault(s.module, set())
-                (known.discard if s.changed else known.add)((s.held.key, s.training))
+                (known.discard if s in self._snapshots else known.add)((s.held.key, s.training))
 
     def storages(self) -> set[int]:
         """Addresses of parameters and buffers: they stay in memory, saved by the graph or not."""
@@ -424,20 +440,19 @@ class Conditions:
 
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward pass, or
-                another thread drew random numbers at the same time.
+                the replay drew other random numbers.
         """
         for held in self._held:
             if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
                 held.check()
-        rng = self._rng if self._entered else _rng_state(self._sources)
+        entered = self._entered
+        rng = self._rng if entered else _rng_state(self._sources)
         locks = self._reach.locks if self._statistics or self._snapshots else []
         threads.acquire(locks)
         locked = bool(rng) and threads.random_lock.acquire()
-        mark = (0, True)
         if rng:
-            mark = threads.sections.enter()
             threads.swaps.enter()
-        undo: _Undo = []
+        undo: _Undo = [(_put_back, (space, space.copy())) for space in self._namespaces()]
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
             if rng:
@@ -446,38 +461,53 @@ class Conditions:
             self._restore_modules(undo)
             for owner, name, left in self._left if inverting else ():
                 _swap(undo, owner, name, left.clone())
-            copies = [held.swap_copy(undo) for held in self._altered]
+            copies = self._swap_copies(undo)
             with self._ambient_restored(), self._autocast_restored():
                 yield
-            for held, copy in zip(self._altered, copies, strict=True):
-                held.check_copy(copy)
-            if rng and self._entered and not inverting:
-                self._check_threads(rng, mark)
+            for held in self._altered:
+                held.check_copy(copies[id(held.tensor)], self._changes_unseen)
+            if rng and entered and not inverting:
+                self._check_draws(rng)
         finally:
             _thread.depth -= 1
             for fn, arguments in reversed(undo):
                 fn(*arguments)
             if rng:
                 threads.swaps.leave()
-                threads.sections.leave()
             if locked:
                 threads.random_lock.release()
             threads.release(locks)
 
-    def _check_threads(self, before: _States, mark: tuple[int, bool]) -> None:
+    def _check_draws(self, before: _States) -> None:
         """Rule 4 of NOTE [ Threads ]."""
-        if self._alone and threads.sections.alone(mark):
-            return
         for source, state in _rng_state(before).items():
             if not torch.equal(state, self._after[source]):
                 if torch.equal(state, before[source]):
                     continue  # the replay drew nothing
                 raise RuntimeError(
-                    "several threads drew random numbers at once, so that a replay did not draw "
-                    "those of its forward pass; expected one thread at a time. Put a lock around "
+                    "a replay did not draw the random numbers of its forward pass: several "
+                    "threads drew at once, or a branch draws in one of the two alone; expected one "
+                    "thread at a time. Put a lock around "
                     "the threads' forward and backward passes, give each thread's branches a "
                     "torch.Generator of their own, use processes, or memory='store'"
                 )
+
+    def _namespaces(self) -> Iterator[dict[str, Any]]:
+        """The attributes of modules and objects, to which a replay may assign."""
+        for attributes, _ in self._plain:
+            yield attributes
+        for reach in self._reaches():
+            yield from (m.__dict__ for m in reach.shells)
+            yield from reach.namespaces
+
+    def _swap_copies(self, undo: _Undo) -> dict[int, Tensor]:
+        """Put copies in the places of parameters that the forward pass changed."""
+        copies: dict[int, Tensor] = {}
+        for held in self._altered:
+            assert held.owner is not None
+            copy = copies.setdefault(id(held.tensor), held.copy())
+            _swap(undo, held.owner, held.key, copy)
+        return copies
 
     def _ambient_restored(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if _ambient() == self._ambient else _set(self._ambient)
@@ -494,6 +524,9 @@ class Conditions:
                     _refill(table, before)
             for place, key, seen in self._reach.displaced():
                 _swap(undo, place, key, seen)
+        for attributes, plain in self._plain:
+            if not plain.hold(attributes):
+                plain.restore(attributes)  # undone with all that the replay assigns
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
                 undo.append((setattr, (m, name, now)))
@@ -510,12 +543,11 @@ class Conditions:
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
             _swap(undo, owner, name, copy)
-        values: dict[int, Tensor] = {}  # what stands in several places is one tensor again
-        for s in self._snapshots:
+        each = {id(s.held.tensor): s for s in self._snapshots}
+        copies = _sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
+        for s in self._snapshots:  # what stands in several places is one tensor again
             assert s.held.owner is not None
-            if (value := values.get(id(s.held.tensor))) is None:
-                value = values[id(s.held.tensor)] = s.value()
-            _swap(undo, s.held.owner, s.held.key, value)
+            _swap(undo, s.held.owner, s.held.key, copies[id(s.held.tensor)])
 
 
 _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -574,8 +606,46 @@ def _replaced(held: _Held) -> bool:
         return False
     assert held.owner is not None
     now = held.owner.get(held.key)
-    gathered = hasattr(held.tensor, "device_mesh") and not hasattr(now, "device_mesh")  # a DTensor
+    gathered = _is_sharded(held.tensor) and not hasattr(now, "device_mesh")
     return not gathered
+
+
+def _sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
+    """Copies of tensors, given with them, that share memory where the tensors do."""
+    copies = {key: copy for key, (_, copy) in pairs.items()}
+    groups: dict[int, list[int]] = {}
+    for key, (t, _) in pairs.items():
+        groups.setdefault(address(t), []).append(key)
+    for keys in groups.values():
+        if len(keys) > 1 and all(pairs[key][0].layout == torch.strided for key in keys):
+            storage = pairs[keys[0]][0].untyped_storage().clone()  # type: ignore[no-untyped-call]
+            for key in keys:
+                t, copy = pairs[key]
+                place = (storage, t.storage_offset(), t.shape, t.stride())
+                view = torch.empty(0, dtype=t.dtype, device=t.device).set_(*place)
+                _without_repeats(view).copy_(_without_repeats(copy))
+                copies[key] = view
+    return copies
+
+
+def _without_repeats(t: Tensor) -> Tensor:
+    for d, stride in enumerate(t.stride()):
+        t = t.narrow(d, 0, 1) if stride == 0 and t.shape[d] > 1 else t
+    return t
+
+
+def _is_sharded(t: Tensor) -> bool:
+    return hasattr(t, "device_mesh")  # a DTensor
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    if len(attributes) == len(before) and all(map(is_, attributes.values(), before.values())):
+        return
+    for name in attributes.keys() - before.keys() - OURS:
+        del attributes[name]
+    for name, value in before.items():
+        if name not in OURS and attributes.get(name, before) is not value:
+            attributes[name] = value
 
 
 def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:

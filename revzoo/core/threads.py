@@ -13,13 +13,14 @@ NOTE [ Threads ]
        ranks that are threads), and a backward pass inside a forward pass may run in a thread of
        autograd's. The wait for random numbers ends after ``_PATIENCE`` seconds, half of it the
        next time, and the thread continues unlocked; the wait for a module ends in an error.
-    4. Nothing rests on rule 1 alone: :class:`Sections` tells whether another thread was under way,
-       and then a replay must leave the random state as the forward pass left it, or not have
-       touched it. Otherwise the numbers differ from the forward pass's, and it raises.
+    4. Nothing rests on rule 1 alone: a replay must leave the random state as the forward pass left
+       it, or not have touched it. Otherwise it drew other numbers, and it raises.
 
     Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) are not
-    locked out, and rule 4 does not see them; the drift guard sees most of what they spoil. Give
-    such threads their own ``torch.Generator``.
+    locked out. Where they spoil a replay, rule 4 raises, also where they drew beside the forward
+    pass alone. What such a thread draws during a replay are numbers that the forward pass has
+    drawn, and the caller's random state is put back as if it had drawn none. Give it its own
+    ``torch.Generator``.
 """
 
 from __future__ import annotations
@@ -43,18 +44,14 @@ class Sections:
         self._entered = self._inside = 0
         self._own = threading.local()
 
-    def enter(self) -> tuple[int, bool]:
-        """Begin a section; what it returns is for :meth:`alone`."""
-        own = self._own
-        depth: int = getattr(own, "depth", 0)
-        own.depth = depth + 1
+    def enter(self) -> None:
+        """Begin a section."""
+        depth: int = getattr(self._own, "depth", 0)
+        self._own.depth = depth + 1
         if depth == 0:
             with self._mutex:
                 self._entered += 1
                 self._inside += 1
-                own.mark = self._entered, self._inside == 1
-        mark: tuple[int, bool] = own.mark
-        return mark
 
     def leave(self) -> None:
         """End the section."""
@@ -64,7 +61,7 @@ class Sections:
                 self._inside -= 1
 
     def now(self) -> tuple[int, bool]:
-        """A mark of no section."""
+        """A mark, for :meth:`alone`."""
         entered = self._entered  # read first: one that begins between the two reads is seen
         return entered, self._inside == (getattr(self._own, "depth", 0) > 0)
 
@@ -73,8 +70,7 @@ class Sections:
         return mark[1] and self._entered == mark[0]
 
 
-sections = Sections()  # recorded forward passes and replays that exchange the random state
-swaps = Sections()  # the replays among them
+swaps = Sections()  # replays that exchange the random state
 
 
 class RandomLock:

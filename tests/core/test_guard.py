@@ -87,11 +87,11 @@ class Restless(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = 0
+        self.calls = []
 
     def forward(self, x):
-        self.calls += 1
-        return (x * self.calls).tanh()
+        self.calls.append(1)
+        return (x * len(self.calls)).tanh()
 
 
 def test_fires_on_a_branch_that_does_not_repeat_itself():
