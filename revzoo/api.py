@@ -16,13 +16,15 @@ from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
 from revzoo.layers.activation import InvertibleLeakyReLU
 from revzoo.layers.actnorm import ActNorm
+from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 from revzoo.layers.conv1x1 import InvertibleConv1x1
 from revzoo.layers.coupling import AdditiveCoupling, AffineCoupling, Coupling
 from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
+from revzoo.layers.injective import InjectiveLinear, PatchConv
 from revzoo.layers.linear import InvertibleLinear
-from revzoo.layers.padding import ChannelPadding
+from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
@@ -54,6 +56,8 @@ _LATER = {
 __all__ = [
     "ActNorm",
     "AdditiveCoupling",
+    "AffineAdapterNaive",
+    "AffineAdapterSigmoid",
     "AffineCoupling",
     "ChannelPadding",
     "ChannelPermutation",
@@ -61,6 +65,7 @@ __all__ = [
     "Coupling",
     "DriftError",
     "HaarSqueeze",
+    "InjectiveLinear",
     "Invertible",
     "InvertibleBatchNorm",
     "InvertibleConv1x1",
@@ -69,11 +74,14 @@ __all__ = [
     "InvertibleLinear",
     "Merge",
     "NotInvertibleError",
+    "PatchConv",
     "RangeError",
     "ReplayMismatchError",
     "Reversed",
     "ReversibleBlock",
     "ReversibleSequence",
+    "ScaledCoupling",
+    "SpatialPadding",
     "Split",
     "Squeeze",
     "Step",

@@ -37,6 +37,8 @@ class ActNorm(Joint):
     Args:
         channels: C, of all streams together.
         dim: where the channels are, 1 or -1.
+        unbiased: divide by the deviation with Bessel's correction, as FrEIA's ``ActNorm`` does, not
+            by that of the batch, as Glow does.
         streams: how many streams the state has.
 
     Raises:
@@ -53,8 +55,11 @@ class ActNorm(Joint):
 
     initialised: Tensor
 
-    def __init__(self, channels: int, *, dim: int = 1, streams: int = 2) -> None:
+    def __init__(
+        self, channels: int, *, dim: int = 1, unbiased: bool = False, streams: int = 2
+    ) -> None:
         super().__init__(channels, dim=dim, streams=streams)
+        self.unbiased = unbiased
         self.log_scale = nn.Parameter(torch.zeros(channels))
         self.shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("initialised", torch.tensor(False))
@@ -81,7 +86,8 @@ class ActNorm(Joint):
                     "scale is set from the spread of each channel's values, so give it several"
                 )
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
-            variance, mean = torch.var_mean(wide, self.over_channels(x), correction=0)
+            dims = self.over_channels(x)
+            variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))
             scale = 1 / (variance.sqrt() + EPSILON)
             if not (scale.isfinite() & mean.isfinite()).all():
                 raise ValueError(

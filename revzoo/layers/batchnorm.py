@@ -1,4 +1,4 @@
-"""Batch normalisation with an inverse, by running statistics.
+"""Batch normalisation with an inverse, by running statistics or by those of the batch.
 
     y = (x - mean) / sqrt(var + eps)
 
@@ -22,24 +22,35 @@ NOTE [ Which map is inverted ]
     ``log_det`` in training mode takes the averages for constants of the image, as RealNVP does;
     the Jacobian of the whole batch has further terms. Its gradient goes through the averages.
 
+NOTE [ Statistics of the batch ]
+    With ``statistics="batch"`` training normalises as ``torch.nn.BatchNorm2d`` does (InvTorch's
+    ``BatchNorm2d``). The inverse needs mean and variance of that batch, which the output has lost:
+    they are hidden outputs of the forward pass, kept in two more buffers, outside the
+    ``state_dict``, and per pass on the tape, as above.
+
 It has no scale and shift; put an :class:`~revzoo.ActNorm` after it.
 """
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
+from revzoo.core.invertible import name_of
 from revzoo.layers.streams import Joint
 
 
 class InvertibleBatchNorm(Joint):
-    """``(B, C, ...) -> (B, C, ...)``, normalised per channel by running averages.
+    """``(B, C, ...) -> (B, C, ...)``, normalised per channel by running averages, or as torch does.
 
     Args:
         channels: C, of all streams together.
         momentum: share of the new batch in the averages, in (0, 1], torch's convention.
         eps: added to the variance.
+        statistics: what training normalises by: ``"running"``, averages that include the batch, or
+            ``"batch"``, the batch alone, as torch does. Evaluation uses the averages.
         dim: where the channels are, 1 or -1.
         streams: how many streams the state has.
 
@@ -53,10 +64,12 @@ class InvertibleBatchNorm(Joint):
     """
 
     inexact = "is not exact on fixed-point streams, since quotients leave the grid"
-    carried = ("running_mean", "running_var")
+    carried: tuple[str, ...] = ("running_mean", "running_var")
 
     running_mean: Tensor
     running_var: Tensor
+    batch_mean: Tensor
+    batch_var: Tensor
 
     def __init__(
         self,
@@ -64,6 +77,7 @@ class InvertibleBatchNorm(Joint):
         *,
         momentum: float = 0.1,
         eps: float = 1e-5,
+        statistics: Literal["running", "batch"] = "running",
         dim: int = 1,
         streams: int = 2,
     ) -> None:
@@ -72,32 +86,60 @@ class InvertibleBatchNorm(Joint):
             raise ValueError(f"momentum={momentum}: expected more than 0 and at most 1")
         if not eps > 0:
             raise ValueError(f"eps={eps}: expected a positive number")
+        if statistics not in ("running", "batch"):
+            raise ValueError(f"statistics={statistics!r}: expected 'running' or 'batch'")
         self.momentum = momentum
         self.eps = eps
+        self.statistics = statistics
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
+        if statistics == "batch":
+            self.register_buffer("batch_mean", torch.zeros(channels), persistent=False)
+            self.register_buffer("batch_var", torch.ones(channels), persistent=False)
+            self.carried = (*type(self).carried, "batch_mean", "batch_var")
 
     def transform(self, x: Tensor) -> Tensor:
         mean, var = self.running_mean, self.running_var
         if self.training and x.numel():
             batch_mean, batch_var = self._statistics(x)
+            alone = self.statistics == "batch"
+            unbiased = self._unbiased(x) if alone else 1.0  # averaged as torch does
             mean = (1 - self.momentum) * mean + self.momentum * batch_mean
-            var = (1 - self.momentum) * var + self.momentum * batch_var
+            var = (1 - self.momentum) * var + self.momentum * unbiased * batch_var
             self.running_mean.copy_(mean.detach())
             self.running_var.copy_(var.detach())
+            if alone:
+                mean, var = batch_mean, batch_var
+                self.batch_mean.copy_(mean.detach())
+                self.batch_var.copy_(var.detach())
         return (x - self.per_channel(mean, x)) * self.per_channel((var + self.eps).rsqrt(), x)
 
     def restore(self, y: Tensor) -> Tensor:
-        std = self.per_channel((self.running_var + self.eps).sqrt(), y)
-        return y * std + self.per_channel(self.running_mean, y)
+        mean, var = self.running_mean, self.running_var
+        if self.training and self.statistics == "batch":
+            mean, var = self.batch_mean, self.batch_var
+        return y * self.per_channel((var + self.eps).sqrt(), y) + self.per_channel(mean, y)
 
     def log_det_of(self, x: Tensor) -> Tensor:
         var = self.running_var
         if self.training and x.numel():
             _, batch_var = self._statistics(x)
-            var = var + self.momentum * (batch_var - batch_var.detach())  # the gradient's way
+            if self.statistics == "batch":
+                var = batch_var
+            else:
+                var = var + self.momentum * (batch_var - batch_var.detach())  # the gradient's way
         log_scale = -0.5 * (var + self.eps).log().sum()
         return (log_scale.to(x.dtype) * self.positions(x)).expand(len(x))
+
+    def _unbiased(self, x: Tensor) -> float:
+        """What makes of a batch's variance an unbiased one."""
+        values = x.numel() // self.size
+        if values < 2:
+            raise ValueError(
+                f"{name_of(self)} got a training batch of shape {tuple(x.shape)}: one value per "
+                "channel has no variance, so give it several"
+            )
+        return values / (values - 1)
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of the batch ``(C,)``, in the type of the averages."""

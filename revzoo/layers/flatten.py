@@ -12,35 +12,51 @@ from revzoo.layers.streams import Streamwise
 
 
 class InvertibleFlatten(Streamwise):
-    """``(B, *shape) -> (B, prod(shape))`` for each stream.
+    """``(B, *shape) -> (B, prod(shape))`` for each stream, or some of the dimensions alone.
 
     Args:
         shape: of one stream without its batch dimension, e.g. ``(C, H, W)``.
+        start_dim: the first dimension to flatten, the batch being 0, as in torch; at least 1.
+        end_dim: the last one.
         streams: how many streams the state has.
 
     Raises:
-        ValueError: ``shape`` is empty or holds a size below 1; at the call, another shape.
+        ValueError: ``shape`` is empty or holds a size below 1; a dimension that it has not; at the
+            call, another shape.
 
     Example::
 
         InvertibleFlatten((4, 8, 8))(x1, x2)  # two of (B, 256)
+        InvertibleFlatten((4, 8, 8), start_dim=2)(x1, x2)  # two of (B, 4, 64)
     """
 
     exact = True
 
-    def __init__(self, shape: Sequence[int], *, streams: int = 2) -> None:
+    def __init__(
+        self, shape: Sequence[int], *, start_dim: int = 1, end_dim: int = -1, streams: int = 2
+    ) -> None:
         super().__init__(streams=streams)
         self.shape = tuple(shape)
         if not self.shape or min(self.shape) < 1:
             raise ValueError(f"shape={self.shape}: expected the sizes of one image, (C, H, W)")
+        dims = 1 + len(self.shape)
+        first, last = (d % dims if -dims <= d < dims else 0 for d in (start_dim, end_dim))
+        if not 1 <= first <= last:
+            raise ValueError(
+                f"start_dim={start_dim}, end_dim={end_dim}: expected dimensions 1 to {dims - 1} of "
+                f"(B, {', '.join(map(str, self.shape))}), the first not behind the last"
+            )
+        self.start_dim, self.end_dim = first, last
+        self._sizes = self.shape[first - 1 : last]
+        self._flat = (*self.shape[: first - 1], math.prod(self._sizes), *self.shape[last:])
 
     def transform(self, x: Tensor) -> Tensor:
         self._check(x, self.shape, "InvertibleFlatten")
-        return x.flatten(1)
+        return x.flatten(self.start_dim, self.end_dim)
 
     def restore(self, y: Tensor) -> Tensor:
-        self._check(y, (math.prod(self.shape),), "the inverse of InvertibleFlatten")
-        return torch.unflatten(y, 1, self.shape)
+        self._check(y, self._flat, "the inverse of InvertibleFlatten")
+        return torch.unflatten(y, self.start_dim, self._sizes)
 
     def _check(self, x: Tensor, expected: tuple[int, ...], name: str) -> None:
         if x.shape[1:] != expected:
@@ -51,4 +67,4 @@ class InvertibleFlatten(Streamwise):
             )
 
     def extra_repr(self) -> str:
-        return f"{self.shape}, streams={self.streams}"
+        return f"{self.shape}, {self.start_dim} to {self.end_dim}, streams={self.streams}"

@@ -1,4 +1,4 @@
-"""Injective padding: channels of zeros that a wider network starts from.
+"""Injective padding: channels of zeros that a wider network starts from, and frames of images.
 
     (B, C, H, W) -> (B, C + extra, H, W)
 
@@ -19,6 +19,7 @@ NOTE [ Zeros are not reconstructed ]
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -26,6 +27,7 @@ from torch.nn import functional
 
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.coupling import AdditiveCoupling
+from revzoo.layers.streams import Streamwise
 
 RECOMPUTED = 2  # couplings after a padding that are PaddedCouplings
 
@@ -93,6 +95,77 @@ class ChannelPadding(Invertible):
 
     def extra_repr(self) -> str:
         return f"{self.extra}, tolerance={self.tolerance}"
+
+
+class SpatialPadding(Streamwise):
+    """``(B, C, H, W) -> (B, C, H + top + bottom, W + left + right)`` for each stream.
+
+    Injective: the inverse crops. Its inverse of what was not padded drops the frame, whatever that
+    holds; there is no log-determinant. What NOTE [ Zeros are not reconstructed ] says of channels
+    holds for a frame of constants alike, but a normalisation sees the rest of the channel too.
+
+    Args:
+        padding: as ``torch.nn.functional.pad`` takes it: two numbers for each padded dimension,
+            the last one first, ``(left, right, top, bottom)``; or one number for ``(B, C, H, W)``.
+        mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
+        value: of a constant padding; a whole number keeps mode ``exact``.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: an argument is out of range; in the inverse, a stream without the frame.
+
+    Example::
+
+        SpatialPadding((1, 2, 0, 0), mode="reflect")(x1, x2)  # two of (B, C, H, W + 3)
+    """
+
+    inexact = "is not exact on fixed-point streams, since its value is no multiple of the grid"
+    log_det = Invertible.log_det
+
+    def __init__(
+        self,
+        padding: int | Sequence[int],
+        *,
+        mode: str = "constant",
+        value: float = 0.0,
+        streams: int = 2,
+    ) -> None:
+        super().__init__(streams=streams)
+        self.padding = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
+        if not self.padding or len(self.padding) % 2 or min(self.padding) < 0:
+            raise ValueError(
+                f"padding={padding}: expected two numbers, 0 or more, for each dimension, the last "
+                "dimension first"
+            )
+        if mode not in _PADDINGS:
+            raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, _PADDINGS))}")
+        if value and mode != "constant":
+            raise ValueError(f"value={value}: expected 0, since mode={mode!r} repeats the image")
+        self.mode = mode
+        self.value = value
+        self.exact = float(value).is_integer()
+
+    def transform(self, x: Tensor) -> Tensor:
+        return functional.pad(x, self.padding, self.mode, self.value or None)
+
+    def restore(self, y: Tensor) -> Tensor:
+        x = y
+        for i in range(len(self.padding) // 2):
+            before, after = self.padding[2 * i : 2 * i + 2]
+            dim = y.dim() - 1 - i
+            if dim < 2 or y.shape[dim] <= before + after:
+                raise ValueError(
+                    f"the inverse of SpatialPadding({self.padding}) got a stream of shape "
+                    f"{tuple(y.shape)}: expected one that is larger than the frame"
+                )
+            x = x.narrow(dim, before, y.shape[dim] - before - after)
+        return x
+
+    def extra_repr(self) -> str:
+        return f"{self.padding}, mode={self.mode!r}, value={self.value}, streams={self.streams}"
+
+
+_PADDINGS = ("constant", "reflect", "replicate", "circular")
 
 
 class PaddedCoupling(AdditiveCoupling):

@@ -2,6 +2,8 @@
 
     (B, C, H, W) -> (B, b*b*C, H/b, W/b)
 
+and for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a factor for each axis.
+
 Convolutions with stride lose information, a squeeze only moves it (the psi of i-RevNet, Jacobsen
 et al. 2018, arXiv 1802.07088, section 3.2; RealNVP, Dinh et al. 2017, arXiv 1605.08803). torch has
 the operation for one channel order, ``pixel_unshuffle``; published i-RevNet weights need the other.
@@ -12,10 +14,14 @@ the operation for one channel order, ``pixel_unshuffle``; published i-RevNet wei
 ``torch``    ``(c*b + dy)*b + dx``                      pixel_unshuffle
 ``irevnet``  ``(dy*b + dx)*C + c``                      the i-RevNet release
 ===========  =========================================  ==================
+
+torch's function knows images and one factor alone.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal
 
 from torch import Tensor
@@ -30,7 +36,8 @@ class Squeeze(Streamwise):
     """``(B, C, H, W) -> (B, b*b*C, H/b, W/b)`` for each stream of the state.
 
     Args:
-        factor: b, at least 2.
+        factor: b, at least 2, for images; or one for each axis behind the channels, at least 1:
+            ``(b,)`` for signals, ``(1, 2, 2)`` for volumes that keep their depth.
         order: where a pixel's channels go, ``"torch"`` or ``"irevnet"`` (see the module).
         streams: how many streams the state has.
 
@@ -45,56 +52,90 @@ class Squeeze(Streamwise):
 
     exact = True
 
-    def __init__(self, factor: int = 2, *, order: Order = "torch", streams: int = 2) -> None:
+    def __init__(
+        self, factor: int | Sequence[int] = 2, *, order: Order = "torch", streams: int = 2
+    ) -> None:
         super().__init__(streams=streams)
-        if factor < 2:
-            raise ValueError(f"factor={factor}: expected a whole number of at least 2")
+        self.factors = (factor, factor) if isinstance(factor, int) else tuple(factor)
+        if min(self.factors, default=0) < 1 or math.prod(self.factors) < 2:
+            raise ValueError(
+                f"factor={factor}: expected a whole number of at least 2, or one of at least 1 for "
+                "each axis, not all 1"
+            )
         if order not in ("torch", "irevnet"):
             raise ValueError(f"order={order!r}: expected 'torch' or 'irevnet'")
         self.factor = factor
         self.order: Order = order
 
     def transform(self, x: Tensor) -> Tensor:
-        b = self.factor
-        if x.dim() != 4 or x.shape[2] % b or x.shape[3] % b:
+        sizes = x.shape[2:]
+        if len(sizes) != len(self.factors) or any(map(int.__mod__, sizes, self.factors)):
             raise ValueError(
-                f"{type(self).__name__}({b}) got a stream of shape {tuple(x.shape)}: expected "
-                f"(B, C, H, W) with height and width divisible by {b}; pad or crop the images"
+                f"{type(self).__name__}({self._shown}) got a stream of shape {tuple(x.shape)}: "
+                f"expected {self._axes()}; pad or crop the images"
             )
-        batch, channels, height, width = x.shape
-        if x.numel() == 0:  # torch's function returns an empty batch as it is
-            return x.reshape(batch, channels * b * b, height // b, width // b)
-        y = functional.pixel_unshuffle(x, b)
-        return y if self.order == "torch" else _transposed(y, x.shape[1], b * b)
+        return _squeezed(x, self.factors, order=self.order)
 
     def restore(self, y: Tensor) -> Tensor:
         self.check_squeezed(y)
-        return unsqueezed(y, self.factor, order=self.order)
+        return _unsqueezed(y, self.factors, order=self.order)
 
     def check_squeezed(self, y: Tensor) -> None:
         """Raise a ValueError if ``y`` cannot have come out of :meth:`transform`."""
-        b = self.factor
-        if y.dim() != 4 or y.shape[1] % (b * b):
+        block = math.prod(self.factors)
+        if y.dim() != len(self.factors) + 2 or y.shape[1] % block:
             raise ValueError(
-                f"the inverse of {type(self).__name__}({b}) got a stream of shape "
-                f"{tuple(y.shape)}: expected (B, C, H, W) with channels divisible by {b * b}"
+                f"the inverse of {type(self).__name__}({self._shown}) got a stream of shape "
+                f"{tuple(y.shape)}: expected (B, C, {', '.join(self._names())}) with channels "
+                f"divisible by {block}"
             )
 
+    @property
+    def _shown(self) -> str:
+        same = len(self.factors) == 2 and len({*self.factors}) == 1
+        return str(self.factors[0] if same else self.factors)
+
+    def _names(self) -> tuple[str, ...]:
+        n = len(self.factors)
+        return ("L",) if n == 1 else ("D", "H", "W")[-n:] if n < 4 else ("...",)
+
+    def _axes(self) -> str:
+        b, n = self._shown, len(self.factors)
+        shape = f"(B, C, {', '.join(self._names())})"
+        return f"{shape} with {'height and width' if n == 2 else 'sizes'} divisible by {b}"
+
     def extra_repr(self) -> str:
-        return f"{self.factor}, order={self.order!r}"
+        return f"{self._shown}, order={self.order!r}"
 
 
 def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
     """The inverse of a squeeze by b: ``(B, b*b*C, H, W) -> (B, C, b*H, b*W)``."""
-    rows = factor * factor
-    if y.numel() == 0:
-        batch, channels, height, width = y.shape
-        return y.reshape(batch, channels // rows, height * factor, width * factor)
-    x = y if order == "torch" else _transposed(y, rows, y.shape[1] // rows)
-    return functional.pixel_shuffle(x, factor)
+    return _unsqueezed(y, (factor, factor), order=order)
 
 
-def _transposed(x: Tensor, rows: int, columns: int) -> Tensor:
-    """Channels read as a (rows, columns) matrix, transposed."""
-    batch, _, height, width = x.shape
-    return x.reshape(batch, rows, columns, height, width).transpose(1, 2).reshape(x.shape)
+def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
+    batch, channels, *sizes = x.shape
+    small = [n // b for n, b in zip(sizes, factors, strict=True)]
+    if x.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
+        return functional.pixel_unshuffle(x, factors[0])
+    # (B, C, H/b, b, W/b, b), then the blocks' axes go to the channels
+    pairs = [n for pair in zip(small, factors, strict=True) for n in pair]
+    inner = range(3, 3 + 2 * len(factors), 2)
+    outer = range(2, 2 + 2 * len(factors), 2)
+    axes = (1, *inner) if order == "torch" else (*inner, 1)
+    blocks = x.reshape(batch, channels, *pairs).permute(0, *axes, *outer)
+    return blocks.reshape(batch, channels * math.prod(factors), *small)
+
+
+def _unsqueezed(y: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
+    batch, channels, *small = y.shape
+    channels //= math.prod(factors)
+    if y.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
+        return functional.pixel_shuffle(y, factors[0])
+    n = len(factors)
+    split = (channels, *factors) if order == "torch" else (*factors, channels)
+    first, at = (2, 1) if order == "torch" else (1, 1 + n)  # of the blocks' axes, of C
+    pairs = [axis for i in range(n) for axis in (2 + n + i, first + i)]
+    blocks = y.reshape(batch, *split, *small).permute(0, at, *pairs)
+    sizes = [m * b for m, b in zip(small, factors, strict=True)]
+    return blocks.reshape(batch, channels, *sizes)

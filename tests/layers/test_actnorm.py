@@ -161,3 +161,11 @@ def test_narrow_streams():
 def test_a_single_value_per_channel_has_no_spread():
     with pytest.raises(ValueError, match=r"shape \(1, 4, 1, 1\).*give it several"):
         ActNorm(4, streams=1)(torch.randn(1, 4, 1, 1))
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+def test_the_deviation_with_and_without_correction(unbiased):
+    x = torch.randn(5, 3, dtype=torch.float64)
+    (y,) = ActNorm(3, unbiased=unbiased, streams=1).double()(x)
+    assert (y.std(0, correction=int(unbiased)) - 1).abs().max() < 1e-5
+    assert (y.std(0, correction=int(not unbiased)) - 1).abs().min() > 1e-2

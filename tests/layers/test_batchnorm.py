@@ -11,6 +11,7 @@ from revzoo import (
     Reversed,
     ReversibleSequence,
     check_inverse,
+    set_memory,
 )
 
 MODES = ["offload", "recompute", "invert"]
@@ -140,3 +141,43 @@ def test_refusals():
             InvertibleBatchNorm(2, momentum=momentum)
     with pytest.raises(ValueError, match="eps=0"):
         InvertibleBatchNorm(2, eps=0)
+
+
+def test_statistics_of_the_batch_are_torchs():
+    """Values, gradients and running statistics, over a few steps."""
+    ours = InvertibleBatchNorm(4, statistics="batch", streams=1, momentum=0.2).double()
+    theirs = nn.BatchNorm2d(4, affine=False, momentum=0.2).double()
+    for seed in range(3):
+        x = torch.randn(5, 4, 3, 3, generator=torch.Generator().manual_seed(seed)).double()
+        x.requires_grad_()
+        (y,), z = ours(x), theirs(x)
+        torch.testing.assert_close(y, z)
+        found = [torch.autograd.grad(t.pow(3).sum(), x)[0] for t in (y, z)]
+        torch.testing.assert_close(*found)
+        torch.testing.assert_close(ours.inverse(y)[0], x)
+    torch.testing.assert_close(ours.running_mean, theirs.running_mean)
+    torch.testing.assert_close(ours.running_var, theirs.running_var)
+    torch.testing.assert_close(ours.eval()(x)[0], theirs.eval()(x))
+    torch.testing.assert_close(ours.inverse(*ours(x))[0], x)
+    assert list(ours.state_dict()) == ["running_mean", "running_var"]
+
+
+def test_statistics_of_the_batch_with_several_passes_before_a_backward_pass():
+    """Each replay inverts with its own batch's statistics, which no output holds."""
+    found = []
+    for mode in ("invert", "store"):
+        torch.manual_seed(0)
+        steps = [AdditiveCoupling(nn.Conv2d(2, 2, 1)), InvertibleBatchNorm(4, statistics="batch")]
+        net = ReversibleSequence([*steps, AdditiveCoupling(nn.Tanh())]).double()
+        set_memory(net, mode)
+        xs = [torch.randn(5, 4, 3, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+        loss = sum(net(x * k).pow(3).sum() for k, x in enumerate(xs, 1))
+        found.append(torch.autograd.grad(loss, [*xs, *net.parameters()]))
+    assert error(*found) < 1e-12
+
+
+def test_one_value_per_channel_has_no_statistics():
+    with pytest.raises(ValueError, match=r"batch of shape \(1, 4\).*give it several"):
+        InvertibleBatchNorm(4, statistics="batch", streams=1)(torch.zeros(1, 4))
+    with pytest.raises(ValueError, match="expected 'running' or 'batch'"):
+        InvertibleBatchNorm(4, statistics="moving")

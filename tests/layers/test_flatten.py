@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from revzoo import AdditiveCoupling, InvertibleFlatten, ReversibleSequence
 
@@ -35,3 +36,18 @@ def test_refusals():
         flatten(torch.zeros(5, 3, 2))
     with pytest.raises(ValueError, match=r"the inverse of.*shape \(5, 5\): expected \(B, 6\)"):
         flatten.inverse(torch.zeros(5, 5))
+
+
+@pytest.mark.parametrize("dims", [(1, -1), (2, 3), (1, 2), (2, 2), (-2, -1)])
+def test_it_flattens_as_torch_does(dims):
+    x = torch.randn(2, 3, 4, 5)
+    flatten = InvertibleFlatten((3, 4, 5), start_dim=dims[0], end_dim=dims[1], streams=1)
+    (y,) = flatten(x)
+    assert torch.equal(y, nn.Flatten(*dims)(x))
+    assert torch.equal(flatten.inverse(y)[0], x)
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (2, 1), (4, -1), (1, 4), (-4, -1)])
+def test_dimensions_that_are_not_there(dims):
+    with pytest.raises(ValueError, match="expected dimensions 1 to 3 of"):
+        InvertibleFlatten((3, 4, 5), start_dim=dims[0], end_dim=dims[1])

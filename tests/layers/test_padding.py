@@ -3,8 +3,9 @@
 import pytest
 import torch
 from compare import assert_same_training, conv_branch, images, twin
+from torch.nn import functional
 
-from revzoo import ChannelPadding, ReversibleSequence, set_memory
+from revzoo import ChannelPadding, ReversibleSequence, SpatialPadding, set_memory
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.padding import PaddedCoupling
 from revzoo.layers.split import Merge, Split
@@ -53,3 +54,30 @@ def test_couplings_that_read_zeros_keep_their_input_where_others_are_inverted():
     for mode, read in expected.items():
         set_memory(coupling, mode)
         assert coupling.memory == read
+
+
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate", "circular"])
+@pytest.mark.parametrize("padding", [(1, 0), (1, 2, 0, 1), 2])
+def test_frames_are_torchs_and_are_cropped(mode, padding):
+    x = torch.randn(2, 3, 5, 6)[..., : 6 if padding != (1, 0) else 4]
+    x = x[:, :, 0] if padding == (1, 0) else x
+    value = 3.0 if mode == "constant" else 0.0
+    frame = SpatialPadding(padding, mode=mode, value=value, streams=1)
+    pads = (2,) * 4 if padding == 2 else padding
+    (y,) = frame(x)
+    assert torch.equal(y, functional.pad(x, pads, mode, value or None))
+    assert torch.equal(frame.inverse(y)[0], x)
+    assert frame.exact
+
+
+def test_frames_that_are_refused():
+    for padding in ((), (1,), (1, -1)):
+        with pytest.raises(ValueError, match="expected two numbers, 0 or more"):
+            SpatialPadding(padding)
+    with pytest.raises(ValueError, match="mode='mirror': expected one of 'constant'"):
+        SpatialPadding(1, mode="mirror")
+    with pytest.raises(ValueError, match="repeats the image"):
+        SpatialPadding(1, mode="reflect", value=1.0)
+    with pytest.raises(ValueError, match="larger than the frame"):
+        SpatialPadding(1, streams=1).inverse(torch.zeros(1, 1, 2, 5))
+    assert not SpatialPadding(1, value=0.3).exact

@@ -1,5 +1,7 @@
 """Squeezes: both channel orders, round trips, use inside a sequence, refusals."""
 
+import itertools
+
 import pytest
 import torch
 from compare import assert_same_training, conv_branch, images, twin
@@ -62,3 +64,33 @@ def test_an_empty_batch_is_squeezed_too(order):
     (y,) = squeeze(torch.zeros(0, 3, 4, 6))
     assert y.shape == (0, 12, 2, 3)
     assert squeeze.inverse(y)[0].shape == (0, 3, 4, 6)
+
+
+@pytest.mark.parametrize("factors", [(3,), (2, 3), (2, 2), (1, 2, 3), (2, 1, 1)])
+@pytest.mark.parametrize("order", ["torch", "irevnet"])
+def test_a_factor_per_axis(factors, order):
+    """Each channel of the output holds one place of every block."""
+    channels, sizes = 2, [2 * b for b in factors]
+    x = torch.randn(3, channels, *sizes)
+    squeeze = Squeeze(factors, order=order, streams=1)
+    (y,) = squeeze(x)
+    assert y.is_contiguous()
+    blocks = list(itertools.product(*map(range, factors)))
+    for c in range(channels):
+        for k, offset in enumerate(blocks):
+            channel = c * len(blocks) + k if order == "torch" else k * channels + c
+            place = tuple(slice(o, None, b) for o, b in zip(offset, factors, strict=True))
+            assert torch.equal(y[:, channel], x[(slice(None), c, *place)])
+    assert torch.equal(squeeze.inverse(y)[0], x)
+    empty = x[:0]
+    assert squeeze.inverse(*squeeze(empty))[0].shape == empty.shape
+
+
+def test_factors_that_are_refused():
+    for factor in ((), (1, 1), (0, 2), (2, -1)):
+        with pytest.raises(ValueError, match="or one of at least 1 for each axis, not all 1"):
+            Squeeze(factor)
+    with pytest.raises(ValueError, match=r"Squeeze\(\(2, 3\)\) got a stream of shape \(1, 2, 4"):
+        Squeeze((2, 3), streams=1)(torch.zeros(1, 2, 4, 4))
+    with pytest.raises(ValueError, match=r"expected \(B, C, L\) with channels divisible by 3"):
+        Squeeze((3,), streams=1).inverse(torch.zeros(1, 2, 4))

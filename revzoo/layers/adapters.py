@@ -1,0 +1,128 @@
+"""Affine couplings whose branch gives the scale itself, and MemCNN's two ways to make one.
+
+    (x1, x2) -> (x2, x1 * s + t)        (s, t) = branch(x2)
+
+:class:`~revzoo.AffineCoupling` bounds its scales, so that the inverse is well conditioned. Networks
+trained elsewhere have others: an adapter turns an ordinary branch into one that returns scale and
+shift (van de Leemput et al. 2019, MemCNN, JOSS 4(39) 1576). Known limit: where a scale comes near
+zero, the reconstruction does not return, which the guard reports.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import State
+from revzoo.layers.coupling import Coupling
+
+
+class AffineAdapterNaive(nn.Module):
+    """``x -> (exp(f(x)), f(x))``: one value is log-scale and shift at once.
+
+    Args:
+        module: f, which keeps the shape.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.f = module
+
+    def forward(self, x: Tensor, **context: Any) -> State:
+        shift = self.f(x, **context)
+        return shift.exp(), shift
+
+
+class AffineAdapterSigmoid(nn.Module):
+    """``x -> (sigmoid(h_odd + 2), h_even)`` with ``h = f(x)``: scales between 0 and 1.
+
+    The offset of 2 starts scales near 0.88, as in Glow (Kingma and Dhariwal 2018, arXiv
+    1807.03039, its release).
+
+    Args:
+        module: f, from ``(B, C, ...)`` to ``(B, 2C, ...)``: shifts and raw scales alternate.
+
+    Raises:
+        ValueError: at the call, f gives an odd number of channels.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.f = module
+
+    def forward(self, x: Tensor, **context: Any) -> State:
+        h = self.f(x, **context)
+        if h.shape[1] % 2:
+            raise ValueError(
+                f"{type(self.f).__name__} returned shape {tuple(h.shape)}: expected an even number "
+                "of channels, shifts and raw scales in turn"
+            )
+        return torch.sigmoid(h[:, 1::2] + 2.0), h[:, 0::2]
+
+
+class ScaledCoupling(Coupling):
+    """``(x1, x2) -> (x2, x1 * s + t)``, ``branch(x2)`` being the pair ``(s, t)``.
+
+    Args:
+        branch: returns two tensors of the shape of a stream; no scale may be zero.
+
+    Raises:
+        TypeError: it returns something else.
+        ValueError: they have another shape.
+
+    Example::
+
+        ScaledCoupling(AffineAdapterSigmoid(nn.Conv2d(4, 8, 3, padding=1)))(x1, x2)
+    """
+
+    inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__(_Stacked(branch))
+
+    def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        return self._log_det_of(self.branch(x2, **context))
+
+    def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[State, Tensor]:
+        x1, x2 = state
+        value = self.branch(x2, **context)
+        return (x2, self.combine(x1, value)), self._log_det_of(value)
+
+    def combine(self, x1: Tensor, value: Tensor) -> Tensor:
+        scale, shift = self._pair(value, x1)
+        return x1 * scale + shift
+
+    def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
+        scale, shift = self._pair(value, y2)
+        return (y2 - shift) / scale
+
+    def _log_det_of(self, value: Tensor) -> Tensor:
+        return value[0].abs().log().flatten(1).sum(1)
+
+    def _pair(self, value: Tensor, stream: Tensor) -> State:
+        if value.shape[1:] != stream.shape:
+            raise ValueError(
+                f"scale and shift have shape {tuple(value.shape[1:])} for a stream of shape "
+                f"{tuple(stream.shape)}: expected the same"
+            )
+        return value.to(stream.dtype).unbind()
+
+
+class _Stacked(nn.Module):
+    """A branch's pair as one tensor ``(2, B, C, ...)``, which a coupling takes."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = branch
+
+    def forward(self, x: Tensor, **context: Mapping[str, Any]) -> Tensor:
+        pair = self.branch(x, **context)
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(
+                f"{type(self.branch).__name__} returned a {type(pair).__name__}, expected a pair "
+                "of tensors, scale and shift: wrap it in AffineAdapterSigmoid, say"
+            )
+        return torch.stack(tuple(pair))

@@ -1,0 +1,165 @@
+"""Linear maps into more features, which keep all they are given.
+
+    y = W x + b        W of shape (m, n), m >= n, with full column rank
+
+W is the first n columns of an invertible ``(m, m)`` matrix A (:mod:`revzoo.layers.matrix`): the map
+is a padding by zeros followed by A. Its left inverse, the first n rows of ``A^-1``, recovers every
+x, and gives something for a y that no x was mapped to. With ``matrix="orthogonal"`` that is the
+closest x, as ``torch.linalg.pinv`` gives it (InvTorch's ``Linear`` and ``Conv2d``), and W keeps
+lengths. ``torch.nn.Linear`` may lose rank while it is trained.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.invertible import State, name_of
+from revzoo.layers.matrix import MATRICES, MatrixKind
+from revzoo.layers.precision import unnarrowed
+from revzoo.layers.sequence import ReversibleSequence
+from revzoo.layers.squeeze import Squeeze
+from revzoo.layers.streams import Joint
+
+
+class InjectiveLinear(Joint):
+    """``(..., n) -> (..., m)``, ``y = W x + b``, for all streams put together along ``dim``.
+
+    Args:
+        in_features: n, of all streams together.
+        out_features: m, at least n. Several streams are alike in size, before and after.
+        bias: whether there is a b.
+        matrix: how A is parametrised: ``"orthogonal"`` or ``"plu"``.
+        dim: -1 for the last dimension, 1 for channels.
+        streams: how many streams the state has.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, streams of another size.
+        NotImplementedError: the log-determinant is asked for and m is not n.
+
+    Example::
+
+        linear = InjectiveLinear(3, 5, streams=1)
+        (x_again,) = linear.inverse(*linear(torch.randn(10, 3)))
+    """
+
+    inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        matrix: MatrixKind = "orthogonal",
+        dim: int = -1,
+        streams: int = 2,
+    ) -> None:
+        super().__init__(in_features, dim=dim, streams=streams)
+        if out_features < in_features:
+            raise ValueError(
+                f"out_features={out_features}: expected at least in_features={in_features}, since "
+                "fewer features cannot hold all values"
+            )
+        if in_features % streams or out_features % streams:
+            raise ValueError(
+                f"in_features={in_features}, out_features={out_features}: expected multiples of "
+                f"streams={streams}, which are alike in size"
+            )
+        if matrix not in MATRICES:
+            raise ValueError(f"matrix={matrix!r}: expected one of {', '.join(map(repr, MATRICES))}")
+        self.out_features = out_features
+        self.matrix = MATRICES[matrix](out_features)
+        self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        return self.transform(self._alike(state, self.size)).chunk(len(state), dim=self.dim)
+
+    def inverse(self, *state: Tensor, **context: Any) -> State:
+        return self.restore(self._alike(state, self.out_features)).chunk(len(state), dim=self.dim)
+
+    def transform(self, x: Tensor) -> Tensor:
+        with unnarrowed(x):
+            y = self._mixed(self.matrix()[:, : self.size], x)
+            return y if self.bias is None else y + self.per_channel(self.bias, y)
+
+    def restore(self, y: Tensor) -> Tensor:
+        with unnarrowed(y):
+            y = y if self.bias is None else y - self.per_channel(self.bias, y)
+            return self._mixed(self.matrix.inverse()[: self.size], y)
+
+    def log_det_of(self, x: Tensor) -> Tensor:
+        if self.out_features > self.size:
+            raise NotImplementedError(
+                f"{name_of(self)} maps {self.size} features to {self.out_features}: the Jacobian "
+                "is not square and has no determinant; expected a map that keeps their number"
+            )
+        return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
+
+    def _mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
+        equation = "ij,bj...->bi..." if self.dim == 1 else "ij,...j->...i"
+        return torch.einsum(equation, matrix.to(x.dtype), x)
+
+    def _alike(self, state: State, size: int) -> Tensor:
+        each = size // self.streams
+        if any(x.dim() < 2 or x.shape[self.dim] != each for x in state):
+            shapes = ", ".join(str(tuple(x.shape)) for x in state)
+            raise ValueError(
+                f"{name_of(self)} got streams of shape {shapes}: expected {each} along dim "
+                f"{self.dim} in each"
+            )
+        return state[0] if len(state) == 1 else torch.cat(state, dim=self.dim)
+
+    def extra_repr(self) -> str:
+        return f"{self.size}, {self.out_features}, dim={self.dim}, streams={self.streams}"
+
+
+class PatchConv(ReversibleSequence):
+    """A convolution whose stride is its kernel size: a squeeze, then a linear map of channels.
+
+    ``(B, C, H, W) -> (B, m, H/b, W/b)`` with ``m >= b*b*C``; signals and volumes alike. It is
+    ``torch.nn.Conv2d(C, m, b, stride=b)`` with a weight that loses nothing: the patch embedding of
+    a vision transformer, or the strided convolution of a downsampling (InvTorch's ``Conv2d``).
+
+    Args:
+        in_channels: C, of all streams together.
+        out_channels: m.
+        kernel_size: b, for images; or one for each axis, ``(b,)`` for signals ``(B, C, L)``.
+        bias: whether there is one.
+        matrix: see :class:`InjectiveLinear`.
+        streams: how many streams the state has.
+        memory: see :class:`~revzoo.ReversibleSequence`.
+
+    Raises:
+        ValueError: an argument is out of range; at the call, sizes that do not divide.
+
+    Example::
+
+        PatchConv(3, 64, 4, streams=1)(torch.zeros(1, 3, 32, 32))  # (1, 64, 8, 8)
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        *,
+        bias: bool = True,
+        matrix: MatrixKind = "orthogonal",
+        streams: int = 2,
+        memory: str = "invert",
+    ) -> None:
+        squeeze = Squeeze(kernel_size, streams=streams)
+        linear = InjectiveLinear(
+            in_channels * math.prod(squeeze.factors),
+            out_channels,
+            bias=bias,
+            matrix=matrix,
+            dim=1,
+            streams=streams,
+        )
+        super().__init__([squeeze, linear], memory=memory)
