@@ -19,6 +19,7 @@ FLOORS = {
     "models": 2,
     "data": 2,
     "interop": 3,
+    "compat": 3,
     "profiling": 3,
     "training": 4,
     "cli": 5,
@@ -26,6 +27,8 @@ FLOORS = {
 # floors of the same height that know nothing of each other
 STRANGERS = {
     frozenset({"interop", "profiling"}),
+    frozenset({"compat", "interop"}),
+    frozenset({"compat", "profiling"}),
     frozenset({"models", "data"}),
     frozenset({"core", "weights"}),
 }

@@ -1,0 +1,336 @@
+"""MemCNN's names (van de Leemput et al. 2019, JOSS 4(39) 1576; version 1.5.2, its last).
+
+    from revzoo.compat import memcnn        # instead of: import memcnn
+
+Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, so these
+differ, each to the better: branches are evaluated once in the backward pass, statistics count a
+batch once, dropout draws the same mask, ``autograd.grad`` and any number of backward passes work,
+hooks on ``Fm`` and ``Gm`` run, autocast is that of the forward pass, and no storage of the caller
+is emptied, so that ``x + f(x)`` is right.
+
+=========================================  =======================================================
+``keep_input=False``                       memory mode ``invert``
+``keep_input=True``                        memory mode ``recompute``
+``disable=True``                           memory mode ``store``
+``num_bwd_passes``, ``preserve_rng_state``  accepted: any number, always
+``implementation_fwd``, ``_bwd``           accepted: there is one
+=========================================  =======================================================
+
+New code is better off with :class:`~revzoo.ReversibleSequence`, which does not merge and split
+streams between blocks.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from revzoo.core.function import invertible_checkpoint
+from revzoo.core.invertible import Step
+from revzoo.core.recompute import checkpoint
+from revzoo.layers import coupling as couplings
+from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
+from revzoo.layers.sequence import ReversibleSequence
+
+__all__ = [
+    "AdditiveCoupling",
+    "AffineAdapterNaive",
+    "AffineAdapterSigmoid",
+    "AffineCoupling",
+    "InvertibleModuleWrapper",
+    "ReversibleBlock",
+    "create_coupling",
+    "is_invertible_module",
+]
+
+_IMPLEMENTATIONS = (-1, 0, 1)
+
+
+class _Coupling(nn.Module):
+    """Two one-sided couplings of ``Fm`` and ``Gm`` on the halves of one tensor."""
+
+    Fm: nn.Module
+    Gm: nn.Module
+
+    def __init__(
+        self,
+        Fm: nn.Module,
+        Gm: nn.Module | None,
+        implementation_fwd: int,
+        implementation_bwd: int,
+        split_dim: int,
+    ) -> None:
+        super().__init__()
+        self.Gm = copy.deepcopy(Fm) if Gm is None else Gm  # first, as in MemCNN's state_dict
+        self.Fm = Fm
+        self.implementation_fwd = implementation_fwd
+        self.implementation_bwd = implementation_bwd
+        self.split_dim = split_dim
+        if (implementation_fwd, implementation_bwd) != (-1, -1):
+            warnings.warn(
+                "implementation_fwd and implementation_bwd have no effect: there is one",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._check(self.implementation_fwd)
+        return cast(Tensor, self.block("store")(x))
+
+    def inverse(self, y: Tensor) -> Tensor:
+        self._check(self.implementation_bwd)
+        return cast(Tensor, self.block("store").inverse(y))
+
+    def block(self, memory: str) -> ReversibleSequence:
+        """The coupling as a sequence in a memory mode; it shares ``Fm`` and ``Gm``."""
+        parts = self.Fm, self.Gm, self.split_dim
+        known: tuple[Any, ...] = vars(self).get("_block", ())  # not a submodule: no key is added
+        if not known or any(a is not b for a, b in zip(known, parts, strict=False)):
+            steps = [self._step(self.Fm), self._step(self.Gm)]
+            known = vars(self)["_block"] = *parts, ReversibleSequence(steps, dim=self.split_dim)
+        sequence: ReversibleSequence = known[-1]
+        for step in sequence:
+            step.memory = memory
+        return sequence
+
+    def _step(self, branch: nn.Module) -> Step:
+        raise NotImplementedError
+
+    def _check(self, implementation: int) -> None:
+        if implementation not in _IMPLEMENTATIONS:
+            raise NotImplementedError(
+                f"implementation {implementation}: expected one of {_IMPLEMENTATIONS}"
+            )
+
+
+class AdditiveCoupling(_Coupling):
+    """``y1 = x1 + Fm(x2)``, ``y2 = x2 + Gm(y1)`` on the halves of ``x`` along ``split_dim``.
+
+    Args:
+        Fm: keeps the shape of a half.
+        Gm: likewise; None for a copy of ``Fm``.
+        implementation_fwd: without effect.
+        implementation_bwd: without effect.
+        split_dim: where ``x`` is split.
+
+    Example::
+
+        coupling = AdditiveCoupling(nn.Conv2d(5, 5, 3, padding=1))
+        x_again = coupling.inverse(coupling(torch.rand(2, 10, 8, 8)))
+    """
+
+    def __init__(
+        self,
+        Fm: nn.Module,
+        Gm: nn.Module | None = None,
+        implementation_fwd: int = -1,
+        implementation_bwd: int = -1,
+        split_dim: int = 1,
+    ) -> None:
+        super().__init__(Fm, Gm, implementation_fwd, implementation_bwd, split_dim)
+
+    def _step(self, branch: nn.Module) -> Step:
+        return couplings.AdditiveCoupling(branch)
+
+
+class AffineCoupling(_Coupling):
+    """``y1 = s * x1 + t`` with ``(s, t) = Fm(x2)``; ``y2`` likewise of ``x2`` and ``Gm(y1)``.
+
+    Args:
+        Fm: returns scale and shift, or whatever ``adapter`` makes them of.
+        Gm: likewise; None for a copy of ``Fm``.
+        adapter: a class that is put around ``Fm`` and ``Gm``, :class:`AffineAdapterSigmoid` say.
+        implementation_fwd: without effect.
+        implementation_bwd: without effect.
+        split_dim: where ``x`` is split.
+    """
+
+    def __init__(
+        self,
+        Fm: nn.Module,
+        Gm: nn.Module | None = None,
+        adapter: Callable[[nn.Module], nn.Module] | None = None,
+        implementation_fwd: int = -1,
+        implementation_bwd: int = -1,
+        split_dim: int = 1,
+    ) -> None:
+        Gm = copy.deepcopy(Fm) if Gm is None else Gm
+        if adapter is not None:
+            Fm, Gm = adapter(Fm), adapter(Gm)
+        super().__init__(Fm, Gm, implementation_fwd, implementation_bwd, split_dim)
+
+    def _step(self, branch: nn.Module) -> Step:
+        return ScaledCoupling(branch)
+
+
+class InvertibleModuleWrapper(nn.Module):
+    """``fn`` in a memory mode; :meth:`inverse` is ``fn.inverse`` in one.
+
+    Args:
+        fn: a module with ``forward`` and ``inverse``, of one tensor or of several.
+        keep_input: keep the input of ``forward``, not its output; may change at any time, like
+            the other three.
+        keep_input_inverse: likewise for ``inverse``.
+        num_bwd_passes: without effect: a graph may be differentiated as often as it is retained.
+        disable: plain calls.
+        preserve_rng_state: without effect: replays draw the same random numbers.
+    """
+
+    def __init__(
+        self,
+        fn: nn.Module,
+        keep_input: bool = False,
+        keep_input_inverse: bool = False,
+        num_bwd_passes: int = 1,
+        disable: bool = False,
+        preserve_rng_state: bool = False,
+    ) -> None:
+        super().__init__()
+        self.disable = disable
+        self.keep_input = keep_input
+        self.keep_input_inverse = keep_input_inverse
+        self.num_bwd_passes = num_bwd_passes
+        self.preserve_rng_state = preserve_rng_state
+        self._fn = fn
+
+    def forward(self, *xin: Tensor) -> Any:
+        fn: Any = self._fn
+        if self.disable:
+            return _unpacked(fn(*xin))
+        if isinstance(fn, _Coupling):
+            fn._check(fn.implementation_fwd)
+            return fn.block("recompute" if self.keep_input else "invert")(*xin)
+        if self.keep_input:
+            return _unpacked(checkpoint(fn, *xin))
+        return _unpacked(invertible_checkpoint(fn, fn.inverse, *xin))
+
+    def inverse(self, *yin: Tensor) -> Any:
+        fn: Any = self._fn
+        if self.disable:
+            return _unpacked(fn.inverse(*yin))
+        if self.keep_input_inverse:
+            return _unpacked(checkpoint(fn.inverse, *yin))
+        return _unpacked(invertible_checkpoint(fn.inverse, fn, *yin))
+
+
+class ReversibleBlock(InvertibleModuleWrapper):
+    """A wrapper around :func:`create_coupling`'s result; MemCNN deprecated it."""
+
+    def __init__(
+        self,
+        Fm: nn.Module,
+        Gm: nn.Module | None = None,
+        coupling: str = "additive",
+        keep_input: bool = False,
+        keep_input_inverse: bool = False,
+        implementation_fwd: int = -1,
+        implementation_bwd: int = -1,
+        adapter: Callable[[nn.Module], nn.Module] | None = None,
+    ) -> None:
+        warnings.warn(
+            "ReversibleBlock is deprecated in MemCNN: use InvertibleModuleWrapper, or "
+            "revzoo.ReversibleBlock",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        fn = create_coupling(Fm, Gm, coupling, implementation_fwd, implementation_bwd, adapter)
+        super().__init__(fn, keep_input, keep_input_inverse)
+
+
+def create_coupling(
+    Fm: nn.Module,
+    Gm: nn.Module | None = None,
+    coupling: str = "additive",
+    implementation_fwd: int = -1,
+    implementation_bwd: int = -1,
+    adapter: Callable[[nn.Module], nn.Module] | None = None,
+) -> AdditiveCoupling | AffineCoupling:
+    """The coupling of that name, ``"additive"`` or ``"affine"``.
+
+    Raises:
+        NotImplementedError: another name.
+    """
+    if coupling == "additive":
+        return AdditiveCoupling(Fm, Gm, implementation_fwd, implementation_bwd)
+    if coupling == "affine":
+        return AffineCoupling(Fm, Gm, adapter, implementation_fwd, implementation_bwd)
+    raise NotImplementedError(f"coupling={coupling!r}: expected 'additive' or 'affine'")
+
+
+def is_invertible_module(
+    module_in: nn.Module,
+    test_input_shape: Iterable[Any],
+    test_input_dtype: torch.dtype = torch.float32,
+    atol: float = 1e-6,
+    random_seed: int = 42,
+) -> bool:
+    """Whether ``inverse`` undoes ``forward``, and the other way round, on random inputs.
+
+    :func:`revzoo.is_invertible` is the one for revzoo's own modules. The global random state stays
+    as it is.
+
+    Args:
+        module_in: any module; a wrapper stands for what it wraps.
+        test_input_shape: of the input, or of each input.
+        test_input_dtype: of the inputs.
+        atol: largest absolute error.
+        random_seed: of the inputs.
+
+    Raises:
+        ValueError: ``test_input_shape`` is no shape and no tuple of shapes.
+    """
+    fn: Any = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
+    if not hasattr(fn, "inverse"):
+        return False
+    shapes = _shapes(test_input_shape)
+    generator = torch.Generator().manual_seed(random_seed)
+    inputs = tuple(torch.rand(s, dtype=test_input_dtype, generator=generator) for s in shapes)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        outputs = _packed(fn(*inputs))
+        back = _packed(fn.inverse(*outputs))
+        if not _close(back, inputs, atol) or not _close(_packed(fn(*back)), outputs, atol):
+            return False
+    for given, made, pass_name in ((inputs, outputs, "forward"), (back, outputs, "inverse")):
+        _warn_of_shared(given, made, pass_name)
+    return True
+
+
+def _shapes(shape: Any) -> tuple[tuple[int, ...], ...]:
+    sequence = isinstance(shape, (tuple, list))
+    if sequence and shape and all(type(n) is int for n in shape):
+        return (tuple(shape),)
+    if sequence and shape and all(isinstance(s, (tuple, list)) for s in shape):
+        shapes = tuple(tuple(s) for s in shape)
+        if all(type(n) is int for s in shapes for n in s):
+            return shapes
+    raise ValueError(f"test_input_shape={shape!r}: expected a shape, or a tuple of shapes")
+
+
+def _close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float) -> bool:
+    same = len(actual) == len(expected)
+    return same and all(torch.allclose(a, e, atol=atol) for a, e in zip(actual, expected))  # noqa: B905
+
+
+def _warn_of_shared(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], name: str) -> None:
+    distinct = {id(t) for t in inputs}
+    among = {id(t) for t in outputs}
+    if len(distinct) < len(inputs) or len(among) < len(outputs) or distinct & among:
+        warnings.warn(
+            f"some inputs and outputs of the {name} pass are the same tensor, as those of an "
+            "identity: a wrapper saves no memory there",
+            UserWarning,
+            stacklevel=3,
+        )
+
+
+def _packed(x: Any) -> tuple[Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
+def _unpacked(x: Any) -> Any:
+    return x[0] if isinstance(x, tuple) and len(x) == 1 else x
