@@ -27,6 +27,7 @@ from revzoo import (
     ReversibleSequence,
     Squeeze,
     check_inverse,
+    checkpoint,
     create_model,
     drift,
     invertible_checkpoint,
@@ -2018,3 +2019,66 @@ def test_a_thread_that_draws_beside_a_step(mode, where):
     set_drift_limit(net, math.inf)
     with pytest.raises(RuntimeError, match="did not draw the random numbers of its forward pass"):
         net(vectors()).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+@pytest.mark.parametrize("way", ["state", "count", "attribute", "hook"])
+def test_entries_of_dictionaries_are_those_of_the_forward_pass(mode, way):
+    """The replay of a first call found what that call had put there, and wrote over it."""
+    features = {}
+
+    class Notes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.notes = nn.Linear(4, 4), {}
+
+        def forward(self, x):
+            y = self.linear(x).tanh()
+            if way == "attribute":
+                if hasattr(self, "first"):
+                    y = y * self.first
+                self.first = y.detach()
+            elif way == "count":
+                self.notes["calls"] = self.notes.get("calls", 0) + 1
+                y = y * self.notes["calls"]
+            elif way == "state":
+                y = y * self.notes.get("last", 1)
+                self.notes["last"] = y.detach()
+            return y
+
+    results = []
+    for m in (mode, "store"):
+        torch.manual_seed(0)
+        net = ReversibleSequence([AdditiveCoupling(Notes()) for _ in range(2)], memory=m)
+        net, x = net.double(), vectors()
+        if way == "hook":  # as for Grad-CAM
+            net[1].branch.linear.register_forward_hook(
+                lambda module, args, y: features.update(y=y) or y.retain_grad()
+            )
+        found = []
+        for _ in range(2):
+            loss = net(x).square().sum()
+            found += torch.autograd.grad(loss, [x, *net.parameters()], retain_graph=way == "hook")
+            if way == "hook":
+                loss.backward()
+                found.append(features["y"].grad)
+            else:
+                branch = net[0].branch
+                last = branch.first if way == "attribute" else next(iter(branch.notes.values()))
+                found.append(torch.as_tensor(last))
+        results.append(found)
+    assert error(*results) < 1e-12
+
+
+@pytest.mark.parametrize("inner", ["recompute", "invert"])
+def test_dropout_in_steps_inside_a_checkpoint(inner):
+    """A replay that ends early was said to draw other random numbers."""
+    results = []
+    for mode in (inner, "store"):
+        torch.manual_seed(0)
+        branches = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(2)]
+        net = ReversibleSequence([AdditiveCoupling(b) for b in branches], memory=mode).double()
+        x = vectors()
+        y = net(x) if mode == "store" else checkpoint(net, x)
+        results.append(torch.autograd.grad(y.square().sum(), [x, *net.parameters()]))
+    assert error(*results) < 1e-12

@@ -57,6 +57,7 @@ OURS = frozenset((_KEY, "forward", "drift"))  # attributes that no forward pass 
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
+_MANY = 256  # items of a dictionary that is a table, which no forward pass changes
 _DEPTH = 4  # of containers in containers, where tensors with a graph are looked for
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
 _OF_STEPS = frozenset(Step.__annotations__)
@@ -271,21 +272,22 @@ class Reach:
         step = self.step()
         return modules_in(self._roots if step is None else [step, *self._roots])
 
-    def plain_values(self, modules: list[nn.Module]) -> list[Plain]:
-        """Numbers and the like among the attributes of ``modules``, which are :meth:`modules`.
+    def plain_values(self, modules: list[nn.Module]) -> list[tuple[dict[Any, Any], Plain]]:
+        """For each name space, such as the attributes of ``modules``, what is plain in it now.
 
-        The same objects as last time, for modules whose attributes stay.
+        ``modules`` are :meth:`modules`.
         """
-        known = self._plain
+        spaces = [m.__dict__ for m in modules]
+        spaces += self.namespaces
+        known = self._plain  # shared with earlier calls as long as nothing changes
         if not known:
-            self._plain = known = [Plain.of(m.__dict__) for m in modules]
-            return known
-        for i, m in enumerate(modules):
-            if not known[i].hold(m.__dict__):
+            self._plain = known = list(map(Plain.of, spaces))
+        for i, space in enumerate(spaces):
+            if not known[i].hold(space):
                 known = known if known is not self._plain else [*known]
-                known[i] = Plain.of(m.__dict__)
+                known[i] = Plain.of(space)
         self._plain = known
-        return known
+        return list(zip(spaces, known, strict=True))
 
     def of(self, step: nn.Module) -> bool:
         """Whether it was ``step`` that was searched, and not one that it was copied from."""
@@ -316,27 +318,26 @@ class Reach:
 
 
 class Plain(NamedTuple):
-    """Attributes without references."""
+    """Numbers and the like among the attributes of a module or object, or in a dictionary."""
 
-    names: frozenset[str]  # of all the attributes
-    values: dict[str, Any]
+    names: frozenset[Any]  # of all the attributes
+    values: dict[Any, Any]
 
-    def hold(self, attributes: dict[str, Any]) -> bool:
+    def hold(self, attributes: dict[Any, Any]) -> bool:
         """Whether they are those in ``attributes``."""
         here = map(attributes.get, self.values)
         return len(attributes) == len(self.names) and all(map(is_, here, self.values.values()))
 
-    def restore(self, attributes: dict[str, Any]) -> None:
-        """Make them so; other kinds of attributes stay."""
+    def restore(self, attributes: dict[Any, Any]) -> None:
+        """Make them so, and remove what has joined them; tensors and others stay."""
         for name in attributes.keys() - self.names - OURS:
-            if type(attributes[name]) in _BORING:
-                del attributes[name]
+            del attributes[name]
         for name, value in self.values.items():
             if attributes.get(name, self) is not value:
                 attributes[name] = value
 
     @staticmethod
-    def of(attributes: dict[str, Any]) -> Plain:
+    def of(attributes: dict[Any, Any]) -> Plain:
         values = {k: v for k, v in attributes.items() if type(v) in _BORING and k not in OURS}
         return Plain(frozenset(attributes), values)
 
@@ -411,7 +412,7 @@ class _Search:
         self.names: set[str] = {*_ENTRIES, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
-        self.namespaces: list[dict[str, Any]] = []  # of objects; modules have theirs
+        self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
         self.sized: list[Any] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # so that no id in _seen is given to something else
@@ -515,6 +516,8 @@ class _Search:
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
+        if isinstance(v, dict) and len(v) <= _MANY:
+            self.namespaces.append(v)
         if all(map(_BORING.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
             return
         if isinstance(v, dict):

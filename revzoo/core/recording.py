@@ -388,8 +388,9 @@ class Entry:
 
     def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
         """Replay the step forwards; returns what :meth:`observe_recomputed` noted values of."""
-        replayed = Replayed(self, stops=self.step.early_stop)
-        with self.conditions.restored():
+        stops = self.step.early_stop
+        replayed = Replayed(self, stops=stops)
+        with self.conditions.restored(whole=not stops):
             call = functools.partial(plain_call, self.step)
             outputs = replayed(call, inputs, self.needs, self.context)
         replayed.check()

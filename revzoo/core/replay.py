@@ -12,9 +12,9 @@ NOTE [ What a replay restores ]
        those of a run without replay. Threads: NOTE [ Threads ] in :mod:`revzoo.core.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. The default
        device and dtype, the kernels allowed for attention, and deterministic algorithms.
-    3. ``training`` and other numbers, flags and names among the attributes of every module; grid
-       and memory mode of every step. Attributes that the replay assigns, to modules and to objects
-       that the step reaches, are put back: they are those that the forward pass left.
+    3. ``training`` and other numbers, flags and names among the attributes of every module, and of
+       objects and in dictionaries that the step reaches; grid and memory mode of every step. What
+       the replay assigns there is put back: it is what the forward pass left.
     4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
        them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
        that stand gathered in their place. One changed in place since then is an error, as it is
@@ -42,8 +42,8 @@ NOTE [ Copies of buffers ]
     value from before is lost: the replay raises and says what to do. A buffer that is replaced
     (``self.count = self.count + 1``) needs no copy.
 
-Known limit: what a replay adds to lists and dictionaries, or to anything outside the step, stays
-there; ask :func:`is_replaying` in code that does so.
+Known limit: what a replay adds to lists, or to anything outside the step, stays there; ask
+:func:`is_replaying` in code that does so.
 """
 
 from __future__ import annotations
@@ -281,11 +281,7 @@ class Conditions:
         members = [(self._reach, modules)]
         if self._extra is not None:
             members.append((self._extra, self._extra.modules()))
-        self._plain = [
-            (m.__dict__, plain)
-            for reach, found in members
-            for m, plain in zip(found, reach.plain_values(found), strict=True)
-        ]
+        self._plain = [entry for reach, found in members for entry in reach.plain_values(found)]
         reads = any(reach.reads_statistics for reach in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
@@ -432,11 +428,12 @@ class Conditions:
         return {address(t) for t in held}
 
     @contextlib.contextmanager
-    def restored(self, *, inverting: bool = False) -> Iterator[None]:
+    def restored(self, *, inverting: bool = False, whole: bool = True) -> Iterator[None]:
         """Set the conditions up again; the caller's own are back afterwards, come what may.
 
         Args:
             inverting: give carried buffers the values that the forward pass left.
+            whole: whether what runs draws all that the forward pass drew.
 
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward pass, or
@@ -466,7 +463,7 @@ class Conditions:
                 yield
             for held in self._altered:
                 held.check_copy(copies[id(held.tensor)], self._changes_unseen)
-            if rng and entered and not inverting:
+            if rng and entered and whole and not inverting:
                 self._check_draws(rng)
         finally:
             _thread.depth -= 1
@@ -493,12 +490,11 @@ class Conditions:
                 )
 
     def _namespaces(self) -> Iterator[dict[str, Any]]:
-        """The attributes of modules and objects, to which a replay may assign."""
+        """The attributes of modules and objects, and dictionaries, to which a replay may assign."""
         for attributes, _ in self._plain:
             yield attributes
         for reach in self._reaches():
             yield from (m.__dict__ for m in reach.shells)
-            yield from reach.namespaces
 
     def _swap_copies(self, undo: _Undo) -> dict[int, Tensor]:
         """Put copies in the places of parameters that the forward pass changed."""
