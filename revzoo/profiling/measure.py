@@ -1,0 +1,225 @@
+"""What each step of a model takes in each memory mode, measured on fake tensors.
+
+The model runs one training step in every mode, without computing or allocating anything (see
+:mod:`revzoo.profiling.trace`). What a step keeps, and by how much memory rises while it runs, is
+then read off, not derived from what a mode is meant to do.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from revzoo.core.invertible import Step
+from revzoo.core.modes import MODES, assign_memory, mode_of
+from revzoo.profiling.chain import Chain, Choice, Link, levels
+from revzoo.profiling.trace import (
+    Allocation,
+    StepCall,
+    Trace,
+    fake_twin,
+    images_for,
+    is_leaf,
+    trace_step,
+)
+
+HEAD = "head"
+"""The name of the link after the last step: pooling, classifier and loss."""
+
+
+def measure(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    inverting: str = "invert",
+    dtype: torch.dtype | None = None,
+) -> Chain:
+    """The chain of ``model``'s steps, with the cost of each in each memory mode that fits it.
+
+    Costs are estimates in nanoseconds from counted work (:func:`revzoo.profiling.trace.work_of`),
+    the same on every machine.
+
+    Args:
+        model: real, or on the meta device.
+        shape: of its input, the batch first.
+        inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
+        dtype: of the input; None for the parameters'.
+
+    Raises:
+        ValueError: the model has no step, or nothing to train.
+    """
+    modes = modes_for(model, inverting)
+    traces = {mode: trace_in_mode(model, shape, mode, dtype=dtype) for mode in modes}
+    return chain_of(traces)
+
+
+def modes_for(model: nn.Module, inverting: str) -> list[str]:
+    """The modes that a planner chooses from."""
+    on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
+    pure = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
+    inverts = mode_of(inverting).inverts and any(step.invertible for step in leaves(model).values())
+    return [*pure, inverting] if inverts else pure
+
+
+def trace_in_mode(
+    model: nn.Module, shape: Sequence[int], mode: str, *, dtype: torch.dtype | None = None
+) -> Trace:
+    """One fake training step with every step in ``mode``."""
+    twin = fake_twin(model)
+    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
+    return trace_step(twin, images_for(twin, shape, dtype))
+
+
+def leaves(model: nn.Module) -> dict[str, Step]:
+    """The steps of ``model`` that have a memory mode of their own, by their path."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, Step) and is_leaf(m)}
+
+
+def chain_of(traces: Mapping[str, Trace]) -> Chain:
+    """The chain that the traces of one model, each in one mode, tell of."""
+    first = next(iter(traces.values()))
+    streams = _Streams(first.calls)
+    pieces = {mode: _Pieces(trace, streams) for mode, trace in traces.items()}
+    links = []
+    for i, call in enumerate(first.calls):
+        # Some run in another mode than they are set to: those without an inverse, for instance.
+        fitting = [m for m, trace in traces.items() if fits(trace.calls[i], m)]
+        choices = tuple(pieces[m].choices[i] for m in fitting)
+        links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
+    last = streams.outputs[-1]
+    links.append(Link(HEAD, last, (), (pieces["store"].choices[-1],)))
+    return Chain(tuple(links), streams.sizes, first.base)
+
+
+def fits(call: StepCall, mode: str) -> bool:
+    """Whether a step that was set to ``mode`` ran in it."""
+    return call.mode == mode and call.joins == mode_of(mode).inverts
+
+
+class _Streams:
+    """The streams between the steps, numbered: one that passes through a step keeps its number."""
+
+    def __init__(self, calls: Sequence[StepCall]) -> None:
+        numbers: dict[int, int] = {}
+        self.sizes: dict[int, int] = {}
+
+        def number(made: Allocation) -> int:
+            key = numbers.setdefault(id(made), len(numbers))
+            self.sizes[key] = made.size
+            return key
+
+        self.inputs = [tuple(map(number, call.inputs)) for call in calls]
+        self.outputs = [tuple(map(number, call.outputs)) for call in calls]
+
+
+class _Pieces:
+    """One trace, cut into its steps and the head; the last of each list is the head's."""
+
+    def __init__(self, trace: Trace, streams: _Streams) -> None:
+        self.trace = trace
+        calls = trace.calls
+        self.numbers = {
+            id(made): number
+            for i, call in enumerate(calls)
+            for made, number in (
+                *zip(call.inputs, streams.inputs[i], strict=True),
+                *zip(call.outputs, streams.outputs[i], strict=True),
+            )
+        }
+        self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
+        joins = [call.joins for call in calls]
+        holds, keeps = self._kept(joins)
+        closes = [self._closing(i) if joins[i] else 0 for i in range(len(calls))]
+        modes = [*(call.mode for call in calls), "store"]
+        plain = [
+            Choice(*row)
+            for row in zip(
+                modes, (*joins, False), map(frozenset, holds), keeps, (*closes, 0), strict=True
+            )
+        ]
+        links = tuple(
+            Link("", enters, leaves, (choice,))
+            for enters, leaves, choice in zip(
+                (*streams.inputs, streams.outputs[-1]),
+                (*streams.outputs, ()),
+                plain,
+                strict=True,
+            )
+        )
+        chain = Chain(links, streams.sizes, trace.base)
+        forward, backward, costs = self._forward_peaks(), self._backward_peaks(), self._costs()
+        self.choices = [
+            replace(
+                choice,
+                forward=max(0, forward[i] - before),
+                backward=max(0, backward[i] - after),
+                cost=costs[i],
+            )
+            for i, (choice, (before, after)) in enumerate(
+                zip(plain, levels(chain, plain), strict=True)
+            )
+        ]
+
+    def _kept(self, joins: Sequence[bool]) -> tuple[list[set[int]], list[int]]:
+        """The streams that each link holds, and the further bytes that it keeps."""
+        calls = self.trace.calls
+        holds: list[set[int]] = [set() for _ in range(len(calls) + 1)]
+        keeps = [0] * len(holds)
+        kept = [made for made in self.trace.allocations if made.kind == "kept"]
+        for made in kept:
+            number = self.numbers.get(id(made))
+            savers = {i % len(holds) for i in made.savers}  # -1 is the head
+            if number is None:
+                keeps[min(savers, default=self._at(made.born))] += made.size
+            else:
+                for i in savers:
+                    holds[i].add(number)
+        saving = {i for made in kept for i in made.savers}
+        alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
+        for i, call in enumerate(calls):
+            if i not in saving and not joins[i]:  # autograd does not save what a tape keeps
+                holds[i].update(alive.intersection(self.numbers[id(t)] for t in call.inputs))
+        return holds, keeps
+
+    def _at(self, tick: int) -> int:
+        """The link during or after whose forward pass an operator ran."""
+        return min(bisect.bisect_right(self.starts, tick), len(self.starts) - 1) - 1
+
+    def _closing(self, i: int) -> int:
+        """Bytes beside the streams that stand after a step but go once the next has run."""
+        start, end = self.starts[i], self.trace.calls[i].end
+        return sum(
+            made.size
+            for made in self.trace.allocations
+            if made.kind == "temporary"
+            and start <= made.born < end
+            and made.alive(self.starts[i + 1])
+            and id(made) not in self.numbers
+        )
+
+    def _forward_peaks(self) -> list[int]:
+        return [
+            max(self.trace.levels[start:end], default=0)
+            for start, end in itertools.pairwise(self.starts)
+        ]
+
+    def _backward_peaks(self) -> list[int]:
+        """The highest level while each link is differentiated."""
+        peaks = [0] * (len(self.starts) - 1)
+        for tick in range(self.trace.turn, self.trace.tick):
+            i = self.trace.owners[tick]
+            peaks[i] = max(peaks[i], self.trace.levels[tick])
+        return peaks
+
+    def _costs(self) -> list[int]:
+        costs = [
+            sum(self.trace.costs[start:end]) for start, end in itertools.pairwise(self.starts)
+        ]
+        for tick in range(self.trace.turn, self.trace.tick):
+            costs[self.trace.owners[tick]] += self.trace.costs[tick]
+        return costs

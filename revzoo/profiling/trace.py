@@ -1,0 +1,403 @@
+"""One training step, tensor by tensor: what is alive when, who made it, who keeps it.
+
+The step runs for real, or on fake tensors, which have shapes but no data: operators then compute
+nothing and allocate nothing, and the same code of ours and of torch's autograd decides what is
+kept. So both give the same count.
+
+Why not ``torch.distributed._tools.mem_tracker.MemTracker``: it is private, it keeps snapshots per
+module instead of a row per tensor, and it does not know that a step of ours runs again in the
+backward pass. Its peak is the same (``tests/profiling/test_trace.py`` compares the two).
+
+NOTE [ Who made a tensor ]
+    In the forward pass, and in a replay, the innermost module of the model that runs. In the
+    backward pass, the module in whose forward pass the running node was recorded: autograd numbers
+    nodes as they are made, so the numbers of a module's nodes lie between those at its beginning
+    and its end.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from revzoo.core.invertible import Step
+from revzoo.core.modes import mode_of
+from revzoo.core.replay import is_replaying
+from revzoo.profiling.live import LiveMemory
+
+LOSS = "loss"
+"""The stage of whatever runs outside the model's parts."""
+
+Loss = Callable[[Any], Tensor]
+
+
+@dataclass(slots=True)
+class Allocation:
+    """A storage: made by one operator, alive for a while.
+
+    Attributes:
+        size: bytes.
+        kind: ``parameter``, ``buffer``, ``gradient``, ``optimiser``, ``input``, ``kept`` (an
+            activation that outlives the forward pass) or ``temporary``.
+        module: path of the module that made it; empty for the model itself and the loss.
+        operation: the operator that made it.
+        shape: of the first tensor in it.
+        dtype: of that tensor.
+        born: the operator's place in the step, counted from 0.
+        died: the place of the first operator without it; None if it outlives the step.
+        saved: how many tensors in it autograd has saved.
+        savers: indices of the steps (see :class:`StepCall`) whose forward pass saved one.
+        step: index of the step in which it was made, -1 outside.
+    """
+
+    size: int
+    kind: str
+    module: str
+    operation: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    born: int
+    died: int | None = None
+    saved: int = 0
+    savers: set[int] = field(default_factory=set)
+    step: int = -1
+
+    @property
+    def stage(self) -> str:
+        """The model's part that made it, such as ``stem`` or ``stages.1``."""
+        return stage_of(self.module)
+
+    def alive(self, at: int) -> bool:
+        """Whether it exists while operator ``at`` runs."""
+        return self.born <= at and (self.died is None or self.died > at)
+
+
+@dataclass(slots=True)
+class StepCall:
+    """A step of a chain as the forward pass called it.
+
+    Attributes:
+        name: its path in the model.
+        mode: the memory mode in which it runs.
+        joins: whether it keeps no state of its own in a run of such steps.
+        inputs: its input's storages, in the order of the streams; several may be one.
+        outputs: likewise.
+        start: the operator with which its forward pass began.
+        end: the operator after it.
+    """
+
+    name: str
+    mode: str
+    joins: bool
+    start: int
+    inputs: list[Allocation]
+    outputs: list[Allocation] = field(default_factory=list)
+    end: int = -1
+
+
+def stage_of(module: str) -> str:
+    """The part of a model to which the module of that path belongs, e.g. ``stages.1``."""
+    parts = module.split(".")
+    return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or LOSS
+
+
+class Trace(LiveMemory):
+    """Follows one training step of ``model`` (see :func:`trace_step`).
+
+    Attributes:
+        allocations: in the order in which they were made.
+        calls: the steps that the forward pass ran, those inside other steps left out.
+        levels: bytes alive after each operator.
+        owners: for each operator, the index in ``calls`` of the step for which it ran, or -1.
+        costs: nanoseconds of each operator, see :func:`nominal_cost`.
+        turn: the operator with which the backward pass began.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.allocations: list[Allocation] = []
+        self.calls: list[StepCall] = []
+        self.levels: list[int] = []
+        self.owners: list[int] = []
+        self.costs: list[int] = []
+        self.turn = 0
+        self._alive: dict[int, Allocation] = {}
+        self._names = {id(m): name for name, m in model.named_modules()}
+        self._modules: list[str] = [""]
+        self._current: list[int] = [-1]
+        self._numbers: list[int] = [0]  # of nodes, ascending
+        self._places: list[tuple[str, int]] = [("", -1)]  # whose nodes begin at those numbers
+        self._node = self._place = ("", -1)
+        self._operation = ""
+        self._hooks: list[Any] = []
+
+    def register(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say of what kind tensors are; those that exist before the step are counted so."""
+        for t in tensors:
+            self.allocation_of(t).kind = kind
+
+    def allocation_of(self, t: Tensor) -> Allocation:
+        """The entry of the tensor's storage."""
+        self._count(t)
+        return self._alive[t.untyped_storage()._cdata]
+
+    @property
+    def base(self) -> int:
+        """Bytes alive before the step."""
+        fixed = ("parameter", "buffer", "gradient", "input")
+        return sum(made.size for made in self.allocations if made.kind in fixed)
+
+    @property
+    def tick(self) -> int:
+        """How many operators have run."""
+        return len(self.levels)
+
+    def __enter__(self) -> Trace:
+        pre = register_module_forward_pre_hook(self._enter_module)
+        post = register_module_forward_hook(self._leave_module, always_call=True)
+        self._hooks = [pre, post]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        for hook in self._hooks:
+            hook.remove()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run the operator and note what it made."""
+        self._operation, self._place = func.overloadpacket.__name__, self._where()
+        outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        self.owners.append(self._place[1])
+        self.levels.append(self.now)
+        self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
+        return outputs
+
+    def _where(self) -> tuple[str, int]:
+        """Module and step for which an operator runs (NOTE [ Who made a tensor ])."""
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return self._modules[-1], self._current[-1]
+        number = node._sequence_nr()
+        if number < 2**63:  # an accumulation of gradients has none: it belongs to what ran last
+            self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
+        replayed = self._modules[-1]
+        return replayed or self._node[0], self._node[1]
+
+    def _count(self, t: Tensor) -> None:
+        storage = t.untyped_storage()
+        if storage in self._seen:
+            return
+        super()._count(t)
+        module, step = self._place
+        made = Allocation(
+            size=storage.nbytes(),
+            kind="temporary",
+            module=module,
+            operation=self._operation,
+            shape=tuple(t.shape),
+            dtype=t.dtype,
+            born=self.tick,
+            step=step,
+        )
+        self.allocations.append(made)
+        self._alive[storage._cdata] = made
+        weakref.finalize(storage, self._bury, storage._cdata, made)
+
+    def _bury(self, key: int, made: Allocation) -> None:
+        made.died = self.tick
+        if self._alive.get(key) is made:
+            del self._alive[key]
+
+    def _enter_module(self, module: nn.Module, args: Any) -> None:
+        name = self._names.get(id(module))
+        outer = self._modules[-1] if name is None else name
+        self._modules.append(outer)
+        if torch._C._current_autograd_node() is not None or is_replaying():
+            return
+        index = self._current[-1]
+        if name is not None and index < 0 and isinstance(module, Step) and is_leaf(module):
+            streams = [self.allocation_of(t) for t in args if isinstance(t, Tensor)]
+            joins = mode_of(module.memory).inverts and module.invertible
+            self.calls.append(StepCall(name, module.memory, joins, self.tick, streams))
+            index = len(self.calls) - 1
+        self._current.append(index)
+        self._mark()
+
+    def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:
+        self._modules.pop()
+        if torch._C._current_autograd_node() is not None or is_replaying():
+            return
+        index = self._current.pop()
+        if index >= 0 and self._current[-1] < 0:
+            call = self.calls[index]
+            streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+            call.outputs = [self.allocation_of(t) for t in streams if isinstance(t, Tensor)]
+            call.end = self.tick
+        self._mark()
+
+    def _mark(self) -> None:
+        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._places.append((self._modules[-1], self._current[-1]))
+
+    def turn_back(self) -> None:
+        """The forward pass is over: what it made and is alive now is kept for the backward pass."""
+        self.turn = self.tick
+        for made in self._alive.values():
+            if made.kind == "temporary":
+                made.kind = "kept"
+
+    def pack(self, t: Tensor) -> Tensor:
+        """Note that autograd saves ``t``; the pack hook around the forward pass."""
+        found = self.allocation_of(t)
+        found.saved += 1
+        found.savers.add(self._current[-1])
+        # an output that its own node saves would hold that node
+        return t if t.is_leaf else t.detach()
+
+
+def is_leaf(step: Step) -> bool:
+    """Whether the step runs in a memory mode of its own; a container leaves that to its members."""
+    return type(step).__call__ is not nn.Module.__call__
+
+
+# A processor that does 10 floating-point operations in the time in which it moves a byte, as most
+# CPUs and GPUs do within a factor of three, and starts an operator in 5 microseconds.
+_FLOPS, _BYTES, _START = 100e9, 10e9, 5e-6
+
+
+def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
+    """Nanoseconds of an operator on a nominal processor, from its FLOPs and the bytes it moves.
+
+    For comparing steps: it is the same on every machine and needs no data.
+    """
+    tensors = [t for t in tree_iter((args, kwargs, outputs)) if isinstance(t, Tensor)]
+    if func.is_view or not tensors:
+        return 0
+    moved = sum(t.nbytes for t in tensors)
+    counter = flop_registry.get(func.overloadpacket)
+    flops = counter(*args, **kwargs, out_val=outputs) if counter is not None else 0
+    return int(1e9 * (flops / _FLOPS + moved / _BYTES + _START))
+
+
+def default_loss(outputs: Any) -> Tensor:
+    """Cross-entropy of logits ``(B, classes)``; the sum of whatever else a model returns."""
+    if isinstance(outputs, Tensor) and outputs.dim() == 2:
+        labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+        return nn.functional.cross_entropy(outputs, labels)
+    floating = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in floating]).sum()
+
+
+def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -> Trace:
+    """Run one training step of ``model`` on ``images`` and follow its tensors.
+
+    The gradients exist from the step before, as when gradients are accumulated, or in Lightning's
+    loop, which drops them after the forward pass. ``model`` is trained: pass a copy.
+
+    Args:
+        model: real, or fake (see :func:`fake_twin`).
+        images: its input; fake ones for a fake model.
+        loss: maps the model's output to a number.
+
+    Raises:
+        ValueError: no parameter requires gradient.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if not trained:
+        raise ValueError(
+            f"{type(model).__name__} has no parameter that requires gradient, so no training step: "
+            "unfreeze some"
+        )
+    mode = images.fake_mode if isinstance(images, FakeTensor) else contextlib.nullcontext()
+    trace = Trace(model)
+    with torch.enable_grad(), mode:
+        for p in trained:
+            p.grad = torch.zeros_like(p)
+        trace.register(model.parameters(), "parameter")
+        trace.register(model.buffers(), "buffer")
+        trace.register((p.grad for p in trained if p.grad is not None), "gradient")
+        trace.register([images], "input")
+        with trace:
+            with saved_tensors_hooks(trace.pack, _same):
+                value = loss(model(images))
+            torch.clear_autocast_cache()  # as at the end of the context that it ran in
+            trace.turn_back()
+            value.backward()
+    return trace
+
+
+def _same(t: Tensor) -> Tensor:
+    return t
+
+
+def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy of ``model`` in training mode whose tensors are fake: it takes no memory.
+
+    Args:
+        model: on any device, meta included.
+        device: where the copy pretends to be; None for the model's, or the CPU for the meta device.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    memo: dict[int, Any] = {}
+    with mode:
+        for t in (*model.parameters(), *model.buffers()):
+            where = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
+            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where)
+            memo[id(t)] = nn.Parameter(fake, t.requires_grad) if _is_parameter(t) else fake
+        twin = copy.deepcopy(model, memo)
+    return in_training(twin)
+
+
+def real_twin(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` in training mode."""
+    return in_training(copy.deepcopy(model))
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """``model`` in training mode; what stands in evaluation mode inside one that trains, stays."""
+    return model if model.training else model.train()
+
+
+def _is_parameter(t: Tensor) -> bool:
+    return isinstance(t, nn.Parameter)
+
+
+def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Random input for a twin: fake where that is.
+
+    Args:
+        twin: see :func:`fake_twin`.
+        shape: of the whole batch.
+        dtype: None for that of the first floating parameter.
+
+    Raises:
+        ValueError: the shape is no row of positive whole numbers.
+    """
+    if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+        raise ValueError(
+            f"input_shape={tuple(shape)}: expected positive whole numbers, the batch first, such "
+            "as (64, 3, 32, 32)"
+        )
+    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
+    mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.randn(*shape, dtype=dtype or like.dtype, device=like.device)
