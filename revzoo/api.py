@@ -36,6 +36,8 @@ from revzoo.models.registry import (
     list_models,
     register_model,
 )
+from revzoo.profiling.audit import audit
+from revzoo.profiling.plan import BudgetError, plan_memory
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable
 
@@ -59,6 +61,7 @@ __all__ = [
     "AffineAdapterNaive",
     "AffineAdapterSigmoid",
     "AffineCoupling",
+    "BudgetError",
     "ChannelPadding",
     "ChannelPermutation",
     "ConversionError",
@@ -87,6 +90,7 @@ __all__ = [
     "Step",
     "WeightsError",
     "WeightsTable",
+    "audit",
     "check_inverse",
     "checkpoint",
     "create_model",
@@ -98,6 +102,7 @@ __all__ = [
     "list_models",
     "load_published",
     "memory",
+    "plan_memory",
     "predict",
     "register_callback",
     "register_data",

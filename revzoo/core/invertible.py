@@ -9,7 +9,7 @@ backward pass.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -191,6 +191,11 @@ class Invertible(Step):
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:
         """``forward(*state)``, then ``log_det(*state)``; override it where they share work."""
         return plain_call(self, *state, **context), self.log_det(*state, **context)
+
+
+def is_container(module: nn.Module) -> TypeGuard[Step]:
+    """Whether it is a step whose members run in memory modes of their own, and it in none."""
+    return isinstance(module, Step) and type(module).__call__ is nn.Module.__call__
 
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:

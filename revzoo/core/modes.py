@@ -25,7 +25,15 @@ from torch import nn
 
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits, mark_on_grid, put_on_grid
-from revzoo.core.invertible import State, Step, as_state, name_of, plain_call, streams_of
+from revzoo.core.invertible import (
+    State,
+    Step,
+    as_state,
+    is_container,
+    name_of,
+    plain_call,
+    streams_of,
+)
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import explained, refuse_changed_inputs, versions_of
 from revzoo.core.replay import beside_replays
@@ -153,7 +161,9 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     return outputs
 
 
-def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None:
+def set_memory(
+    module: nn.Module, mode: str | Mapping[str, str], *, grid: int | None = None
+) -> None:
     """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
 
     A step that has no inverse (a stem, a change of resolution) is recomputed where ``mode`` is
@@ -161,24 +171,53 @@ def set_memory(module: nn.Module, mode: str, *, grid: int | None = None) -> None
 
     Args:
         module: whatever holds steps.
-        mode: a name in :data:`MODES`.
+        mode: a name in :data:`MODES`; or a plan, which maps paths in ``module`` to such names
+            (``{"stages.0": "invert", "stages.1": "store"}``): of a path and one inside it, the
+            later counts. Steps that a plan does not mention stay as they are.
         grid: fractional bits of the fixed-point streams. Mode ``exact`` takes
             :data:`~revzoo.core.fixedpoint.DEFAULT_BITS` for None; the other modes round only if
-            it is given, to what ``exact`` computes.
+            it is given, to what ``exact`` computes. Where a plan has a step in ``exact``, all its
+            steps round: what the model computes does not depend on the plan.
 
     Raises:
-        ValueError: unknown mode or grid; no step in ``module``; ``invert`` where nothing has an
-            inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
+        ValueError: unknown mode, path or grid; no step in ``module``; ``invert`` where nothing has
+            an inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
     """
-    chosen = mode_of(mode)
-    steps = [m for m in module.modules() if isinstance(m, Step)]
+    plan = {"": mode} if isinstance(mode, str) else dict(mode)
+    chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]
+    for each, steps in chosen:
+        if isinstance(mode, str):
+            each.check(module, steps)
+        if grid is None:
+            grid = each.grid
+    if grid is not None:
+        _check_grid(grid, [step for _, steps in chosen for step in steps])
+    for each, steps in chosen:
+        assign_memory(steps, each.name, grid=grid)
+    if not isinstance(mode, str):
+        for container in filter(is_container, module.modules()):
+            # what splits and merges its streams goes with the first step
+            steps = [m for m in container.modules() if isinstance(m, Step) and not is_container(m)]
+            if steps:
+                container.memory = steps[0].memory
+
+
+def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
+    """The steps of ``module`` at a path, or a ValueError that names what is wrong."""
+    try:
+        part = module.get_submodule(path)
+    except AttributeError:
+        raise ValueError(
+            f"the plan has a mode for {path!r}, but {type(module).__name__} has no such part: use "
+            "the plan for the model that it was made for"
+        ) from None
+    steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
         raise ValueError(
-            f"{type(module).__name__} holds no step whose memory mode could be set to {mode!r}: "
+            f"{type(part).__name__} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step"
         )
-    chosen.check(module, steps)
-    assign_memory(steps, mode, grid=grid)
+    return steps
 
 
 def assign_memory(steps: Sequence[Step], mode: str, *, grid: int | None = None) -> None:
@@ -189,14 +228,14 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: int | None = None) 
     """
     grid = mode_of(mode).grid if grid is None else grid
     if grid is not None:
-        check_bits(grid)
-        _check_exact(steps)
+        _check_grid(grid, steps)
     for step in steps:
         step.memory = mode
         step.grid = grid if step.invertible else None
 
 
-def _check_exact(steps: Sequence[Step]) -> None:
+def _check_grid(grid: int, steps: Sequence[Step]) -> None:
+    check_bits(grid)
     for step in reversed(steps):  # what a container holds comes before the container
         if step.invertible and not step.exact:
             raise ValueError(

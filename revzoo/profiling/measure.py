@@ -12,10 +12,9 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-import torch
 from torch import nn
 
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import MODES, assign_memory, mode_of
 from revzoo.profiling.chain import Chain, Choice, Link, levels
 from revzoo.profiling.trace import (
@@ -24,60 +23,56 @@ from revzoo.profiling.trace import (
     Trace,
     fake_twin,
     images_for,
-    is_leaf,
     trace_step,
 )
 
-HEAD = "head"
-"""The name of the link after the last step: pooling, classifier and loss."""
 
-
-def measure(
-    model: nn.Module,
-    shape: Sequence[int],
-    *,
-    inverting: str = "invert",
-    dtype: torch.dtype | None = None,
-) -> Chain:
-    """The chain of ``model``'s steps, with the cost of each in each memory mode that fits it.
-
-    Costs are estimates in nanoseconds from counted work (:func:`revzoo.profiling.trace.work_of`),
-    the same on every machine.
+def measure(model: nn.Module, shape: Sequence[int], *, inverting: str) -> dict[str, Trace]:
+    """One fake training step of ``model`` in each mode that a planner chooses from.
 
     Args:
         model: real, or on the meta device.
         shape: of its input, the batch first.
         inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
-        dtype: of the input; None for the parameters'.
 
     Raises:
-        ValueError: the model has no step, or nothing to train.
+        ValueError: the model has no step, or nothing to train; ``inverting`` does not apply.
     """
-    modes = modes_for(model, inverting)
-    traces = {mode: trace_in_mode(model, shape, mode, dtype=dtype) for mode in modes}
-    return chain_of(traces)
+    steps = leaves(model)
+    if not steps:
+        raise ValueError(
+            f"{type(model).__name__} holds no step whose memory mode could be planned: build it "
+            "from ReversibleSequence, ReversibleBlock or your own Step"
+        )
+    if not mode_of(inverting).inverts:
+        names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
+        raise ValueError(f"inverting={inverting!r}: expected one of {names}")
+    grid = mode_of(inverting).grid  # then every step rounds, whatever its mode
+    return {mode: trace_in_mode(model, shape, mode, grid) for mode in modes_for(model, inverting)}
 
 
 def modes_for(model: nn.Module, inverting: str) -> list[str]:
     """The modes that a planner chooses from."""
     on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
     pure = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
-    inverts = mode_of(inverting).inverts and any(step.invertible for step in leaves(model).values())
+    inverts = mode_of(inverting).inverts and any(
+        isinstance(m, Step) and not is_container(m) and m.invertible for m in model.modules()
+    )
     return [*pure, inverting] if inverts else pure
 
 
+def leaves(model: nn.Module) -> list[Step]:
+    """The steps of ``model`` that have a memory mode of their own."""
+    return [m for m in model.modules() if isinstance(m, Step) and not is_container(m)]
+
+
 def trace_in_mode(
-    model: nn.Module, shape: Sequence[int], mode: str, *, dtype: torch.dtype | None = None
+    model: nn.Module, shape: Sequence[int], mode: str, grid: int | None = None
 ) -> Trace:
     """One fake training step with every step in ``mode``."""
     twin = fake_twin(model)
-    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
-    return trace_step(twin, images_for(twin, shape, dtype))
-
-
-def leaves(model: nn.Module) -> dict[str, Step]:
-    """The steps of ``model`` that have a memory mode of their own, by their path."""
-    return {n: m for n, m in model.named_modules() if isinstance(m, Step) and is_leaf(m)}
+    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode, grid=grid)
+    return trace_step(twin, images_for(twin, shape))
 
 
 def chain_of(traces: Mapping[str, Trace]) -> Chain:
@@ -92,7 +87,7 @@ def chain_of(traces: Mapping[str, Trace]) -> Chain:
         choices = tuple(pieces[m].choices[i] for m in fitting)
         links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
     last = streams.outputs[-1]
-    links.append(Link(HEAD, last, (), (pieces["store"].choices[-1],)))
+    links.append(Link("", last, (), (pieces["store"].choices[-1],)))
     return Chain(tuple(links), streams.sizes, first.base)
 
 
@@ -217,9 +212,7 @@ class _Pieces:
         return peaks
 
     def _costs(self) -> list[int]:
-        costs = [
-            sum(self.trace.costs[start:end]) for start, end in itertools.pairwise(self.starts)
-        ]
+        costs = [sum(self.trace.costs[start:end]) for start, end in itertools.pairwise(self.starts)]
         for tick in range(self.trace.turn, self.trace.tick):
             costs[self.trace.owners[tick]] += self.trace.costs[tick]
         return costs

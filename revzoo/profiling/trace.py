@@ -21,9 +21,9 @@ import bisect
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
-from revzoo.core.invertible import Step
+from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import mode_of
 from revzoo.core.replay import is_replaying
 from revzoo.profiling.live import LiveMemory
@@ -88,6 +88,15 @@ class Allocation:
         return self.born <= at and (self.died is None or self.died > at)
 
 
+class Layout(NamedTuple):
+    """A stream's shape, strides, type, and whether it requires gradient."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    needs: bool
+
+
 @dataclass(slots=True)
 class StepCall:
     """A step of a chain as the forward pass called it.
@@ -96,6 +105,7 @@ class StepCall:
         name: its path in the model.
         mode: the memory mode in which it runs.
         joins: whether it keeps no state of its own in a run of such steps.
+        layout: shape, strides, dtype and whether it requires gradient, for each input stream.
         inputs: its input's storages, in the order of the streams; several may be one.
         outputs: likewise.
         start: the operator with which its forward pass began.
@@ -106,6 +116,7 @@ class StepCall:
     mode: str
     joins: bool
     start: int
+    layout: tuple[Layout, ...]
     inputs: list[Allocation]
     outputs: list[Allocation] = field(default_factory=list)
     end: int = -1
@@ -117,7 +128,7 @@ def stage_of(module: str) -> str:
     return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or LOSS
 
 
-class Trace(LiveMemory):
+class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     """Follows one training step of ``model`` (see :func:`trace_step`).
 
     Attributes:
@@ -172,11 +183,11 @@ class Trace(LiveMemory):
         pre = register_module_forward_pre_hook(self._enter_module)
         post = register_module_forward_hook(self._leave_module, always_call=True)
         self._hooks = [pre, post]
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for hook in self._hooks:
             hook.remove()
 
@@ -234,10 +245,12 @@ class Trace(LiveMemory):
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         index = self._current[-1]
-        if name is not None and index < 0 and isinstance(module, Step) and is_leaf(module):
-            streams = [self.allocation_of(t) for t in args if isinstance(t, Tensor)]
+        if name is not None and index < 0 and isinstance(module, Step) and not is_container(module):
+            state = [t for t in args if isinstance(t, Tensor)]
             joins = mode_of(module.memory).inverts and module.invertible
-            self.calls.append(StepCall(name, module.memory, joins, self.tick, streams))
+            layout = tuple(Layout(t.shape, t.stride(), t.dtype, t.requires_grad) for t in state)
+            streams = [self.allocation_of(t) for t in state]
+            self.calls.append(StepCall(name, module.memory, joins, self.tick, layout, streams))
             index = len(self.calls) - 1
         self._current.append(index)
         self._mark()
@@ -255,7 +268,7 @@ class Trace(LiveMemory):
         self._mark()
 
     def _mark(self) -> None:
-        self._numbers.append(torch.autograd._get_sequence_nr())
+        self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._places.append((self._modules[-1], self._current[-1]))
 
     def turn_back(self) -> None:
@@ -272,11 +285,6 @@ class Trace(LiveMemory):
         found.savers.add(self._current[-1])
         # an output that its own node saves would hold that node
         return t if t.is_leaf else t.detach()
-
-
-def is_leaf(step: Step) -> bool:
-    """Whether the step runs in a memory mode of its own; a container leaves that to its members."""
-    return type(step).__call__ is not nn.Module.__call__
 
 
 # A processor that does 10 floating-point operations in the time in which it moves a byte, as most
@@ -341,7 +349,7 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
                 value = loss(model(images))
             torch.clear_autocast_cache()  # as at the end of the context that it ran in
             trace.turn_back()
-            value.backward()
+            torch.autograd.backward(value)
     return trace
 
 

@@ -86,3 +86,41 @@ def test_a_new_mode_is_one_class_and_one_line(monkeypatch):
     assert calls == [f"steps.{block}.steps.{i}" for block in range(3) for i in range(2)]
     with pytest.raises(ValueError, match="counting needs two steps"):
         set_memory(AdditiveCoupling(nn.Linear(2, 2)), "counting")
+
+
+def net_of_stages():
+    return nn.ModuleDict({"front": conv_net(2), "back": nn.ModuleList([conv_net(1), conv_net(1)])})
+
+
+def set_modes(module):
+    return {m.memory for m in module.modules() if isinstance(m, Step)}
+
+
+def test_a_plan_maps_paths_to_modes():
+    net = net_of_stages()
+    set_memory(net, {"back": "store", "back.1": "recompute"})
+    assert [set_modes(part) for part in net["back"]] == [{"store"}, {"recompute"}]
+    assert set_modes(net["front"]) == {"invert"}
+
+
+def test_a_plan_with_an_exact_step_rounds_in_every_step():
+    net = net_of_stages()
+    set_memory(net, {"front": "store", "back.0": "exact", "back.1": "recompute"})
+    assert {m.grid for m in net.modules() if isinstance(m, Step)} == {modes.DEFAULT_BITS}
+    set_memory(net, {"": "exact", "front": "store", "back": "store"})
+    assert {m.grid for m in net.modules() if isinstance(m, Step)} == {modes.DEFAULT_BITS}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"front": "store", "side": "store"}, "'side'.* no such part"),
+        ({"front": "store", "back": "stor"}, "unknown memory mode 'stor'"),
+        ({"front": "store", "back.0.steps.0.steps.0.branch": "store"}, "holds no step"),
+    ],
+)
+def test_a_plan_for_another_model_is_refused(plan, message):
+    net = net_of_stages()
+    with pytest.raises(ValueError, match=message):
+        set_memory(net, plan)
+    assert set_modes(net) == {"invert"}

@@ -1,0 +1,321 @@
+"""What a training step keeps and where its memory peaks, before it is run.
+
+::
+
+    report = revzoo.audit(model, (64, 3, 32, 32))
+    print(report)
+    report.plot("step.png")
+
+``torch.profiler`` and ``torch.cuda.memory._snapshot`` show a step that has run, on the machine that
+ran it; this counts one that has not, on fake tensors.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from revzoo._checks import check_choice
+from revzoo.core.modes import MODES, set_memory
+from revzoo.profiling.measure import leaves
+from revzoo.profiling.trace import Trace, fake_twin, images_for, real_twin, trace_step
+from revzoo.profiling.units import in_units
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+PLANNED = "as set"
+"""The name of a model's own setting, where its steps have different modes."""
+
+_SHOWN = 8  # rows of the largest tensors in the printed report
+_STAGES = 10  # colours in the picture
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A storage that autograd, or a tape, keeps from the forward to the backward pass.
+
+    Attributes:
+        mode: the memory mode of the step.
+        stage: the model's part, such as ``stages.1``.
+        module: path of the module that made it.
+        operation: the operator that made it.
+        shape: of the tensor.
+        dtype: without ``torch.``.
+        bytes: of the storage.
+        saved: how many saved tensors share the storage; 0 where a tape holds it.
+    """
+
+    mode: str
+    stage: str
+    module: str
+    operation: str
+    shape: str
+    dtype: str
+    bytes: int
+    saved: int
+
+
+class Audit:
+    """One step in one setting of the modes.
+
+    Attributes:
+        kept_bytes: activations alive between forward and backward pass.
+        peak_bytes: everything alive at the worst moment.
+        kinds: bytes at that moment: parameters, buffers, gradients, input, optimiser, kept
+            activations and temporary tensors.
+        stages: kept bytes of each part of the model.
+        rows: see :class:`Row`, the largest first.
+    """
+
+    def __init__(self, mode: str, trace: Trace, extra: int) -> None:
+        self.mode, self._trace = mode, trace
+        kept = [made for made in trace.allocations if made.kind == "kept"]
+        kept.sort(key=lambda made: -made.size)
+        self.kept_bytes = sum(made.size for made in kept)
+        self.activation_bytes = trace.peak - trace.base
+        self.peak_bytes = trace.peak + extra
+        worst = max(range(trace.tick), key=trace.levels.__getitem__)
+        self.kinds: dict[str, int] = {"optimiser": extra} if extra else {}
+        self.stages: dict[str, int] = {}
+        for made in trace.allocations:
+            if made.alive(worst):
+                self.kinds[made.kind] = self.kinds.get(made.kind, 0) + made.size
+            if made.kind == "kept":
+                self.stages[made.stage] = self.stages.get(made.stage, 0) + made.size
+        self.rows = [
+            Row(
+                mode,
+                made.stage,
+                made.module,
+                made.operation,
+                "x".join(map(str, made.shape)),
+                str(made.dtype).removeprefix("torch."),
+                made.size,
+                made.saved,
+            )
+            for made in kept
+        ]
+
+    def series(self) -> tuple[dict[str, list[int]], int]:
+        """Bytes of activations by stage, operator for operator; and the first of the backward."""
+        changes: dict[str, list[int]] = {}
+        for made in self._trace.allocations:
+            if made.kind in ("kept", "temporary"):
+                row = changes.setdefault(made.stage, [0] * (self._trace.tick + 1))
+                row[min(made.born, self._trace.tick)] += made.size
+                if made.died is not None:
+                    row[min(made.died, self._trace.tick)] -= made.size
+        levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
+        return levels, self._trace.turn
+
+
+class Report:
+    """One training step of a model, in its present setting and in each memory mode.
+
+    Attributes:
+        audits: by mode, the model's own setting first.
+        input_shape: of the batch.
+    """
+
+    def __init__(self, model: str, input_shape: tuple[int, ...], audits: Sequence[Audit]) -> None:
+        self.model, self.input_shape = model, input_shape
+        self.audits = {audit.mode: audit for audit in audits}
+        self._own = audits[0]
+
+    @property
+    def kept_bytes(self) -> int:
+        """Activations alive between forward and backward pass, as the model is set."""
+        return self._own.kept_bytes
+
+    @property
+    def activation_bytes(self) -> int:
+        """The peak without parameters, buffers, gradients, input and optimiser."""
+        return self._own.activation_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Everything alive at the worst moment, as the model is set."""
+        return self._own.peak_bytes
+
+    @property
+    def rows(self) -> list[Row]:
+        """What is kept, as the model is set; the largest first."""
+        return self._own.rows
+
+    def to_csv(self, path: str | Path) -> None:
+        """Write the rows of every mode."""
+        with Path(path).open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow([field.name for field in fields(Row)])
+            for audit in self.audits.values():
+                writer.writerows(map(astuple, audit.rows))
+
+    def figure(self) -> Figure:
+        """Memory over the operators of a step, stacked by stage, one panel a mode.
+
+        Raises:
+            ValueError: matplotlib is not installed.
+        """
+        pyplot = plotting()
+        names = list(dict.fromkeys(s for a in self.audits.values() for s in a.series()[0]))
+        shown = names[: _STAGES - 1] if len(names) > _STAGES else names
+        figure, panels = pyplot.subplots(
+            1,
+            len(self.audits),
+            figsize=(3.6 * len(self.audits), 3.4),
+            sharey=True,
+            squeeze=False,
+            layout="constrained",
+        )
+        for axes, audit in zip(panels[0], self.audits.values(), strict=True):
+            levels, turn = audit.series()
+            length = max(map(len, levels.values()), default=0)
+            stacked = {name: levels.get(name, [0] * length) for name in shown}
+            others = [levels[name] for name in levels if name not in shown]
+            if others:
+                stacked["others"] = [sum(values) for values in zip(*others, strict=True)]
+            rows = [[b / 2**20 for b in row] for row in stacked.values()]
+            axes.stackplot(range(length), rows, labels=stacked, step="post")
+            axes.axvline(turn, color="#7d858d", lw=1, ls=":")
+            peak = in_units(audit.activation_bytes)
+            axes.set(title=f"{audit.mode}: {peak}", xlabel="operators: forward : backward")
+            axes.spines[["top", "right"]].set_visible(False)
+        panels[0][0].set_ylabel("activations, MiB")
+        handles, labels = panels[0][0].get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+        return figure
+
+    def plot(self, path: str | Path) -> None:
+        """Draw :meth:`figure` into a file, e.g. a PNG.
+
+        Raises:
+            ValueError: matplotlib is not installed.
+        """
+        figure = self.figure()
+        figure.savefig(path, dpi=120)
+        plotting().close(figure)
+
+    def to_tensorboard(self, folder: str | Path) -> None:
+        """Write the picture and the figures as an event file."""
+        from torch.utils.tensorboard import SummaryWriter
+
+        with SummaryWriter(str(folder)) as writer:
+            writer.add_figure("memory/step", self.figure())
+            for mode, audit in self.audits.items():
+                writer.add_scalar(f"memory/peak_bytes/{mode}", audit.peak_bytes)
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        shape = "x".join(map(str, self.input_shape))
+        yield f"{self.model}, one training step on {shape}"
+        yield ""
+        yield f"{'mode':12}{'kept':>14}{'peak':>14}"
+        for audit in self.audits.values():
+            yield f"{audit.mode:12}{in_units(audit.kept_bytes):>14}{in_units(audit.peak_bytes):>14}"
+        own = self._own
+        yield ""
+        yield f"in {own.mode}, at the peak: " + ", ".join(
+            f"{kind} {in_units(size)}" for kind, size in own.kinds.items()
+        )
+        yield "kept by stage: " + ", ".join(
+            f"{stage} {in_units(size)}" for stage, size in own.stages.items()
+        )
+        if own.rows:
+            yield "largest kept tensors:"
+        for row in own.rows[:_SHOWN]:
+            by = f"saved {row.saved} times" if row.saved else "held by a tape"
+            yield (
+                f"  {in_units(row.bytes):>12}  {row.module or 'model'} {row.operation} "
+                f"{row.shape} {row.dtype}, {by}"
+            )
+
+
+def plotting() -> Any:
+    """Matplotlib's pyplot, drawing into files.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError:
+        raise ValueError("pictures need matplotlib: pip install 'revzoo[plot]'") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def audit(
+    model: nn.Module,
+    input_shape: Sequence[int],
+    *,
+    modes: Sequence[str] | None = None,
+    real: bool = False,
+    extra: int = 0,
+) -> Report:
+    """What one training step of ``model`` keeps, and its peak, in each memory mode.
+
+    The model itself is neither run nor changed. Under autocast, call it in the same context.
+    Gradients count as there all along, as when they are accumulated.
+
+    Args:
+        model: any module that takes a batch and whose output is a tensor or holds tensors; logits
+            ``(B, classes)`` are given to cross-entropy, other outputs are summed.
+        input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
+        modes: further settings to count; None for every mode that fits all steps.
+        real: run real steps of a copy instead of fake ones, which allocate nothing.
+        extra: further bytes that are there all along, such as an optimiser's state.
+
+    Raises:
+        ValueError: the shape is none; nothing to train; a mode does not apply; ``real`` for a model
+            on the meta device.
+
+    Example::
+
+        report = revzoo.audit(model, (64, 3, 32, 32))
+        print(report.peak_bytes, report)
+    """
+    own = present_mode(model)
+    wanted = _fitting(model) if modes is None else list(modes)
+    for mode in wanted:
+        check_choice("modes", mode, MODES)
+    if real and any(p.device.type == "meta" for p in model.parameters()):
+        raise ValueError("real=True got a model on the meta device: expected one with weights")
+    audits = []
+    for mode in dict.fromkeys([own, *wanted]):
+        twin = real_twin(model) if real else fake_twin(model)
+        if mode != own:
+            set_memory(twin, mode)
+        trace = trace_step(twin, images_for(twin, input_shape))
+        audits.append(Audit(mode, trace, extra))
+    return Report(type(model).__name__, tuple(input_shape), audits)
+
+
+def present_mode(model: nn.Module) -> str:
+    """The mode of all steps, or :data:`PLANNED` where they differ; ``store`` without steps."""
+    modes = {m.memory for m in leaves(model)}
+    return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
+
+
+def _fitting(model: nn.Module) -> list[str]:
+    steps = leaves(model)
+    on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
+    invertible = [step for step in steps if step.invertible]
+    fits: Mapping[str, bool] = {
+        name: bool(steps)
+        and not (mode.elsewhere and on_host)
+        and not (mode.inverts and not invertible)
+        and not (mode.grid is not None and not all(step.exact for step in invertible))
+        for name, mode in MODES.items()
+    }
+    return [name for name, does in fits.items() if does]

@@ -1,0 +1,267 @@
+"""The planner: a memory mode for each step, so that a training step is fast within a budget.
+
+::
+
+    plan = revzoo.plan_memory(model, (64, 3, 32, 32), budget=2**30)
+    revzoo.set_memory(model, plan)
+
+torch's ``torch._functorch.config.activation_memory_budget`` plans for compiled graphs, by a share
+of the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice to the user. Both
+can only recompute from what they keep; here a step can be inverted, too.
+
+Known limits: what kernels take for themselves while they run (workspaces) is not counted, nor what
+the allocator wastes. Steps that the forward pass calls more than once, and steps inside the branch
+of another step, keep their mode.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from revzoo.core.modes import mode_of, set_memory
+from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, least_peak
+from revzoo.profiling.clock import timed
+from revzoo.profiling.measure import chain_of, leaves, measure
+from revzoo.profiling.trace import fake_twin, images_for, stage_of, trace_step
+from revzoo.profiling.units import bytes_from, in_units
+
+_MARGIN = 2**13
+"""Bytes a step that are not counted on fake tensors: random states, samples of the guard."""
+
+SLACK = 1.02
+"""What ``auto`` may take, over the inverting mode's peak."""
+
+
+class BudgetError(ValueError):
+    """The budget is below the least peak that any assignment of modes has."""
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(Mapping[str, str]):
+    """A memory mode for each step; as a mapping, step path to mode.
+
+    Attributes:
+        modes: plain data, to be saved; :func:`revzoo.set_memory` takes it as well.
+        peak_bytes: the most that is alive at once in a training step: parameters, gradients, input
+            and activations, and what else was said to be there.
+        seconds: predicted time of forward and backward pass.
+        budget: bytes it was made for.
+    """
+
+    modes: dict[str, str]
+    peak_bytes: int
+    seconds: float
+    budget: int
+
+    def __getitem__(self, path: str) -> str:
+        return self.modes[path]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.modes)
+
+    def __len__(self) -> int:
+        return len(self.modes)
+
+    def __str__(self) -> str:
+        stages: dict[str, list[str]] = {}
+        for path, mode in self.modes.items():
+            if not path:
+                continue
+            stages.setdefault(stage_of(path), []).append(mode)
+        width = max(map(len, stages), default=0)
+        rows = [f"{stage:{width}}  {_counts(modes)}" for stage, modes in stages.items()]
+        return "\n".join(
+            [
+                *rows,
+                f"peak {in_units(self.peak_bytes)} of {in_units(self.budget)}, "
+                f"{self.seconds:.3g} s a step",
+            ]
+        )
+
+
+def _counts(modes: Sequence[str]) -> str:
+    return ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes))
+
+
+class Planner:
+    """Plans for one model and one shape of input; measuring comes first and takes seconds.
+
+    Args:
+        model: whatever holds steps; may be on the meta device.
+        input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
+        inverting: the mode for steps that have an inverse: ``invert`` or ``exact``; None for the
+            one that the model's steps have now, else ``invert``.
+        clock: whether times are measured, on few images. Without, they are those of a nominal
+            processor: the same plan on every machine and in every process.
+        extra: further bytes that are there all along, such as an optimiser's state.
+
+    Raises:
+        ValueError: the model has no step, or nothing to train; the shape is none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        input_shape: Sequence[int],
+        *,
+        inverting: str | None = None,
+        clock: bool = True,
+        extra: int = 0,
+    ) -> None:
+        self.model, self.shape, self.extra = model, tuple(input_shape), extra
+        self.inverting = inverting or inverting_mode(model)
+        traces = measure(model, self.shape, inverting=self.inverting)
+        chain = chain_of(traces)
+        if clock:
+            chain = timed(chain, model, next(iter(traces.values())).calls)
+        self.chain = replace(chain, base=chain.base + extra)
+        self.least = least_peak(self.chain)
+
+    def plan(self, budget: int | str) -> Plan:
+        """The fastest plan within ``budget`` bytes.
+
+        Raises:
+            BudgetError: there is none; says what would help.
+            ValueError: the budget is no number of bytes.
+        """
+        limit = bytes_from(budget)
+        room = limit - _MARGIN * len(self.chain.links)
+        for _ in range(8):
+            choices = fastest(self.chain, room)
+            if choices is None:
+                break
+            plan = self._checked(choices, limit)
+            if plan.peak_bytes <= limit:
+                return plan
+            room -= plan.peak_bytes - limit
+        raise BudgetError(self._too_small(limit))
+
+    def auto(self) -> Plan:
+        """The fastest plan at the peak that the inverting mode has anyway."""
+        least = self.pure(self.inverting) or self.pure("recompute")
+        assert least is not None
+        return self.plan(int(SLACK * least.peak) + _MARGIN * len(self.chain.links))
+
+    def pure(self, mode: str) -> Outcome | None:
+        """Peak and nanoseconds with every step in one mode; None if none can be in it.
+
+        Steps without an inverse are recomputed in the inverting modes.
+        """
+        choices = [self._choice(link.choices, mode) for link in self.chain.links]
+        if all(choice.mode != mode for choice in choices[:-1]):
+            return None
+        return evaluate(self.chain, choices)
+
+    def frontier(self, points: int = 20) -> list[Plan]:
+        """Plans at rising budgets, from the least possible to where every step stores."""
+        top = self.pure("store")
+        assert top is not None
+        low, margin = self.least, _MARGIN * len(self.chain.links)
+        steps = max(1, points - 1)
+        return [self.plan(margin + low + (top.peak - low) * k // steps) for k in range(points)]
+
+    @staticmethod
+    def _choice(choices: Sequence[Choice], mode: str) -> Choice:
+        by_mode = {choice.mode: choice for choice in choices}
+        return by_mode.get(mode) or by_mode.get("recompute") or choices[0]
+
+    def _checked(self, choices: Sequence[Choice], budget: int) -> Plan:
+        """The plan, its peak counted once more with the modes together."""
+        pairs = zip(self.chain.links, choices, strict=True)
+        modes = {link.name: choice.mode for link, choice in pairs if link.name}
+        if mode_of(self.inverting).grid is not None:  # every step rounds, even if none is inverted
+            modes = {"": self.inverting, **modes}
+        twin = fake_twin(self.model)
+        set_memory(twin, modes)
+        peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
+        return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget)
+
+    def _too_small(self, limit: int) -> str:
+        batch = self.shape[0]
+        need = self.least + _MARGIN * len(self.chain.links)
+        fixed = self.chain.base
+        help_ = "use a smaller model"
+        if limit > fixed:
+            # what is not fixed grows with the images, and with their area
+            share = (limit - fixed) / max(1, need - fixed)
+            fits = int(batch * share)
+            by_batch = f"a batch of about {fits}" if fits else ""
+            side = int(self.shape[-1] * math.sqrt(share)) if len(self.shape) == 4 else 0
+            by_side = f"images of about {side} x {side} pixels" if side else ""
+            help_ = "use " + " or ".join(filter(None, (by_batch, by_side, "a smaller model")))
+        return (
+            f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
+            f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
+            f"parameters, gradients and input; {help_}"
+        )
+
+
+def plan_memory(
+    model: nn.Module,
+    input_shape: Sequence[int],
+    budget: int | str,
+    *,
+    inverting: str | None = None,
+    clock: bool = True,
+    extra: int = 0,
+) -> Plan:
+    """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
+
+    The model is neither run nor changed: memory is counted on fake tensors, time is measured on
+    copies of single steps with few images. Under autocast, call it in the same context.
+
+    Args:
+        model: whatever holds steps; may be on the meta device.
+        input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
+        budget: bytes, or a string such as ``"4GiB"``: for parameters, gradients, input, activations
+            and ``extra`` together.
+        inverting: the mode for steps with an inverse, see :class:`Planner`.
+        clock: whether times are measured.
+        extra: further bytes that are there all along, such as an optimiser's state.
+
+    Returns:
+        A plan for :func:`revzoo.set_memory`.
+
+    Raises:
+        BudgetError: a ValueError: no plan needs so little; it says the least, and what would help.
+        ValueError: the model has no step, or nothing to train; the shape or the budget is none.
+
+    Example::
+
+        plan = revzoo.plan_memory(model, (256, 3, 224, 224), budget="4GiB")
+        revzoo.set_memory(model, plan)
+        print(plan)
+    """
+    bytes_from(budget)  # before seconds pass
+    planner = Planner(model, input_shape, inverting=inverting, clock=clock, extra=extra)
+    return planner.plan(budget)
+
+
+def inverting_mode(model: nn.Module) -> str:
+    """The inverting mode that steps of ``model`` have now, or ``invert``."""
+    present = (step.memory for step in leaves(model))
+    return next((mode for mode in present if mode_of(mode).inverts), "invert")
+
+
+def state_bytes(optimizer: Any, parameters: Sequence[nn.Parameter]) -> int:
+    """Bytes that an optimiser keeps for parameters once it has stepped.
+
+    Args:
+        optimizer: maps parameters to a ``torch.optim.Optimizer``.
+        parameters: of any device; no value is read, nothing is allocated for them.
+    """
+    shadows = [
+        nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters if p.requires_grad
+    ]
+    for p in shadows:
+        p.grad = torch.empty_like(p)
+    made = optimizer(shadows)
+    made.step()
+    states = (value for state in made.state.values() for value in state.values())
+    return sum(t.nbytes for t in states if isinstance(t, torch.Tensor))

@@ -1,0 +1,37 @@
+"""Bytes as people write them."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")},
+    **{f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")},
+}
+
+
+def bytes_from(budget: int | str) -> int:
+    """A number of bytes, from one or from a string such as ``4GiB`` (2**30) or ``4GB`` (10**9).
+
+    Raises:
+        ValueError: it is no positive number of bytes.
+    """
+    if isinstance(budget, str):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
+        if found and found[2] in _UNITS and (count := int(float(found[1]) * _UNITS[found[2]])) > 0:
+            return count
+    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 1 <= budget < 2**63:
+        return int(budget)
+    raise ValueError(
+        f"budget={budget!r}: expected a positive number of bytes, such as 2**32, '4GiB' or '500MB'"
+    )
+
+
+def in_units(count: float) -> str:
+    """Bytes for people: ``1.50 GiB``."""
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if abs(count) >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:.0f} bytes"

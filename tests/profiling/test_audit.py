@@ -1,0 +1,132 @@
+"""Audits: what a step keeps, counted on fake tensors and on real ones."""
+
+import csv
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
+
+import revzoo
+from revzoo.profiling.audit import audit
+from revzoo.profiling.trace import images_for, real_twin, trace_step
+
+SMALL = {"units": (2, 2, 2)}
+SHAPE = (16, 3, 32, 32)
+
+
+def small(memory="invert"):
+    torch.manual_seed(0)
+    return revzoo.create_model("revnet38", memory=memory, **SMALL)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+def test_fake_and_real_steps_agree(mode):
+    model = small(mode)
+    fake, real = (audit(model, SHAPE, modes=[], real=r) for r in (False, True))
+    assert fake.peak_bytes == pytest.approx(real.peak_bytes, rel=0.01)
+    assert fake.kept_bytes == pytest.approx(real.kept_bytes, rel=0.01)
+
+
+@pytest.mark.parametrize("mode", ["store", "invert"])
+def test_the_peak_is_the_one_that_torchs_tracker_sees(mode):
+    model = small(mode)
+    counted = audit(model, SHAPE, modes=[]).peak_bytes
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    images, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.int64)
+    tracker = MemTracker()
+    tracker.track_external(model, images)
+    with tracker:
+        nn.functional.cross_entropy(model(images), labels).backward()
+    snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
+    total = next(v for k, v in snapshot.items() if str(k).endswith("Total"))
+    assert counted == pytest.approx(total, rel=0.01)
+
+
+def test_rows_tell_what_a_linear_net_keeps():
+    net = nn.Sequential(nn.Linear(10, 100), nn.ReLU(), nn.Linear(100, 5))
+    report = audit(net, (64, 10))
+    # the ReLU's output, saved by itself and by the linear layer after it
+    hidden = report.rows[0]
+    assert (hidden.module, hidden.operation, hidden.shape) == ("1", "relu", "64x100")
+    assert (hidden.bytes, hidden.saved) == (64 * 100 * 4, 2)
+    assert report.kept_bytes == sum(row.bytes for row in report.rows)
+    parameters = sum(p.nbytes for p in net.parameters())
+    kinds = report.audits["store"].kinds
+    assert kinds["parameter"] == kinds["gradient"] == parameters
+    assert report.peak_bytes == sum(kinds.values())
+
+
+def test_modes_are_counted_side_by_side():
+    report = audit(small("recompute"), SHAPE)
+    assert list(report.audits) == ["recompute", "store", "invert", "exact"]
+    kept = {mode: one.kept_bytes for mode, one in report.audits.items()}
+    assert kept["store"] > 2 * kept["recompute"] > 2 * kept["invert"]
+    assert report.kept_bytes == kept["recompute"]
+    text = str(report)
+    assert "stages.0" in text
+    assert "held by a tape" in text
+
+
+def test_an_audit_changes_nothing():
+    model = small()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    audit(model, SHAPE, real=True, modes=["store"])
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert {m.memory for m in model.modules() if isinstance(m, revzoo.Step)} == {"invert"}
+    assert model.training
+    torch.set_rng_state(state)
+
+
+def test_the_optimisers_state_counts():
+    model = small()
+    plain = audit(model, SHAPE, modes=[])
+    more = audit(model, SHAPE, modes=[], extra=1000)
+    assert more.peak_bytes == plain.peak_bytes + 1000
+    assert more.activation_bytes == plain.activation_bytes
+
+
+def test_files(tmp_path):
+    report = audit(small(), SHAPE)
+    report.to_csv(tmp_path / "rows.csv")
+    report.plot(tmp_path / "step.png")
+    with (tmp_path / "rows.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    by_mode = {
+        mode: sum(int(r["bytes"]) for r in rows if r["mode"] == mode) for mode in report.audits
+    }
+    assert by_mode == {mode: one.kept_bytes for mode, one in report.audits.items()}
+    assert (tmp_path / "step.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_series_has_the_peak():
+    model = small()
+    report = audit(model, SHAPE, modes=[])
+    levels, turn = report.audits["invert"].series()
+    totals = [sum(values) for values in zip(*levels.values(), strict=True)]
+    trace = trace_step(real_twin(model), images_for(model, SHAPE))
+    assert 0 < turn < len(totals)
+    # between two operators; within one, its result and what it replaces may be alive
+    assert max(totals) == pytest.approx(trace.peak - trace.base, rel=0.02)
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3, 32, 32), (4, 3, 32.0, 32), (4, -3, 32, 32)])
+def test_shapes_that_are_none_are_refused(shape):
+    with pytest.raises(ValueError, match="expected positive whole numbers"):
+        audit(small(), shape)
+
+
+def test_a_frozen_model_has_no_training_step():
+    with pytest.raises(ValueError, match="unfreeze"):
+        audit(small().requires_grad_(False), SHAPE)
+
+
+def test_models_on_the_meta_device():
+    with torch.device("meta"):
+        model = revzoo.create_model("revnet38", **SMALL)
+    assert audit(model, SHAPE, modes=[]).peak_bytes == audit(small(), SHAPE, modes=[]).peak_bytes
+    with pytest.raises(ValueError, match="meta"):
+        audit(model, SHAPE, real=True)

@@ -1,0 +1,201 @@
+"""The planner: budgets that hold, on models of every kind."""
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.profiling import clock
+from revzoo.profiling.audit import audit
+from revzoo.profiling.plan import Plan, Planner, plan_memory, state_bytes
+from revzoo.profiling.units import bytes_from, in_units
+
+SHAPE = (16, 3, 32, 32)
+
+
+def model_of(name="revnet38", **options):
+    torch.manual_seed(0)
+    if name == "revnet38":
+        options.setdefault("units", (2, 2, 2))
+    return revzoo.create_model(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("revnet38", {}),
+        ("revnet38", {"memory": "exact"}),
+        ("resnet32", {"units": (2, 2, 2)}),
+        pytest.param("irevnet13", {}, marks=pytest.mark.slow),
+        pytest.param("revvit_cifar", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_real_steps_stay_within_their_budgets(name, options):
+    """The counted peak of a real step is the predicted one, and time falls as budgets rise."""
+    model = model_of(name, **options)
+    planner = Planner(model, SHAPE, clock=False)
+    plans = planner.frontier(3)
+    assert len({tuple(plan.items()) for plan in plans}) > 1
+    for plan in plans:
+        assert plan.peak_bytes <= plan.budget
+        revzoo.set_memory(model, plan)
+        counted = audit(model, SHAPE, modes=[], real=True).peak_bytes
+        assert counted == pytest.approx(plan.peak_bytes, rel=0.01)
+        assert counted <= plan.budget
+    seconds = [plan.seconds for plan in plans]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_pure_modes_are_predicted_to_the_byte():
+    model = model_of()
+    planner = Planner(model, SHAPE, clock=False)
+    for mode in ("store", "recompute", "invert"):
+        revzoo.set_memory(model, mode)
+        assert planner.pure(mode).peak == audit(model, SHAPE, modes=[]).peak_bytes
+
+
+def test_a_plan_changes_memory_not_gradients():
+    model = model_of(memory="exact").double()
+    images = torch.randn(4, 3, 32, 32, dtype=torch.float64)
+    planner = Planner(model, tuple(images.shape), clock=False)
+
+    def gradients(setting):
+        revzoo.set_memory(model, setting)
+        model.zero_grad()
+        model(images).logsumexp(1).mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    middle = planner.plan((planner.least + planner.pure("store").peak) // 2 + 2**17)
+    assert len(set(middle.values())) > 1
+    wanted = gradients("exact")
+    assert all(map(torch.equal, gradients(middle), wanted))
+    assert all(map(torch.equal, gradients(dict(middle)), wanted))
+
+
+def test_auto_takes_the_inverting_modes_peak():
+    planner = Planner(model_of("revnet38", units=(3, 3, 3)), (64, 3, 32, 32), clock=False)
+    inverting, auto = planner.pure("invert"), planner.auto()
+    assert auto.peak_bytes <= 1.02 * inverting.peak
+    assert auto.seconds < inverting.cost / 1e9
+    assert set(auto.values()) == {"store", "recompute", "invert"}
+
+
+def test_auto_stores_where_that_takes_no_more():
+    """A narrow chain before a wide head: inverting saves nothing at the peak."""
+    steps = [revzoo.ReversibleBlock(nn.Linear(2, 2), nn.Linear(2, 2)) for _ in range(3)]
+    net = nn.Sequential(revzoo.ReversibleSequence(steps), nn.Linear(4, 4000), nn.Linear(4000, 5))
+    assert set(Planner(net, (2048, 4), clock=False).auto().values()) == {"store"}
+
+
+def test_the_least_is_said_and_possible():
+    model = model_of()
+    planner = Planner(model, SHAPE, clock=False)
+    with pytest.raises(revzoo.BudgetError, match=r"at least .* MiB .* batch of about \d+") as error:
+        planner.plan("8MB")
+    least = str(error.value).split("at least ")[1].split(" for")[0].replace(" ", "")
+    assert planner.plan(bytes_from(least) + 2**14)
+    with pytest.raises(revzoo.BudgetError, match="use a smaller model"):
+        planner.plan(1)
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, None, "4 gigs", "-4GiB", "GiB", "", float("nan")])
+def test_budgets_that_are_none_are_refused(budget):
+    with pytest.raises(ValueError, match="expected a positive number of bytes"):
+        plan_memory(model_of(), SHAPE, budget=budget)
+
+
+def test_budgets_as_people_write_them():
+    assert bytes_from("4GiB") == bytes_from("4 gib") == 2**32
+    assert bytes_from("4GB") == 4 * 10**9
+    assert bytes_from("1.5e3") == 1500
+    assert bytes_from("500MB") == 500 * 10**6
+    assert in_units(3 * 2**29) == "1.50 GiB"
+
+
+def test_a_plan_is_data_and_text():
+    plan = plan_memory(model_of(), SHAPE, budget="1GiB", clock=False)
+    assert isinstance(plan, Plan)
+    assert plan.modes == dict(plan)
+    assert set(plan.values()) == {"store"}
+    assert "stages.0  4 store" in str(plan)
+    assert "of 1.00 GiB" in str(plan)
+
+
+def test_times_come_from_the_clock(monkeypatch):
+    """A millisecond an image and step in mode store; the other modes take more."""
+    monkeypatch.setattr(clock, "_time", lambda step, state, device: 1e-3 * len(state[0]))
+    planner = Planner(model_of(), SHAPE)
+    steps = len(planner.chain.links) - 1
+    stored = sum(link.choices[0].cost for link in planner.chain.links[:steps])
+    assert stored == pytest.approx(1e6 * SHAPE[0] * steps, rel=0.001)
+    assert planner.pure("store").cost > stored  # the head's
+    assert 1.2 < planner.pure("invert").cost / planner.pure("store").cost < 1.6
+
+
+def test_without_the_clock_a_plan_is_the_same_everywhere():
+    model = model_of()
+    nominal = [Planner(model, SHAPE, clock=False).pure("store").cost for _ in range(2)]
+    assert nominal[0] == nominal[1]
+
+
+def test_planning_changes_nothing():
+    model = model_of()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    state = torch.get_rng_state()
+    plan_memory(model, SHAPE, budget="1GiB")
+    assert torch.equal(state, torch.get_rng_state())
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_chains_with_layers_between_them():
+    def chain():
+        blocks = [
+            revzoo.ReversibleBlock(
+                *(nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU()) for _ in range(2))
+            )
+            for _ in range(3)
+        ]
+        return revzoo.ReversibleSequence(blocks)
+
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        chain(), nn.MaxPool2d(2), nn.Tanh(), chain(), nn.Flatten(), nn.LazyLinear(5)
+    )
+    net(torch.zeros(2, 8, 16, 16))
+    shape = (64, 8, 16, 16)
+    for plan in Planner(net, shape, clock=False).frontier(3):
+        revzoo.set_memory(net, plan)
+        counted = audit(net, shape, modes=[], real=True).peak_bytes
+        assert counted <= plan.budget
+        assert counted == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_frozen_parts_and_evaluation_mode():
+    model = model_of().eval()
+    model.stem.requires_grad_(False)
+    model.stages[0].requires_grad_(False)
+    planner = Planner(model, SHAPE, clock=False)
+    plan = planner.plan((planner.least + planner.pure("store").peak) // 2 + 2**17)
+    assert not model.training
+    revzoo.set_memory(model, plan)
+    assert audit(model, SHAPE, modes=[], real=True).peak_bytes <= plan.budget
+
+
+def test_models_without_steps_or_training_are_refused():
+    with pytest.raises(ValueError, match="holds no step"):
+        plan_memory(nn.Linear(3, 3), (4, 3), budget="1GiB")
+    with pytest.raises(ValueError, match="unfreeze"):
+        plan_memory(model_of().requires_grad_(False), SHAPE, budget="1GiB")
+    with pytest.raises(ValueError, match="expected one of invert, exact"):
+        plan_memory(model_of(), SHAPE, budget="1GiB", inverting="store")
+
+
+def test_the_optimisers_state():
+    model = model_of()
+    trained = sum(p.nbytes for p in model.parameters())
+    assert state_bytes(lambda p: torch.optim.SGD(p, lr=1), [*model.parameters()]) == 0
+    sgd = state_bytes(lambda p: torch.optim.SGD(p, lr=1, momentum=0.9), [*model.parameters()])
+    adam = state_bytes(lambda p: torch.optim.AdamW(p, lr=1), [*model.parameters()])
+    assert sgd == trained
+    assert adam == 2 * trained + 4 * len([*model.parameters()])  # the count of steps
