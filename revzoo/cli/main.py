@@ -65,6 +65,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         SystemExit: always for wrong arguments or what the subcommand cannot do, with a message;
             130 after Ctrl-C.
     """
+    # Threads of OpenMP wait for each other in a loop that keeps their cores busy: where other
+    # programs wanted the cores, a training step took 7.0 s, not 2.0 s (docs/experiments.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
     try:
         _run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:  # while modules are imported; later, a run answers it

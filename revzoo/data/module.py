@@ -152,6 +152,11 @@ class ImageData(pl.LightningDataModule, ABC):
         """Number of training images, without those held back, after ``setup("fit")``."""
         return len(self._images("train"))
 
+    @property
+    def val_count(self) -> int:
+        """Number of validation images, after ``setup("fit")``."""
+        return len(self._images("val"))
+
     def has(self, split: Split) -> bool:
         """Whether the set comes with this split; nothing is read."""
         return split != "val"
@@ -238,13 +243,24 @@ class ImageData(pl.LightningDataModule, ABC):
         return self._evaluated("test")
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        return self.test_dataloader()
+        if "test" not in self._sets:
+            raise DataError(self._no_test())
+        return self._evaluated("test", in_order=True)
 
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
 
-    def _evaluated(self, split: Split) -> DataLoader[Batch]:
+    def _evaluated(self, split: Split, *, in_order: bool = False) -> DataLoader[Batch]:
+        """The loader of a split; a part of its batches has images of all classes.
+
+        Sets are sorted by class, so the first batches hold one or two classes. Where the trainer
+        evaluates only some batches, these are of images in a fixed random order.
+        """
         images, size = self._images(split), self.eval_batch_size
+        limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
+        if not in_order and not (isinstance(limit, float) and limit == 1.0):
+            order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
+            images = images.subset(order, training=False)
         return eval_loader(images, batch_size=size, workers=self.num_workers, trainer=self.trainer)
 
     def transform(self, images: Tensor, *, training: bool) -> Tensor:

@@ -9,6 +9,7 @@ loaders of validation and test, fills up the last round with images from the beg
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 from torchmetrics import MeanMetric, Metric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
+
+ORDER = ("loss", "acc", "acc5")
 
 
 def make_metrics(num_classes: int) -> nn.ModuleDict:
@@ -41,6 +44,14 @@ def make_metrics(num_classes: int) -> nn.ModuleDict:
     )
 
 
+def in_order(figures: Mapping[str, float]) -> dict[str, float]:
+    """Figures by the order in which they are made here, not by name as Lightning gives them."""
+    last = len(ORDER)
+    places = {name: i for i, name in enumerate(ORDER)}
+    ordered = sorted(figures, key=lambda name: places.get(name.rpartition("/")[2], last))
+    return {name: figures[name] for name in ordered}
+
+
 def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
     """Add a batch: its mean loss (), its logits (B, num_classes), its labels as it has them."""
     # a loss per image, as MeanMetric takes no weights where it checks no values
@@ -52,6 +63,21 @@ def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:
     """Log them as ``SPLIT/NAME``, to be computed when the epoch ends."""
     # metrics weigh their values themselves, whatever the size of the batch
     module.log_dict(metrics, prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
+
+
+def so_far(metrics: MetricCollection) -> dict[str, float]:
+    """The figures of this process's batches so far; none before the first.
+
+    Of copies: to compute the metrics would wait for the other processes, and keep the result.
+    """
+    if not all(metric.update_called for metric in metrics.values()):
+        return {}
+    found = {}
+    for name, metric in metrics.items(keep_base=False):
+        copy = metric.clone()
+        copy.sync_on_compute = False
+        found[str(name)] = float(copy.compute())
+    return found
 
 
 def true_classes(labels: Tensor) -> Tensor:

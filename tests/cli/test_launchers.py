@@ -87,7 +87,7 @@ def test_a_signal_ends_what_lightning_has_started(tmp_path: Path) -> None:
         stderr=subprocess.STDOUT,
         text=True,
     ) as process:
-        wait_for("epoch 1", tmp_path / "run" / "train.log", process)
+        wait_for("epoch 2/", tmp_path / "run" / "train.log", process)
         process.terminate()
         told, _ = process.communicate(timeout=120)  # until the last process closes the pipe
     assert process.returncode == 143, told
@@ -131,7 +131,7 @@ def test_the_script_for_slurm(tmp_path: Path) -> None:
     run_dir = tmp_path / "outputs" / "slurm-41234"
     job = ["bash", "job.sh"]
     with subprocess.Popen(job, cwd=tmp_path, env=env, text=True) as process:
-        wait_for("epoch 1", run_dir / "train.log", process)
+        wait_for("epoch 2/", run_dir / "train.log", process)
         os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGUSR2)
         assert process.wait(120) == 143
     assert (tmp_path / "queued").read_text() == "requeue 41234\n"

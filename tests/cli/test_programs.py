@@ -166,7 +166,7 @@ def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Pa
         text=True,
     ) as process:
         deadline = time.monotonic() + 60
-        while "epoch 0" not in (log.read_text() if log.exists() else ""):
+        while "epoch 1/" not in (log.read_text() if log.exists() else ""):
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)

@@ -358,3 +358,25 @@ def test_images_are_augmented_once(make_folder: MakeFolder, cache_bytes: int) ->
     images = torch.randint(0, 256, (64, 3, 8, 8), dtype=torch.uint8)
     augmented = not torch.equal(data.transform(images, training=True), data.normalisation(images))
     assert augmented == (cache_bytes > 0), "files are augmented when read"
+
+
+def test_a_part_of_an_evaluation_has_images_of_all_classes(
+    make_folder: MakeFolder, tmp_path: Path
+) -> None:
+    """The first batches held the first class alone: their figures said nothing of the others."""
+    data = _ready(make_folder({"train": _TWO, "test": _TWO}), eval_batch_size=8)
+    data.setup("test")
+
+    def labels(loader: Any) -> list[list[int]]:
+        return [labels.tolist() for _, labels in loader]
+
+    assert labels(data.test_dataloader())[0] == [0] * 8
+    for limit, mixed in ((2, True), (0.5, True), (None, False)):
+        data.trainer = pl.Trainer(
+            limit_test_batches=limit, logger=False, default_root_dir=tmp_path, accelerator="cpu"
+        )
+        found = labels(data.test_dataloader())
+        assert (set(found[0]) == {0, 1}) is mixed
+        assert sorted(label for batch in found for label in batch) == [0] * 20 + [1] * 20
+        assert labels(data.test_dataloader()) == found
+        assert labels(data.predict_dataloader())[0] == [0] * 8

@@ -39,6 +39,7 @@ def run(args: argparse.Namespace) -> None:
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():
         _tell(key, value)
+    _wait("loading torch")
     import torch
 
     from revzoo.models import create_model
@@ -67,17 +68,27 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
+    _wait("counting operations")
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
     for mode in COUNTED:
         try:
             set_memory(model, mode)
         except ValueError:
             continue  # nothing to invert
+        _wait(f"counting activations of a training step, memory={mode}")
         found = activation_bytes(model, images) / 1024
         yield f"training, {mode}", f"{found:,.0f} KiB of activations an image"
 
 
 def _tell(key: str, value: object) -> None:
+    _wait("")
     text = value if isinstance(value, str) else json.dumps(value)
     sys.stdout.write(f"{key:24}{text}\n")
     sys.stdout.flush()
+
+
+def _wait(doing: str) -> None:
+    """Say on a terminal what takes seconds now, until the next line."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"\r\033[K{doing + ' ...' if doing else ''}")
+        sys.stderr.flush()

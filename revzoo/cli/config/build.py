@@ -7,7 +7,6 @@ than a configuration should be able to do.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
-from pytorch_lightning.loggers import Logger, TensorBoardLogger
+from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import (
     AdvancedProfiler,
     Profiler,
@@ -31,13 +30,15 @@ from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.distributed import is_first_process
+from revzoo.training.loggers import LOGGERS
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-LOGGERS = ("tensorboard", "csv")
+CSV_ALONE = "csv"  # the kind of logger that adds none
 METRICS_FILE = "metrics.csv"
 # what the trainer is given by build_trainer, from other sections than its own
 MANAGED_BY_TRAIN = (
@@ -100,24 +101,45 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
 
 
 def build_loggers(
-    logger: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
+    config: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
 ) -> list[Logger]:
-    """The run's loggers: ``metrics.csv``, and event files beside it; an empty list for none.
+    """The run's loggers: ``metrics.csv``, and the one of the section; an empty list for none.
 
     Args:
-        logger: the checked section.
+        config: the checked configuration.
         run_dir: the run's folder.
         first_step: the step at which a resumed run starts; later log rows are written again.
     """
-    kind = logger["kind"]
+    options = dict(config["logger"])
+    kind = options.pop("kind")
     if kind is None:
         return []
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
-    if kind == "tensorboard":
-        loggers.append(
-            TensorBoardLogger(save_dir=run_dir, name="", version=kind, purge_step=first_step)
-        )
+    if kind != CSV_ALONE and is_first_process():
+        loggers.append(LOGGERS[kind](run_dir, described(config), first_step, **options))
     return loggers
+
+
+def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
+    """What a run is, in a few words, for tables that compare runs.
+
+    TensorBoard shows the first five in alphabetical order unless it is asked for more.
+    """
+    data, optim, trainer = config["data"], config["optim"], config["trainer"]
+    root = f" {Path(data['root']).name}" if "root" in data else ""
+    entry = MODELS.get(str(config["model"]["name"]).partition(".")[0])
+    own = entry.network.default_memory if entry else "default"
+    ends = {"max_epochs": "epochs", "max_steps": "steps"}
+    length = [f"{trainer[k]} {name}" for k, name in ends.items() if (trainer.get(k) or -1) > 0]
+    rate = f"{optim['name']} with lr {optim['lr']:g}"
+    return {
+        "batch": data.get("batch_size", 0),
+        "data": data["_target_"].rpartition(".")[2] + root,
+        "memory": memory_mode(config) or own,
+        "model": config["model"]["name"],
+        "seed": config["seed"],
+        "training": ", ".join([*length, rate, config["precision"]["trainer"]]),
+    }
 
 
 def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
@@ -143,10 +165,8 @@ def build_trainer(
     Raises:
         ValueError: from Lightning, for values that exclude each other.
     """
-    loggers = build_loggers(config["logger"], run_dir=run_dir, first_step=first_step)
+    loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
-    if not sys.stdout.isatty():
-        specs["progress_bar"] = None  # redrawn lines make a log file unreadable
     if not loggers:
         specs["learning_rate"] = None  # it has nowhere to write to and would refuse to start
     callbacks = build_callbacks(specs, run_dir=run_dir)

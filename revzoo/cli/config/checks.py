@@ -8,6 +8,7 @@ is initialised: the model is built on torch's ``meta`` device, where weights hav
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
-from revzoo._checks import check_names, check_number, did_you_mean
+from revzoo._checks import (
+    check_count,
+    check_names,
+    check_number,
+    did_you_mean,
+    keyword_names,
+)
 from revzoo.cli.config.build import (
-    LOGGERS,
+    CSV_ALONE,
     MANAGED_BY_TRAIN,
     PROFILERS,
     build_data,
@@ -34,10 +41,12 @@ from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check_callbacks
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
 from revzoo.training.classifier import model_from
+from revzoo.training.loggers import EXTRAS, LOGGERS
 from revzoo.training.optim.optimizers import OptimSpec
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
+OPTIONAL = ("threads",)  # runs of earlier versions have none
 MONITORED = {
     f"{split}/{name}": "min" if name == "loss" else "max"
     for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
@@ -58,12 +67,14 @@ def check_config(config: Mapping[str, Any]) -> None:
         ValueError: with what was got, what is expected and what to do.
     """
     needed = (*SECTIONS, *VALUES)
-    check_names(config, (*needed, SECTION), where="config")
+    check_names(config, (*needed, *OPTIONAL, SECTION), where="config")
     for key in needed:
         if key not in config:
             raise ConfigError(f"{key} is missing from the configuration")
     if not isinstance(config["seed"], int) or not 0 <= config["seed"] < 2**32:
         raise ConfigError(f"seed={config['seed']}: expected a whole number from 0 to 2**32 - 1")
+    if config.get("threads") is not None:
+        check_count("threads", config["threads"])
     check_trainer(config["trainer"])
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
     OptimSpec.of(config["optim"])
@@ -230,10 +241,17 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
 
 
 def check_logger(logger: Mapping[str, Any]) -> None:
-    """Refuse a kind of logger that does not exist."""
-    check_names(logger, ("kind",), where="logger")
-    if logger["kind"] is not None and logger["kind"] not in LOGGERS:
+    """Refuse a kind of logger that does not exist or is not installed, and unknown options."""
+    kind, kinds = logger.get("kind"), (*LOGGERS, CSV_ALONE)
+    if kind is not None and kind not in kinds:
         raise ConfigError(
-            f"logger.kind={logger['kind']}: expected one of {', '.join(LOGGERS)} or null"
-            + did_you_mean(str(logger["kind"]), LOGGERS)
+            f"logger.kind={kind}: expected one of {', '.join(kinds)} or null"
+            + did_you_mean(str(kind), kinds)
+        )
+    check_names(
+        logger, ("kind", *(keyword_names(LOGGERS[kind]) if kind in LOGGERS else ())), where="logger"
+    )
+    if kind in EXTRAS and find_spec(EXTRAS[kind]) is None:
+        raise ConfigError(
+            f"logger={kind} needs the package {EXTRAS[kind]}: pip install {EXTRAS[kind]}"
         )

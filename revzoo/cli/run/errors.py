@@ -32,6 +32,7 @@ TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 EXPECTED_WARNINGS = (
     ".*does not have many workers.*",  # sets held in memory are loaded fastest without any
     ".*LeafSpec.*is deprecated.*",  # by torch 2.15; Lightning 2.6 uses it
+    "The number of training batches .* is smaller than the logging interval",  # of a small set
     "You requested to overfit",  # debug=overfit means it
     "It is recommended to use `self.log.'footprint/",  # the first process logs its own
     "Using `DistributedSampler` with",  # figures leave repeated images out

@@ -15,9 +15,11 @@ from revzoo.cli.config.checks import check_data, check_precision, check_trainer,
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, recorded_config
 from revzoo.data import DataError
+from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
+from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_errors
 
 log = logging.getLogger(__name__)
@@ -39,6 +41,8 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         NoMemoryError: if so many images at once do not fit.
     """
     check_eval(config)
+    if is_first_process():
+        log.info("reading %s", config["ckpt"])
     restored = restore(config["ckpt"])
     data_config = config.get("data")
     if data_config:
@@ -58,6 +62,10 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
             raise DataError("the data have no test split: evaluate split=val")
         check_held_back(config["ckpt"], data_config)
     data.load_state_dict(restored.data_state)
+    if is_first_process():
+        place = f" in {data_config['root']}" if "root" in data_config else ""
+        split = {"test": "test", "val": "validation"}[config["split"]]
+        log.info("reading the %s images of %s%s", split, type(data).__name__, place)
     data.setup("test" if testing else "validate")
     _check_images(restored, in_chans=data.in_chans)
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
@@ -67,13 +75,13 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         plugins=[PlainCheckpointIO()],
         logger=False,
         enable_checkpointing=False,
-        enable_progress_bar=False,
+        callbacks=[Progress()],
         enable_model_summary=False,
     )
     run = trainer.test if testing else trainer.validate
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):
         (figures,) = run(restored.module, datamodule=data, verbose=False)
-    return {name: float(value) for name, value in figures.items()}
+    return in_order({name: float(value) for name, value in figures.items()})
 
 
 def check_eval(config: Mapping[str, Any]) -> None:

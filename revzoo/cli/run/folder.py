@@ -54,7 +54,9 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
-        raise ConfigError(f"there is no {path}: give the folder of a run, such as outputs/DAY/TIME")
+        raise ConfigError(
+            f"there is no {path}: give the folder of a run, such as outputs/MODEL-DATA/TIME"
+        )
     return read_yaml(path)
 
 

@@ -27,6 +27,7 @@ from revzoo.cli.config.build import (
     data_name,
 )
 from revzoo.cli.config.checks import check_config
+from revzoo.cli.run.console import shorten_log, tell_opening, tell_result
 from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, quiet, user_errors
 from revzoo.cli.run.folder import (
     CONFIG_FILE,
@@ -137,6 +138,7 @@ def train(
         SystemExit: if the configuration or the data cannot be used, if training fails in a known
             way (the message says why), or with 143 or 130 after SIGTERM or Ctrl-C.
     """
+    shorten_log()
     stop = GracefulStop()
     try:
         with stop.listening(), switches_restored():
@@ -159,6 +161,7 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
     """Find what ``config["tuner"]`` asks for; returns the configuration of the run that follows."""
     with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
         check_config(config)
+        use_threads(config)
         following = tune(config, run_dir)
     if config[SECTION]["then"] == "stop":
         write_config(config, run_dir)
@@ -175,12 +178,15 @@ def _train(
 ) -> dict[str, float]:
     with quiet(), user_errors():
         check_config(config)
+        use_threads(config)
         apply_precision(config["precision"])
         pl.seed_everything(config["seed"], workers=True, verbose=False)
         again = (run_dir / CONFIG_FILE).exists()
         step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
         trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
+        if trainer.is_global_zero and "root" in config["data"]:
+            log.info("reading  %s", config["data"]["root"])  # many files take minutes
         data.prepare_data()
         data.setup("fit")
         check_batch_size(data.batch_size, data.train_count, trainer.world_size)
@@ -196,7 +202,7 @@ def _train(
             )
             trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
         record_session(run_dir, overrides=overrides, from_step=step or 0)
-        log.info("%s on %s, seed %d", config["model"]["name"], data_name(config), config["seed"])
+        tell_opening(config, trainer, module, data, run_dir)
         if resume is not None:
             log.info("resuming at step %d, from %s", step, resume)
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
@@ -255,7 +261,9 @@ def fit_and_test(
                 trainer, module, seconds=seconds, figures=figures, stopped=stopped
             )
             write_summary(summary, run_dir)
-            log.info("%.1f s of training; run folder %s", seconds, run_dir)
+            if not stopped:
+                best = best_checkpoint_path(trainer)
+                tell_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best)
         end_together(trainer, ask=asked)
     return figures
 
@@ -274,21 +282,24 @@ def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[
         results = trainer.test(
             module, datamodule=data, ckpt_path=best, weights_only=True, verbose=False
         )
-    figures = {name: float(value) for name, value in results[0].items()}
-    line = ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-    if trainer.is_global_zero:
-        log.info("%s (%s)", line, "best checkpoint" if best else "last weights")
-    return figures
+    return {name: float(value) for name, value in results[0].items()}
 
 
 def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
     """Keep log lines and the progress bar apart, where there is a bar."""
-    return logging_redirect_tqdm() if trainer.progress_bar_callback else nullcontext()
+    drawn = trainer.progress_bar_callback and sys.stdout.isatty()
+    return logging_redirect_tqdm() if drawn else nullcontext()
+
+
+def use_threads(config: Mapping[str, Any]) -> None:
+    """Let torch compute with the number of threads that the run asks for, if it does."""
+    if config.get("threads") is not None:
+        torch.set_num_threads(config["threads"])
 
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
-    """Restore determinism, cuDNN's search, TensorFloat-32 and the environment after a run.
+    """Restore determinism, cuDNN's search, TensorFloat-32, threads, environment after a run.
 
     Torch's random state stays where the run has left it.
     """
@@ -296,7 +307,7 @@ def switches_restored() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
-    precision = torch.get_float32_matmul_precision()
+    precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
     variables = {name: os.environ.get(name) for name in VARIABLES}
     try:
         yield
@@ -304,6 +315,7 @@ def switches_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         cudnn.benchmark, cudnn.allow_tf32 = benchmark, tf32
         torch.set_float32_matmul_precision(precision)
+        torch.set_num_threads(threads)
         for name, value in variables.items():
             os.environ.pop(name, None)
             if value is not None:

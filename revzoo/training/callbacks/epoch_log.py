@@ -1,4 +1,7 @@
-"""One log line per epoch: a run's curve can be read from its log file, without any viewer."""
+"""One log line per epoch: a run's curve can be read from its log file, without any viewer.
+
+epoch 3/30  loss 0.733, val 0.150  acc 0.931, val 0.979  298 img/s
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,9 @@ import logging
 
 import pytorch_lightning as pl
 
-log = logging.getLogger(__name__)
+from revzoo.training.callbacks.progress import epoch_of
 
-FIGURES = {
-    "train/loss": "{:.4f}",
-    "train/acc": "{:.4f}",
-    "val/loss": "{:.4f}",
-    "val/acc": "{:.4f}",
-    "footprint/epoch_seconds": "{:.1f}",
-    "footprint/images_per_second": "{:.0f}",
-}
+log = logging.getLogger(__name__)
 
 
 class EpochLog(pl.Callback):
@@ -37,9 +33,12 @@ class EpochLog(pl.Callback):
         figures = trainer.callback_metrics  # in all processes: they gather the figures together
         if not trainer.is_global_zero:
             return
-        parts = [
-            f"{name.removeprefix('footprint/')} {form.format(float(figures[name]))}"
-            for name, form in FIGURES.items()
-            if name in figures and (self._validated or not name.startswith("val/"))
-        ]
-        log.info("epoch %d: %s", trainer.current_epoch, ", ".join(parts))
+        parts = []
+        for name in ("loss", "acc"):
+            found = [f"{name} {float(figures[f'train/{name}']):.3f}"] * (f"train/{name}" in figures)
+            if self._validated and f"val/{name}" in figures:
+                found.append(f"val {float(figures[f'val/{name}']):.3f}")
+            parts.append(", ".join(found))
+        if (rate := figures.get("footprint/images_per_second")) is not None:
+            parts.append(f"{float(rate):.{int(rate < 10)}f} img/s")
+        log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))

@@ -17,14 +17,16 @@ of several validation loaders only the first is shown, and only if its length is
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
-from PIL import Image, ImageDraw
-from pytorch_lightning.loggers import TensorBoardLogger
+from PIL import Image, ImageDraw, ImageFont
+from pytorch_lightning.loggers import TensorBoardLogger, WandbLogger
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
@@ -37,11 +39,13 @@ from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.metrics import true_classes
 
-COLUMNS = 8  # images in a row
-SIDE = 96  # pixels of a small image once it is enlarged, by a whole factor
-LINE = 14  # pixels of a line of words
+COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
+SIDE = 128  # pixels of a small image once it is enlarged, by a whole factor
+LINE = 22  # pixels of a line of words
+GROUP = "watch"  # of pictures in TensorBoard: after train and val
+GAP = 4  # pixels around an image with its words
 NAMED = 30  # classes up to which a matrix has room for names and numbers
-CELL = 40  # pixels of a cell of such a matrix
+CELL = 48  # pixels of a cell of such a matrix
 COLOURS = ("red", "green")  # of a wrong prediction, of a right one
 
 
@@ -156,8 +160,8 @@ class Samples(Shown):
         words = []
         for label, found in zip(labels.tolist(), shares, strict=True):
             guess = int(found.argmax())
-            text = f"said {names[guess]}: {float(found[guess]):.2f}"
-            words.append((Words(f"true {names[label]}"), Words(text, COLOURS[guess == label])))
+            text = f"{names[guess]} {float(found[guess]):.2f}"
+            words.append((Words(text, COLOURS[guess == label]), Words(f"true: {names[label]}")))
         add_image(trainer, "samples", captioned(images, words, columns=COLUMNS), step)
 
 
@@ -261,10 +265,15 @@ def class_names(trainer: pl.Trainer, count: int) -> list[str]:
 
 
 def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None:
-    """Log a picture (3, H, W) to the run's TensorBoard logger, if any."""
+    """Log a picture (3, H, W) to the run's TensorBoard or W&B logger, if any.
+
+    TensorBoard opens the first two groups of charts by name: they are of training and validation.
+    """
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_image(tag, picture, step)
+            logger.experiment.add_image(f"{GROUP}/{tag}", picture, step)
+        elif isinstance(logger, WandbLogger):
+            logger.log_image(tag, [to_pil_image(picture)], step=step)
 
 
 class Words(NamedTuple):
@@ -282,31 +291,45 @@ def captioned(images: Tensor, words: Sequence[Sequence[Words]], *, columns: int)
         words: for each image as many lines as for the others.
         columns: images in a row.
     """
-    tiles = [_tile(image, lines) for image, lines in zip(images.cpu(), words, strict=True)]
-    return make_grid([pil_to_tensor(t) for t in tiles], nrow=columns, padding=2, pad_value=255)
+    least = longest([line.text for lines in words for line in lines])
+    pairs = zip(images.cpu(), words, strict=True)
+    tiles = [_tile(image, lines, least=least) for image, lines in pairs]
+    return make_grid([pil_to_tensor(t) for t in tiles], nrow=columns, padding=GAP, pad_value=255)
 
 
-def _tile(image: Tensor, lines: Sequence[Words]) -> Image.Image:
+def _tile(image: Tensor, lines: Sequence[Words], *, least: int) -> Image.Image:
+    """One image above its lines, ``least`` pixels wide at least, so that no line is cut."""
     picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
     factor = max(1, -(-SIDE // max(picture.size)))
     width, height = picture.width * factor, picture.height * factor
-    tile = Image.new("RGB", (width, height + LINE * len(lines)), "white")
+    tile = Image.new("RGB", (max(width, least), height + LINE * len(lines)), "white")
     tile.paste(picture.resize((width, height), Image.Resampling.NEAREST))
     pen = ImageDraw.Draw(tile)
     for i, line in enumerate(lines):
-        pen.text((1, height + LINE * i), line.text, fill=line.colour, font_size=LINE - 3)
+        pen.text((1, height + LINE * i), line.text, fill=line.colour, font=font())
     return tile
+
+
+@cache
+def font() -> Any:
+    """Pillow's own, in the size of a line."""
+    return ImageFont.load_default(size=LINE - 4)
+
+
+def longest(texts: Sequence[str]) -> int:
+    """The pixels that the longest text takes, with a margin."""
+    return max((math.ceil(font().getlength(text)) + 4 for text in texts), default=0)
 
 
 def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     """Counts (N, N) as blue cells, true classes from top to bottom, predicted ones across.
 
-    A cell is as dark as its share of the row, that is of the true class. More than 30 classes are
-    drawn without names and numbers.
+    A cell is as dark as its share of the row, that is of the true class, and has it in percent from
+    half a percent on. More than 30 classes are drawn without names and numbers.
     """
     count, named = len(names), len(names) <= NAMED
     cell = CELL if named else max(2, NAMED * CELL // count)
-    margin = LINE * (8 if named else 2)
+    margin = max(LINE * 8, longest(names)) if named else LINE * 2
     picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
     shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
     falling = torch.tensor((225, 180, 0))[:, None, None]  # of red, green and blue, with the share
@@ -314,25 +337,26 @@ def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     picture.paste(cells.resize((count * cell,) * 2, Image.Resampling.NEAREST), (margin, margin))
     pen = ImageDraw.Draw(picture)
     if named:
-        _number(pen, counts, shares, margin)
+        _number(pen, shares, margin)
         picture.paste(_axis(names, margin, cell), (0, margin))
         upwards = _axis(names, margin, cell).transpose(Image.Transpose.ROTATE_90)
         picture.paste(upwards, (margin, 0))
-    pen.text((2, 2), "true: down", fill="black", font_size=LINE - 4)
-    pen.text((2, 2 + LINE), "predicted: across", fill="black", font_size=LINE - 4)
+    pen.text((2, 2), "true: down", fill="black", font=font())
+    pen.text((2, 2 + LINE), "predicted: across", fill="black", font=font())
+    pen.text((2, 2 + 2 * LINE), "in % of the true", fill="black", font=font())
     return pil_to_tensor(picture)
 
 
-def _number(pen: ImageDraw.ImageDraw, counts: Tensor, shares: Tensor, margin: int) -> None:
-    """Frame each cell of ``counts`` (N, N), and write what is not zero into it."""
-    for row, values in enumerate(counts.tolist()):
+def _number(pen: ImageDraw.ImageDraw, shares: Tensor, margin: int) -> None:
+    """Frame each cell of ``shares`` (N, N), and write those of half a percent and more into it."""
+    for row, values in enumerate((100 * shares).round().int().tolist()):
         for column, value in enumerate(values):
             x, y = margin + column * CELL, margin + row * CELL
             pen.rectangle((x, y, x + CELL, y + CELL), outline="lightgrey")
             if value:
-                colour = "white" if shares[row, column] > 0.5 else "black"
+                colour = "white" if value > 50 else "black"
                 middle = (x + CELL / 2, y + CELL / 2)
-                pen.text(middle, str(value), fill=colour, font_size=LINE - 3, anchor="mm")
+                pen.text(middle, str(value), fill=colour, font=font(), anchor="mm")
 
 
 def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:
@@ -340,5 +364,5 @@ def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:
     picture = Image.new("RGB", (width, cell * len(names)), "white")
     pen = ImageDraw.Draw(picture)
     for i, name in enumerate(names):
-        pen.text((4, (i + 0.5) * cell), name, fill="black", font_size=LINE - 2, anchor="lm")
+        pen.text((2, (i + 0.5) * cell), name, fill="black", font=font(), anchor="lm")
     return picture

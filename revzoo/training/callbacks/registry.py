@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
-from pytorch_lightning.callbacks import LearningRateMonitor, TQDMProgressBar
+from pytorch_lightning.callbacks import LearningRateMonitor
 
 from revzoo._checks import check_count, check_names, check_number, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
@@ -27,6 +27,7 @@ from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
+from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -56,20 +57,9 @@ def learning_rate(run_dir: Path) -> pl.Callback:
     return LearningRateMonitor(logging_interval="step")
 
 
-def progress_bar(run_dir: Path, *, refresh_rate: int = 10) -> pl.Callback:
-    """A bar of tqdm: left to itself, Lightning changes its bar when rich happens to be there."""
-    return ProgressBar(refresh_rate=refresh_rate)
-
-
-class ProgressBar(TQDMProgressBar):
-    """Without ``v_num``, the last letters of the logger's folder: here always ``oard``."""
-
-    def get_metrics(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        items = super().get_metrics(trainer, pl_module)
-        items.pop("v_num", None)
-        return items
+def progress_bar(run_dir: Path, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> pl.Callback:
+    """A bar on a terminal; a log line every ``log_seconds`` elsewhere."""
+    return Progress(refresh_rate=refresh_rate, log_seconds=log_seconds)
 
 
 def footprint(run_dir: Path) -> pl.Callback:

@@ -120,7 +120,7 @@ def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
     assert rows(stopped) == rows(whole)
     events = EventAccumulator(str(stopped / "tensorboard"))
     events.Reload()
-    for tag in ("samples", "reconstructions"):
+    for tag in ("watch/samples", "watch/reconstructions"):
         assert [image.step for image in events.Images(tag)] == [2, 5], tag
 
 

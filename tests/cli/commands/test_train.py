@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -214,17 +213,6 @@ def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> No
     )
     assert figures["train/acc"] == 1.0
     assert "test/acc" not in figures
-
-
-def test_the_log_tells_the_result(
-    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.INFO, logger="revzoo"):
-        train(compose(*SMALL), run_dir=tmp_path)
-    told = "\n".join(record.getMessage() for record in caplog.records)
-    assert "revnet38 on Digits, seed 0" in told
-    assert "test/acc 0." in told
-    assert str(tmp_path) in told
 
 
 @pytest.mark.parametrize(

@@ -2,25 +2,54 @@ from __future__ import annotations
 
 import torch
 
-from revzoo.training.callbacks.pictures import CELL, LINE, NAMED, SIDE, Words, captioned, matrix
+from revzoo.training.callbacks.pictures import (
+    CELL,
+    GAP,
+    LINE,
+    NAMED,
+    SIDE,
+    Words,
+    captioned,
+    longest,
+    matrix,
+)
 
 
 def test_images_are_enlarged_pixel_by_pixel_above_their_words() -> None:
     images = torch.rand(3, 3, 8, 8)
     picture = captioned(images, [[Words("a", "red"), Words("b")]] * 3, columns=2)
     height, width = SIDE + 2 * LINE, SIDE
-    assert picture.shape == (3, 2 * (height + 2) + 2, 2 * (width + 2) + 2)
-    shown = picture[:, 2 : 2 + SIDE, 2 : 2 + SIDE][:, 6::12, 6::12]  # the middle of each pixel
+    assert picture.shape == (3, 2 * (height + GAP) + GAP, 2 * (width + GAP) + GAP)
+    tile = picture[:, GAP : GAP + height, GAP : GAP + SIDE]
+    shown = tile[:, :SIDE][:, 8::16, 8::16]  # the middle of each pixel
     assert torch.equal(shown, (images[0] * 255).byte())
-    words = picture[:, 2 + SIDE : 2 + height, 2 : 2 + SIDE].int()
+    words = tile[:, SIDE:].int()
     assert ((words[0] - words[1]) > 100).any()  # red
     assert (words.sum(0) < 100).any()  # black
 
 
 def test_grey_images_and_large_ones_stay_as_they_are() -> None:
-    images = torch.rand(2, 1, 100, 120)
+    images = torch.rand(2, 1, 130, 140)
     picture = captioned(images, [[], []], columns=1)
-    assert torch.equal(picture[:, 2:102, 2:-2], (images[0] * 255).byte().expand(3, -1, -1))
+    assert torch.equal(
+        picture[:, GAP : 130 + GAP, GAP:-GAP], (images[0] * 255).byte().expand(3, -1, -1)
+    )
+
+
+def test_long_words_are_not_cut() -> None:
+    """``said automobile: 0.97`` ended at the edge of its image."""
+    text = "said automobile: 0.97, of all things"
+    wide = captioned(torch.zeros(2, 3, 8, 8), [[Words("a")], [Words(text)]], columns=2)
+    assert wide.shape[2] == 2 * (longest([text]) + GAP) + GAP
+    assert longest([text]) > SIDE
+    last = wide[:, :, -GAP - 12 : -GAP - 4].int()
+    assert (last.sum(0) < 100).any()  # its last letter
+
+
+def test_long_names_of_classes_are_not_cut() -> None:
+    name = "a class with a long name, of which some end alike"
+    picture = matrix(torch.eye(2).long(), [name, "b"])
+    assert picture.shape[1] == longest([name]) + 2 * CELL + 1 > LINE * 8 + 2 * CELL + 1
 
 
 def cells(picture: torch.Tensor, count: int) -> torch.Tensor:

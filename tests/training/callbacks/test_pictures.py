@@ -23,7 +23,7 @@ from revzoo.data import Digits
 from revzoo.training import Classifier, ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import RunStopped
-from revzoo.training.callbacks.pictures import LINE, SIDE, places
+from revzoo.training.callbacks.pictures import COLUMNS, GAP, LINE, SIDE, places
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 IREVNET = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
@@ -51,7 +51,7 @@ def picture(found: EventAccumulator, tag: str, index: int = -1) -> Tensor:
 
 def tile(shown: Tensor, row: int, column: int, *, lines: int, pixels: int = 8) -> Tensor:
     """The pixels (8, 8) of one image of a picture, in [0, 1]."""
-    y, x = 2 + row * (SIDE + LINE * lines + 2), 2 + column * (SIDE + 2)
+    y, x = GAP + row * (SIDE + LINE * lines + GAP), GAP + column * (SIDE + GAP)
     step = SIDE // pixels
     return shown[0, y : y + SIDE, x : x + SIDE][step // 2 :: step, step // 2 :: step] / 255
 
@@ -77,7 +77,11 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> tuple[EventAccumulator, 
 
 def test_pictures_come_every_few_epochs_and_at_the_end(digits: Any) -> None:
     found, _, _ = digits
-    assert set(found.Tags()["images"]) == {"samples", "reconstructions", "confusion"}
+    assert set(found.Tags()["images"]) == {
+        "watch/samples",
+        "watch/reconstructions",
+        "watch/confusion",
+    }
     for tag in found.Tags()["images"]:
         assert [image.step for image in found.Images(tag)] == [3, 5]
     assert [event.step for event in found.Scalars("reconstruction/error")] == [3, 5]
@@ -87,7 +91,7 @@ def test_pictures_come_every_few_epochs_and_at_the_end(digits: Any) -> None:
 def test_the_sanity_check_is_not_shown(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_epochs": 1, "callbacks": callbacks(tmp_path, every=1)}
     found = fit(tmp_path, Classifier(TINY, optim=OPTIM), num_sanity_val_steps=2, **options)
-    assert [image.step for image in found.Images("samples")] == [1]
+    assert [image.step for image in found.Images("watch/samples")] == [1]
 
 
 def val_images(data: Digits) -> Tensor:
@@ -100,15 +104,15 @@ def test_samples_are_fixed_pixels_of_the_validation_split(digits: Any) -> None:
     images = val_images(data)  # 144: batches of 50, 50 and 44
     chosen = [0, 25, 50, 66, 83, 100, 114, 129]
     for index in (0, 1):
-        shown = picture(found, "samples", index)
+        shown = picture(found, "watch/samples", index)
         for i, place in enumerate(chosen):
-            pixels = tile(shown, 0, i, lines=2)
+            pixels = tile(shown, i // COLUMNS, i % COLUMNS, lines=2)
             assert torch.allclose(pixels, images[place, 0] / 16, atol=1 / 255)
 
 
 def test_reconstructions_are_the_images_again(digits: Any) -> None:
     found, _, data = digits
-    images, shown = val_images(data), picture(found, "reconstructions")
+    images, shown = val_images(data), picture(found, "watch/reconstructions")
     for column, place in enumerate([0, 50, 100, 122]):
         for row in (0, 1):
             pixels = tile(shown, row, column, lines=1)
@@ -131,7 +135,7 @@ def test_differences_are_told_and_drawn(tmp_path: Path) -> None:
     largest = (16 - data.normalisation.mean) / data.normalisation.std
     (error,) = found.Scalars("reconstruction/error")
     assert error.value == pytest.approx(0.5 / float(largest), rel=1e-3)
-    shown = picture(found, "reconstructions")
+    shown = picture(found, "watch/reconstructions")
     drawn = torch.stack([tile(shown, 2, i, lines=1) for i in range(4)])
     expected = torch.zeros(4, 8, 8)
     expected[2, 3, 5] = 1
@@ -146,7 +150,7 @@ def test_in_exact_nothing_is_lost(tmp_path: Path) -> None:
 
 def test_of_a_network_that_loses_information_nothing_is_shown(tmp_path: Path) -> None:
     found = fit(tmp_path, Classifier(TINY, optim=OPTIM))
-    assert set(found.Tags()["images"]) == {"samples", "confusion"}
+    assert set(found.Tags()["images"]) == {"watch/samples", "watch/confusion"}
     assert "reconstruction/error" not in found.Tags()["scalars"]
 
 
@@ -248,7 +252,11 @@ def test_an_end_that_nobody_knew_of_is_shown(
     if way == "error":
         assert steps == {}
     else:
-        assert steps == {"samples": [step], "confusion": [step], "reconstructions": [now]}
+        assert steps == {
+            "watch/samples": [step],
+            "watch/confusion": [step],
+            "watch/reconstructions": [now],
+        }
     assert (tmp_path / "confusion.csv").exists() == (way != "error")
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,6 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import (
     LearningRateMonitor,
-    TQDMProgressBar,
 )
 from small_task import TINY, TinyNet, loader, trainer
 
@@ -43,7 +43,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         BestCheckpoint,
         LastCheckpoint,
         LearningRateMonitor,
-        registry.ProgressBar,
+        registry.Progress,
         Footprint,
         EpochLog,
         DriftLogger,
@@ -120,8 +120,8 @@ def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, logger="revzoo"):
         trainer(tmp_path, callbacks=callbacks).fit(Classifier(TinyNet()), loader(), loader())
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
-    assert [line.split(":")[0] for line in lines] == ["epoch 0", "epoch 1"]
-    assert all("val/acc " in line and "images_per_second" in line for line in lines)
+    figures = r"loss \d.\d{3}, val \d.\d{3}  acc \d.\d{3}, val \d.\d{3}  [\d.]+ img/s"
+    assert [re.sub(figures, "...", line) for line in lines] == ["epoch 1/2  ...", "epoch 2/2  ..."]
 
 
 def test_figures_of_an_earlier_validation_are_not_told_again(
@@ -132,8 +132,8 @@ def test_figures_of_an_earlier_validation_are_not_told_again(
     with caplog.at_level(logging.INFO, logger="revzoo"):
         runner.fit(Classifier(TinyNet()), loader(), loader())
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
-    assert all("train/acc " in line for line in lines)
-    assert ["val/acc " in line for line in lines] == [False, True, False, True]
+    assert all("  acc " in line for line in lines)
+    assert [", val " in line for line in lines] == [False, True, False, True]
 
 
 def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
@@ -176,11 +176,3 @@ def test_a_registered_callback_is_chosen_by_its_name(
         build_callbacks({"confetti": {"evry": 2}}, run_dir=tmp_path)
     with pytest.raises(ValueError, match="a callback 'ema' exists already: choose another name"):
         revzoo.register_callback("ema", confetti)
-
-
-def test_the_bar_has_no_version_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bar showed ``v_num=oard``, the end of the word tensorboard."""
-    monkeypatch.setattr(TQDMProgressBar, "get_metrics", lambda *_: {"v_num": "oard", "loss": 1.0})
-    bar = registry.progress_bar(tmp_path)
-    assert isinstance(bar, TQDMProgressBar)
-    assert bar.get_metrics(None, None) == {"loss": 1.0}  # type: ignore[arg-type]

@@ -1,0 +1,150 @@
+"""What a run writes on the terminal and into its log: its first lines, its last, their form."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from revzoo.cli.config.build import model_spec
+from revzoo.cli.plugins import import_arguments
+from revzoo.cli.program import command_line
+from revzoo.data import ImageData
+from revzoo.profiling.costs import activation_bytes
+from revzoo.training import Classifier
+from revzoo.training.callbacks.progress import clock
+from revzoo.training.checkpoint.hyperparameters import WEIGHTS
+from revzoo.training.classifier import model_from
+from revzoo.training.metrics import in_order
+from revzoo.training.tuning.out_of_memory import memory_of
+
+log = logging.getLogger(__name__)
+
+NUMBERS = {
+    "32-true": "float32",
+    "64-true": "float64",
+    "16-mixed": "float16 autocast",
+    "bf16-mixed": "bfloat16 autocast",
+}  # by the Trainer's name of a precision
+COUNTED = 2  # images whose activations are counted; no memory is taken for them
+
+
+class LogFormat(logging.Formatter):
+    """``08:01:30 message``; in files with the date; levels above INFO are named.
+
+    Hydra's own prefix takes 70 columns of a line.
+    """
+
+    def __init__(self, *, date: bool) -> None:
+        super().__init__("%(asctime)s", "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
+        return f"{record.asctime} {level}{record.message}"
+
+
+def shorten_log() -> None:
+    """Give the handlers of the root logger, which Hydra has made, the form above."""
+    for handler in logging.getLogger().handlers:
+        handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
+
+
+def tell_opening(
+    config: Mapping[str, Any],
+    trainer: pl.Trainer,
+    module: Classifier,
+    data: ImageData,
+    run_dir: Path,
+) -> None:
+    """Log what is trained, on what, how, and where."""
+    for name, text in _opening(config, trainer, module, data, run_dir):
+        log.info("%-8s %s", name, text)
+
+
+def _opening(
+    config: Mapping[str, Any],
+    trainer: pl.Trainer,
+    module: Classifier,
+    data: ImageData,
+    run_dir: Path,
+) -> Iterator[tuple[str, str]]:
+    count = sum(p.numel() for p in module.model.parameters())
+    start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
+    yield "model", f"{config['model']['name']}, {count:,} parameters{start}"
+    root = f" {config['data']['root']}" if "root" in config["data"] else ""
+    shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
+    yield "data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"
+    yield "", f"{data.train_count:,} to train, {data.val_count:,} to validate"
+    kept = kept_bytes(config, data)
+    each = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations an image"
+    yield "memory", f"{memory_of(module)}{each}"
+    yield "device", ", ".join(_device(config, trainer))
+    steps = f"{config['trainer']['max_steps']} steps"
+    count_of = trainer.max_epochs or -1
+    epochs = f"{count_of} epoch{'s' * (count_of != 1)}" if count_of > 0 else steps
+    size = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    optim = config["optim"]
+    rate = f"{optim['name']} with lr {optim['lr']:g}"
+    yield "train", f"{epochs}, {size} images a step, {rate}, seed {config['seed']}"
+    yield "folder", str(near(run_dir))
+
+
+def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
+    device = trainer.strategy.root_device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    yield f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
+    yield (
+        "TensorFloat-32" if config["precision"]["tf32"] else NUMBERS[config["precision"]["trainer"]]
+    )
+    threads = torch.get_num_threads()
+    yield f"{threads} thread{'s' * (threads > 1)}"
+
+
+def kept_bytes(config: Mapping[str, Any], data: ImageData) -> int | None:
+    """Peak bytes of activations an image, as ``revzoo info`` counts them; None where it cannot.
+
+    Counted on torch's ``meta`` device, in float32: shapes are enough.
+    """
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    try:
+        with torch.device("meta"):
+            model = model_from({key: spec[key] for key in spec if key not in WEIGHTS})
+            images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
+            return activation_bytes(model, images)
+    except RuntimeError:  # a layer of the user's looks at values
+        return None
+
+
+def tell_result(
+    trainer: pl.Trainer, figures: Mapping[str, float], *, seconds: float, run_dir: Path, best: Any
+) -> None:
+    """Log what came out, and the commands that a user wants next."""
+    epochs = trainer.current_epoch
+    told = f"{epochs} epoch{'s' * (epochs != 1)}, {trainer.global_step:,} steps"
+    log.info("%-8s %s in %s", "trained", told, clock(seconds))
+    for split, weights in {"val": "last", "test": "best checkpoint" if best else "last"}.items():
+        own = in_order({k: v for k, v in figures.items() if k.startswith(f"{split}/")})
+        found = [f"{name.partition('/')[2]} {value:.4f}" for name, value in own.items()]
+        if found:
+            log.info("%-8s %s (%s)", split, ", ".join(found), weights)
+    for name, command in _commands(trainer, run_dir, best):
+        log.info("%-8s %s", name, command)
+
+
+def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[str, str]]:
+    if any(isinstance(each, pl.loggers.TensorBoardLogger) for each in trainer.loggers):
+        yield "curves", f"tensorboard --logdir {near(run_dir)}"
+    if best:
+        arguments = import_arguments()
+        yield "predict", f"{command_line('predict', *arguments, near(best))} IMAGES"
+        yield "evaluate", command_line("eval", *arguments, f"ckpt={near(best)}")
+
+
+def near(path: Path) -> Path:
+    """A path as short as it can be written from the working directory."""
+    path, here = Path(path).absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,0 +1,219 @@
+"""How far a run is: a bar on a terminal, a log line every half minute elsewhere.
+
+    epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
+
+Why not Lightning's bars: they show batches a second, the time left of an epoch, and every logged
+figure with its path, in 120 columns or more; and they draw into a log file, too. tqdm draws this
+one. Figures are means over the epoch so far, in the first process; the time is that of the whole
+run, validation included.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import ProgressBar
+from pytorch_lightning.trainer.states import TrainerFn
+from tqdm import tqdm
+
+from revzoo._checks import check_count, check_number
+from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
+from revzoo.training.metrics import so_far
+
+log = logging.getLogger(__name__)
+
+LONGEST, SHORTEST = 30, 8  # columns of the bar itself
+SECONDS = 0.2  # between two drawings: faster than the eye follows costs time only
+
+
+class Progress(ProgressBar):
+    """Draws the bar on a terminal, or logs a line every ``log_seconds``.
+
+    Args:
+        refresh_rate: batches between two drawings, which are a fifth of a second apart at least.
+        log_seconds: between two log lines, where standard output is no terminal.
+    """
+
+    def __init__(self, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> None:
+        super().__init__()
+        check_count("refresh_rate", refresh_rate)
+        check_number("log_seconds", log_seconds, open_low=True)
+        self.refresh_rate, self.log_seconds = refresh_rate, log_seconds
+        self._enabled = True
+        self._bar: tqdm[Any] | None = None
+        self._shown = self._begun = self._epoch_begun = 0.0
+        self._batches = self._images = 0
+
+    def disable(self) -> None:
+        self._enabled = False
+
+    def enable(self) -> None:
+        self._enabled = True
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        tqdm.write(" ".join(map(str, args)))
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._begun = self._shown = time.perf_counter()
+        self._batches = batches_of_run(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch_begun, self._images = time.perf_counter(), 0
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, i: int
+    ) -> None:
+        self._images += len(batch[0]) * trainer.world_size
+        if self._due(i + 1):
+            rate = self._images / (time.perf_counter() - self._epoch_begun)
+            figures = _figures(pl_module)
+            self._show(
+                f"epoch {epoch_of(trainer)}",
+                batches_of_epoch(trainer),
+                self.total_train_batches,
+                [f"{rate:.{int(rate < 10)}f} img/s", *figures, *self._left(trainer)],
+            )
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._paused = time.perf_counter()
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
+        totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
+        self._evaluated(head, batch_idx, (totals or trainer.num_val_batches)[dataloader_idx])
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._epoch_begun += time.perf_counter() - self._paused  # the rate is of training
+        if trainer.state.fn != TrainerFn.FITTING:
+            self._close()
+
+    def on_test_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        self._evaluated("test", batch_idx, trainer.num_test_batches[dataloader_idx])
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._close()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._close()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        self._close()
+
+    def _evaluated(self, head: str, batch_idx: int, total: float) -> None:
+        if self._due(batch_idx + 1):
+            self._show(head, batch_idx + 1, total, [])
+
+    def _due(self, batch: int) -> bool:
+        if not self._enabled:
+            return False
+        if not sys.stdout.isatty():
+            return time.perf_counter() - self._shown >= self.log_seconds
+        return batch % self.refresh_rate == 0 and time.perf_counter() - self._shown >= SECONDS
+
+    def _show(self, head: str, done: int, total: float, words: Sequence[str]) -> None:
+        self._shown = time.perf_counter()
+        count = f"{done}/{total:.0f}" if math.isfinite(total) else str(done)
+        if not sys.stdout.isatty():
+            log.info("%s", ", ".join([f"{head}, batch {count}", *words]))
+            return
+        if self._bar is None:
+            self._bar = tqdm(bar_format="", file=sys.stdout, leave=False, dynamic_ncols=True)
+        self._bar.total, self._bar.n = total if math.isfinite(total) else None, done
+        width, text = fitted(head, count, words, shutil.get_terminal_size().columns - 1)
+        self._bar.bar_format = f"{head} {{bar:{width}}} {text}" if width else f"{head} {text}"
+        self._bar.refresh()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+    def _left(self, trainer: pl.Trainer) -> list[str]:
+        """The time that the run will still take, if that can be told."""
+        done, left = batches_of_run(trainer) - self._batches, batches_left(trainer)
+        if done < 3 or not math.isfinite(left):  # the first steps are slow
+            return []
+        return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
+
+
+def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:
+    """The columns of the bar, and the text after it: as many of ``words`` as there is room for.
+
+    The first words go first, the last ones stay longest.
+    """
+    for start in range(len(words) + 1):
+        text = "  ".join([count, *words[start:]])
+        room = columns - len(head) - len(text) - 2
+        if room >= SHORTEST or start == len(words):
+            break
+    return max(0, min(room, LONGEST)), text
+
+
+def epoch_of(trainer: pl.Trainer) -> str:
+    """The number of the epoch, counted from 1, of how many: ``3/30``."""
+    number, total = trainer.current_epoch + 1, trainer.max_epochs or -1
+    per_epoch = trainer.num_training_batches
+    if trainer.max_steps > 0 and per_epoch:
+        batches = trainer.max_steps * trainer.accumulate_grad_batches
+        by_steps = math.ceil(batches / per_epoch)  # 0 where an epoch has no end
+        total = min(total, by_steps) if total > 0 else by_steps
+    return f"{number}/{total}" if total > 0 else str(number)
+
+
+def batches_left(trainer: pl.Trainer) -> float:
+    """Training batches until the run's end, infinity if that is unknown."""
+    ends = [math.inf]
+    if trainer.max_epochs is not None and trainer.max_epochs > 0:
+        whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
+        ends.append(whole - batches_of_epoch(trainer))
+    if trainer.max_steps > 0:
+        ends.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
+    return min(ends)
+
+
+def clock(seconds: float) -> str:
+    """``4:12``, ``1:04:12``, ``2 d 1:04:12``."""
+    whole = round(seconds)
+    days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
+    if whole < 3600:
+        return f"{minutes}:{whole % 60:02}"
+    text = f"{hours}:{minutes:02}:{whole % 60:02}"
+    return f"{days} d {text}" if days else text
+
+
+def _figures(module: pl.LightningModule) -> list[str]:
+    """Loss and accuracy of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
+    metrics = getattr(module, "metrics_of", None)
+    found = so_far(metrics("train")) if metrics else {}
+    return [
+        f"{name} {found[key]:.3f}" for name in ("loss", "acc") if (key := f"train/{name}") in found
+    ]

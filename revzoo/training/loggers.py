@@ -1,0 +1,120 @@
+"""Where the figures of a run go beside ``metrics.csv``: a table of loggers by name.
+
+Each takes the run's folder, what was run (for tables that compare runs), the step from which a
+resumed run logs anew, and the options of its configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers import Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from pytorch_lightning.utilities import rank_zero_only
+from torch.utils.tensorboard.summary import hparams
+
+from revzoo.training.callbacks.pictures import GROUP
+
+MIB = 2**20
+FOLDER = "tensorboard"
+COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's HPARAMS
+
+
+class TensorBoard(TensorBoardLogger):
+    """Event files that read well in TensorBoard.
+
+    TensorBoard orders groups of charts by their names and opens the first two, so what is neither
+    of training nor of validation is in a group ``watch``, after ``val``: the test, memory,
+    throughput, rates, drift (its largest; that of each step is in ``metrics.csv``).
+
+    HPARAMS compares what was run by :data:`COMPARED`; Lightning's own logger writes all options of
+    the optimiser there, and a figure ``hp_metric`` of -1.
+
+    Args:
+        run_dir: the event files are in its folder ``tensorboard``.
+        run: what was run, by name.
+        purge_step: figures from this step on are logged anew.
+    """
+
+    def __init__(self, run_dir: Path, *, run: Mapping[str, Any], purge_step: int | None) -> None:
+        super().__init__(save_dir=run_dir, name="", version=FOLDER, purge_step=purge_step)
+        self.run = dict(run)
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        super().log_metrics(dict(_charts(metrics)), step)
+
+    @rank_zero_only
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        """What was run, whatever is given: Lightning gives the options of the module."""
+        self.hparams = self.run
+        writer = self.experiment._get_file_writer()
+        figures = dict.fromkeys(COMPARED, 0.0)  # their names count
+        for summary in hparams(self.run, figures):  # type: ignore[no-untyped-call]
+            writer.add_summary(summary)
+
+
+def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
+    """The names of figures in TensorBoard; those without a chart of their own are left out."""
+    rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
+    for name, value in metrics.items():
+        group, _, rest = name.partition("/")
+        if group == "lr" or group.startswith("lr-"):
+            if len(rates) > 1:
+                yield f"{GROUP}/lr_{rest.replace('/', '_')}", value
+            elif rates:  # all groups of parameters have one rate
+                yield f"{GROUP}/lr", rates.pop()
+        elif name == "footprint/peak_bytes":
+            yield f"{GROUP}/memory_MiB", value / MIB
+        elif group in ("footprint", "reconstruction"):
+            yield f"{GROUP}/{rest if group == 'footprint' else 'reconstruction_error'}", value
+        elif group == "test":
+            yield f"{GROUP}/{name}", value
+        elif name == "drift/max":
+            yield f"{GROUP}/drift", value
+        elif name != "epoch" and group != "drift":
+            yield name, value
+
+
+def tensorboard(run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> Logger:
+    """Event files in the run's folder."""
+    return TensorBoard(run_dir, run=run, purge_step=first_step)
+
+
+def wandb(
+    run_dir: Path,
+    run: Mapping[str, Any],
+    first_step: int | None,
+    *,
+    project: str = "revzoo",
+    offline: bool = False,
+) -> Logger:
+    """Weights & Biases; a resumed run continues its own."""
+    name = run_dir.name
+    logger = WandbLogger(
+        name=name, id=name, save_dir=run_dir, project=project, offline=offline, resume="allow"
+    )
+    logger.log_hyperparams(dict(run))
+    return logger
+
+
+def mlflow(
+    run_dir: Path,
+    run: Mapping[str, Any],
+    first_step: int | None,
+    *,
+    experiment: str = "revzoo",
+    tracking_uri: str | None = None,
+) -> Logger:
+    """MLflow; without ``tracking_uri`` as ``MLFLOW_TRACKING_URI`` says."""
+    uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
+    logger = MLFlowLogger(experiment_name=experiment, run_name=run_dir.name, **uri)
+    logger.log_hyperparams(dict(run))
+    return logger
+
+
+LOGGERS: dict[str, Callable[..., Logger]] = {
+    function.__name__: function for function in (tensorboard, wandb, mlflow)
+}
+EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}  # packages that are not always installed

@@ -1,0 +1,88 @@
+"""The first lines of a run, the last ones, and the form of all."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from revzoo.cli.run.console import LogFormat, kept_bytes, near
+from revzoo.cli.run.train import train
+from revzoo.data import Digits
+from revzoo.models import create_model
+from revzoo.profiling.costs import activation_bytes
+
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
+
+
+def record(level: int) -> logging.LogRecord:
+    return logging.LogRecord("revzoo.a.long.name", level, "f.py", 1, "step %d", (3,), None)
+
+
+def test_the_prefix_is_short_and_names_what_is_no_news() -> None:
+    line = LogFormat(date=False).format(record(logging.INFO))
+    assert len(line) == len("08:01:30 step 3")
+    assert LogFormat(date=False).format(record(logging.WARNING)).endswith(" warning: step 3")
+    assert len(LogFormat(date=True).format(record(logging.INFO))) == 26
+
+
+def test_a_run_tells_what_it_is_and_what_came_out(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        figures = train(compose(*SMALL, "memory=exact", "seed=7"), run_dir=tmp_path / "run")
+    lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
+    told = {line[:8].strip(): line[9:] for line in lines if len(line) > 9 and line[8] == " "}
+    assert told["model"].startswith("revnet38, ")
+    assert told["data"] == "Digits, 10 classes, images of 1x8x8"
+    assert "1,293 to train, 144 to validate" in lines[2]
+    assert told["memory"].startswith("exact, ")
+    assert told["memory"].endswith("KiB of activations an image")
+    assert told["device"].startswith("cpu, float32, ")
+    assert told["train"] == "1 epoch, 64 images a step, sgd with lr 0.2, seed 7"
+    assert told["trained"].startswith("1 epoch, 3 steps in 0:0")
+    assert f"acc {figures['test/acc']:.4f}" in told["test"]
+    assert "best checkpoint" in told["test"]
+    assert told["curves"] == f"tensorboard --logdir {tmp_path / 'run'}"
+    assert told["predict"].endswith("best.ckpt IMAGES")
+    assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
+
+
+def test_activations_are_counted_without_memory_or_random_numbers(compose: Any) -> None:
+    config = compose(*SMALL, "memory=store")
+    data = Digits()
+    data.setup("fit")
+    state = torch.get_rng_state()
+    found = kept_bytes(config, data)
+    assert torch.equal(torch.get_rng_state(), state)
+    model = create_model("revnet38", units=(1, 1, 1), in_chans=1, memory="store")
+    assert found == activation_bytes(model, torch.randn(2, 1, 8, 8))
+
+
+def test_threads_are_those_asked_for_until_the_run_ends(compose: Any, tmp_path: Path) -> None:
+    seen: list[int] = []
+    before = torch.get_num_threads()
+    wanted = before + 1
+    config = compose(*SMALL, f"threads={wanted}", "test=false", "logger=none")
+
+    def record(*_: Any) -> None:
+        seen.append(torch.get_num_threads())
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(record)
+    try:
+        train(config, run_dir=tmp_path / "run")
+    finally:
+        hook.remove()
+    assert seen[-1] == wanted
+    assert torch.get_num_threads() == before
+
+
+def test_paths_are_short_below_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert near(tmp_path / "outputs" / "a") == Path("outputs/a")
+    assert near(Path("/etc")) == Path("/etc")

@@ -1,0 +1,103 @@
+"""The bar fits its terminal; elsewhere a line comes now and then."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_task import TinyNet, loader, trainer
+
+from revzoo.training import Classifier
+from revzoo.training.callbacks import progress
+from revzoo.training.callbacks.progress import Progress, clock, epoch_of, fitted
+
+WORDS = ["1204 img/s", "loss 0.733", "acc 0.931", "4:12 left"]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 79, 119])
+def test_the_line_fits_and_the_time_left_stays_longest(columns: int) -> None:
+    head, count = "epoch 12/100", "212/352"
+    width, text = fitted(head, count, WORDS, columns)
+    assert len(f"{head} ") + width + len(f" {text}") <= columns
+    assert text.endswith("4:12 left")
+    assert width >= (8 if columns >= 60 else 0)
+    assert ("img/s" in text) is (columns >= 79)
+
+
+def test_a_terminal_too_narrow_for_words_keeps_the_count() -> None:
+    assert fitted("epoch 12/100", "212/352", WORDS, 20) == (0, "212/352")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (252, "4:12"), (3852, "1:04:12"), (176652, "2 d 1:04:12")]
+)
+def test_times_are_read_as_on_a_clock(seconds: float, text: str) -> None:
+    assert clock(seconds) == text
+
+
+def fit(tmp_path: Path, bar: Progress, **options: Any) -> Any:
+    runner = trainer(tmp_path, callbacks=[bar], enable_progress_bar=True, **options)
+    runner.fit(Classifier(TinyNet()), loader(), loader())
+    return runner
+
+
+def test_a_log_file_gets_lines_and_no_bar(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        fit(tmp_path, Progress(log_seconds=1e-9))
+    lines = [r.getMessage() for r in caplog.records if r.name == progress.__name__]
+    batch = r"epoch 2/2, batch \d/4, [\d.]+ img/s, loss \d.\d{3}, acc \d.\d{3}, 0:0\d left"
+    assert any(re.fullmatch(batch, line) for line in lines), lines
+    assert any(re.fullmatch(r"epoch 1/2 validation, batch 1/\d", line) for line in lines), lines
+    assert capsys.readouterr().out == ""
+
+
+def test_a_line_comes_every_so_many_seconds(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        fit(tmp_path, Progress(log_seconds=60))
+    assert [r for r in caplog.records if r.name == progress.__name__] == []
+
+
+def test_a_terminal_gets_a_bar(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setenv("COLUMNS", "80")
+    fit(tmp_path, Progress())
+    drawn = [part for part in re.split(r"[\r\n]", capsys.readouterr().out) if part.strip()]
+    assert any(part.startswith("epoch 2/2 ") and " 4/4  " in part for part in drawn), drawn
+    assert all(len(part) < 80 for part in drawn)
+    assert not any("v_num" in part for part in drawn)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [({"max_epochs": 2}, "2/2"), ({"max_epochs": -1, "max_steps": 6}, "2/2")],
+)
+def test_an_epoch_is_told_of_how_many(tmp_path: Path, options: Any, text: str) -> None:
+    seen = []
+
+    class Seen(Progress):
+        def on_train_epoch_end(self, runner: Any, module: Any) -> None:
+            seen.append(epoch_of(runner))
+
+    fit(tmp_path, Seen(), **options)
+    assert seen[-1] == text
+
+
+def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:
+    """Computed metrics are kept: the epoch's figure would be that of its first batches."""
+    torch.manual_seed(0)
+    plain = fit(tmp_path / "a", Progress(log_seconds=60)).callback_metrics
+    torch.manual_seed(0)
+    watched = fit(tmp_path / "b", Progress(log_seconds=1e-9)).callback_metrics
+    assert {k: float(v) for k, v in plain.items()} == {k: float(v) for k, v in watched.items()}

@@ -1,0 +1,92 @@
+"""What TensorBoard is given, and the options of the other loggers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_task import TINY, loader, trainer
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from revzoo.training import Classifier, Footprint, loggers
+from revzoo.training.callbacks import registry
+from revzoo.training.loggers import LOGGERS, TensorBoard
+
+RUN = {"model": "revnet38", "data": "Digits", "batch": 64, "seed": 0}
+
+
+def events(folder: Path) -> EventAccumulator:
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    return found
+
+
+def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) -> None:
+    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    callbacks = [Footprint(), registry.learning_rate(tmp_path), registry.drift(tmp_path)]
+    callbacks[-1].every_n_steps = 1
+    module = Classifier(TINY, optim={"lr": 0.01, "schedule": {"name": "constant"}})
+    trainer(tmp_path, logger=logger, callbacks=callbacks).fit(module, loader(), loader())
+    tags = events(tmp_path).Tags()["scalars"]
+    groups = {tag.partition("/")[0] for tag in tags}
+    assert sorted(groups) == ["train", "val", "watch"]
+    watched = {tag for tag in tags if tag.startswith("watch/")}
+    assert {"watch/memory_MiB", "watch/images_per_second", "watch/lr", "watch/drift"} <= watched
+    assert len([tag for tag in tags if "drift" in tag]) == 1
+    memory = events(tmp_path).Scalars("watch/memory_MiB")[-1].value
+    assert 50 < memory < 50_000
+
+
+def test_rates_that_differ_have_a_chart_each(tmp_path: Path) -> None:
+    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger.log_metrics({"lr/pg1": 0.1, "lr/pg2": 0.2, "epoch": 1.0}, 0)
+    logger.save()
+    assert events(tmp_path).Tags()["scalars"] == ["watch/lr_pg1", "watch/lr_pg2"]
+
+
+def test_hyperparameters_are_what_was_run_with_its_accuracies(tmp_path: Path) -> None:
+    """There was ``hp_metric -1`` and every option of the optimiser."""
+    from tensorboard.plugins.hparams import metadata
+
+    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    trainer(tmp_path, logger=logger, max_epochs=1).fit(Classifier(TINY), loader(), loader())
+    found = events(tmp_path)
+    assert "hp_metric" not in found.Tags()["scalars"]
+    content = found.PluginTagToContent("hparams")
+    begun = metadata.parse_session_start_info_plugin_data(content[metadata.SESSION_START_INFO_TAG])
+    assert set(begun.hparams) == set(RUN)
+    assert begun.hparams["model"].string_value == "revnet38"
+    experiment = metadata.parse_experiment_plugin_data(content[metadata.EXPERIMENT_TAG])
+    assert [info.name.tag for info in experiment.metric_infos] == ["val/acc", "watch/test/acc"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "builder", "options", "given"),
+    [
+        ("wandb", "WandbLogger", {"project": "p", "offline": True}, {"project": "p", "id": "r"}),
+        ("mlflow", "MLFlowLogger", {"experiment": "e"}, {"experiment_name": "e", "run_name": "r"}),
+        ("mlflow", "MLFlowLogger", {"tracking_uri": "u"}, {"tracking_uri": "u"}),
+    ],
+)
+def test_other_loggers_get_their_options_and_what_was_run(
+    kind: str,
+    builder: str,
+    options: dict[str, Any],
+    given: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: dict[str, Any] = {}
+
+    class Fake:
+        def __init__(self, **keywords: Any) -> None:
+            seen.update(keywords)
+
+        def log_hyperparams(self, params: dict[str, Any]) -> None:
+            seen["params"] = params
+
+    monkeypatch.setattr(loggers, builder, Fake)
+    LOGGERS[kind](tmp_path / "r", RUN, None, **options)
+    assert given.items() <= seen.items()
+    assert seen["params"] == RUN
