@@ -8,6 +8,7 @@ than a configuration should be able to do.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from pytorch_lightning.profilers import (
     SimpleProfiler,
 )
 
+from revzoo.cli.config.errors import ConfigError
 from revzoo.core.modes import mode_of
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
@@ -31,7 +33,7 @@ from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.distributed import is_first_process
-from revzoo.training.loggers import LOGGERS
+from revzoo.training.loggers import EXTRAS, LOGGERS
 
 PROFILERS: dict[str, type[Any]] = {
     "simple": SimpleProfiler,
@@ -115,6 +117,8 @@ def build_loggers(
     if kind is None:
         return []
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
+    if kind in EXTRAS and find_spec(EXTRAS[kind]) is None:
+        raise ConfigError(f"logger={kind} needs a package: pip install {EXTRAS[kind]}")
     if kind != CSV_ALONE and is_first_process():
         loggers.append(LOGGERS[kind](run_dir, described(config), first_step, **options))
     return loggers

@@ -8,7 +8,6 @@ is initialised: the model is built on torch's ``meta`` device, where weights hav
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -41,7 +40,7 @@ from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check_callbacks
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
 from revzoo.training.classifier import model_from
-from revzoo.training.loggers import EXTRAS, LOGGERS
+from revzoo.training.loggers import LOGGERS
 from revzoo.training.optim.optimizers import OptimSpec
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
@@ -241,7 +240,7 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
 
 
 def check_logger(logger: Mapping[str, Any]) -> None:
-    """Refuse a kind of logger that does not exist or is not installed, and unknown options."""
+    """Refuse a kind of logger that does not exist, and unknown options."""
     kind, kinds = logger.get("kind"), (*LOGGERS, CSV_ALONE)
     if kind is not None and kind not in kinds:
         raise ConfigError(
@@ -251,7 +250,3 @@ def check_logger(logger: Mapping[str, Any]) -> None:
     check_names(
         logger, ("kind", *(keyword_names(LOGGERS[kind]) if kind in LOGGERS else ())), where="logger"
     )
-    if kind in EXTRAS and find_spec(EXTRAS[kind]) is None:
-        raise ConfigError(
-            f"logger={kind} needs the package {EXTRAS[kind]}: pip install {EXTRAS[kind]}"
-        )
