@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from revzoo.core.guard import Guard
+from revzoo.core.guard import COMPARED, Guard
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import (
     DIFFERENTIATES_INSIDE,
@@ -176,6 +176,7 @@ class Tape:
         self._cursor: tuple[int, State] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
+        self._stride = 1  # of the entries that keep samples
 
     @staticmethod
     def ending_with(state: State) -> Tape:
@@ -188,6 +189,7 @@ class Tape:
         self.entries.append(entry)
         if outputs is None:
             return
+        self._thin_samples()
         self._set_known(outputs)
         self._position = len(self.entries)
         if self._landmarks and not self._landmarks[-1].stands():
@@ -195,6 +197,15 @@ class Tape:
         self._given = [weakref.ref(t) for t in outputs]
         self._landmarks.append(_Landmark(self._position, self._given, self._marks))
         _open_tapes[id(outputs[-1])] = self
+
+    def _thin_samples(self) -> None:
+        """Let what the guard keeps not grow with depth: of a long chain it compares some steps."""
+        if len(self.entries) > COMPARED * self._stride:
+            self._stride *= 2
+            for entry in self.entries[:: self._stride // 2][1::2]:
+                entry.samples = []
+        if (len(self.entries) - 1) % self._stride:
+            self.entries[-1].samples = []
 
     def close(self) -> None:
         """Let no further step join until one is appended."""

@@ -42,6 +42,7 @@ from revzoo.core.replay import address
 SAMPLES = 32  # values compared per stream that has no channels
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # compared at most, per stream; others in the next step
+COMPARED = 256  # steps of a chain at most, evenly spread; a longer one reports every other's drift
 VARIANTS = 4  # sets of places, one of them drawn at each step
 _FEWEST = 4  # values that a channel needs for its spread to mean anything; fewer agree by chance
 

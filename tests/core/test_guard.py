@@ -11,12 +11,14 @@ import revzoo
 from revzoo import (
     AdditiveCoupling,
     DriftError,
+    Invertible,
     ReversibleBlock,
     ReversibleSequence,
     drift,
     set_drift_limit,
     set_memory,
 )
+from revzoo.profiling.live import LiveMemory
 
 
 def run(net, x):
@@ -146,3 +148,38 @@ def test_never_fires_on_the_zoo_in_float32(name):
     net = revzoo.create_model(name, memory="invert")
     run(net, torch.randn(8, 3, 32, 32))
     assert 0 < max(drift(net).values()) < 1e-4
+
+
+def test_what_is_kept_of_a_long_chain_does_not_grow():
+    """Samples of each step were kept: 384 bytes a coupling of 16 channels, at any depth."""
+    coupling = AdditiveCoupling(nn.Tanh())
+
+    def kept(depth):
+        net = ReversibleSequence([coupling] * depth)
+        x = torch.randn(2, 32, 4, 4, requires_grad=True)
+        with LiveMemory() as memory:
+            y = net(x)
+            kept = memory.now
+        del y
+        return kept
+
+    _, few, many, more = map(kept, (8, 64, 512, 1024))  # the first makes the tables of places
+    assert few < many
+    assert more <= many
+
+
+def test_a_long_chain_is_still_compared():
+    class Wrong(Invertible):
+        """Its inverse is off."""
+
+        def forward(self, x1, x2):
+            return x2, x1
+
+        def inverse(self, y1, y2):
+            return y2 + 1, y1
+
+    steps = [AdditiveCoupling(nn.Tanh()) for _ in range(600)]
+    x = torch.randn(2, 8, dtype=torch.float64, requires_grad=True)
+    ReversibleSequence(steps)(x).sum().backward()
+    with pytest.raises(DriftError):
+        ReversibleSequence([*steps[:301], Wrong(), *steps[301:]])(x).sum().backward()
