@@ -156,8 +156,9 @@ def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> lis
     with torch.no_grad():
         rows = [_round_trip("whole", net, state, given)[0]]
         if len(state) == 1 and net.streams == 2:
-            dim = getattr(net, "dim", 1)
-            state = tuple(half.clone() for half in state[0].chunk(2, dim=dim))
+            (x,), dim, parts = state, getattr(net, "dim", 1), getattr(net, "split", (1, 1))
+            sizes = [x.shape[dim] // sum(parts) * n for n in parts]
+            state = tuple(piece.clone() for piece in torch.split(x, sizes, dim=dim))
         for name, step in _atoms(net):
             row, state = _round_trip(name, step, state, given)
             rows.append(row)

@@ -22,6 +22,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.layers.sequence import ReversibleSequence
+from revzoo.layers.split import HALVES
 
 
 class Reversed(ReversibleSequence):
@@ -54,7 +55,8 @@ class Reversed(ReversibleSequence):
             )
         labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
-        super().__init__(steps, memory=memory, dim=getattr(module, "dim", 1))
+        dim, split = getattr(module, "dim", 1), getattr(module, "split", HALVES)
+        super().__init__(steps, memory=memory, dim=dim, split=split)
         for step, label in labels:  # errors name them by their place in the module
             step.label = label
 

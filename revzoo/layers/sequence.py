@@ -27,7 +27,7 @@ from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
-from revzoo.layers.split import Merge, Split
+from revzoo.layers.split import HALVES, Merge, Split
 
 
 class ReversibleSequence(Invertible):
@@ -51,6 +51,8 @@ class ReversibleSequence(Invertible):
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
             changes it later. Whatever mode a member had is replaced; None keeps it.
         dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
+        split: relative sizes of the two streams that it is split in, and merged from: ``(1, 2)``
+            makes 1 and 2 of 3 channels.
 
     Raises:
         TypeError: a member is no Step.
@@ -70,9 +72,11 @@ class ReversibleSequence(Invertible):
         *,
         memory: str | None = "invert",
         dim: int = 1,
+        split: tuple[int, int] = HALVES,
     ) -> None:
         super().__init__()
         self.dim = dim
+        self.split = Split(dim, split).parts
         self.steps = _Steps()
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
         self._set_steps([(_checked_name(name), step) for name, step in named])
@@ -116,7 +120,7 @@ class ReversibleSequence(Invertible):
     def __getitem__(self, index: int | str | slice) -> Step | ReversibleSequence:
         if not isinstance(index, slice):
             return self._items()[self._position(index)][1]
-        part = ReversibleSequence((), memory=None, dim=self.dim)
+        part = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
         part.steps = self.steps[index]  # not set one by one: they keep their labels
         return part
 
@@ -195,14 +199,15 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if merge:
-            state = run_step(_like(next(iter(self), self), Split(self.dim)), state)
+            state = run_step(_like(next(iter(self), self), Split(self.dim, self.split)), state)
         self._check_count(state)
         for step in self:
             state, total, more = _advance(step, state, total, context)
             extras += more
         if merge:
             self._check_mergeable(state)
-            state = run_step(_like(list(self)[-1] if len(self) else self, Merge(self.dim)), state)
+            last = list(self)[-1] if len(self) else self
+            state = run_step(_like(last, Merge(self.dim, self.split)), state)
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -215,7 +220,7 @@ class ReversibleSequence(Invertible):
         self._check_invertible()
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
-        state = Split(self.dim)(*state) if merge else state
+        state = Split(self.dim, self.split)(*state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
                 state = as_state(step.inverse(*state, **context))
@@ -226,7 +231,7 @@ class ReversibleSequence(Invertible):
                     inputs = as_state(step.inverse(*state, **context))  # type: ignore[operator]
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
-        state = Merge(self.dim)(*state) if merge else state
+        state = Merge(self.dim, self.split)(*state) if merge else state
         return state[0] if len(state) == 1 else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:

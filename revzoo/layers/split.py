@@ -10,6 +10,7 @@ not repeat its value bit for bit, as mode ``exact`` needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,35 +19,54 @@ from torch import Tensor
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.streams import no_change_of_volume
 
+Parts = tuple[int, int]
+HALVES: Parts = (1, 1)
 
-def halves(x: Tensor, dim: int = 1) -> State:
-    """The two halves of ``x`` along ``dim``, dense, with the order of its strides."""
-    return tuple(t.clone(memory_format=torch.preserve_format) for t in x.chunk(2, dim=dim))
+
+def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
+    """Two pieces of ``x`` along ``dim``, sized as ``parts``, dense, in the order of its strides."""
+    unit = x.shape[dim] // sum(parts)
+    pieces = torch.split(x, [unit * n for n in parts], dim=dim)
+    return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
+
+
+def _check_parts(parts: Sequence[int]) -> Parts:
+    if len(parts) != 2 or any(type(n) is not int or n < 1 for n in parts):
+        raise ValueError(f"parts={parts}: expected two whole numbers of at least 1")
+    return parts[0], parts[1]
 
 
 class Split(Invertible):
     """``(B, 2C, ...) -> (B, C, ...), (B, C, ...)``: the two halves along ``dim``.
 
+    Args:
+        dim: where the tensor is split.
+        parts: relative sizes of the pieces: ``(1, 2)`` makes 1 and 2 of 3 channels.
+
     Raises:
-        ValueError: the tensor has no such dimension, or its size there is odd.
+        ValueError: the tensor has no such dimension, or its size there does not divide.
     """
 
     streams = 1
     outputs = 2
     exact = True
 
-    def __init__(self, dim: int = 1) -> None:
+    def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
         super().__init__()
         self.dim = dim
+        self.parts = _check_parts(parts)
 
     def forward(self, x: Tensor, **context: Any) -> State:
-        if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] % 2:
+        if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] % sum(self.parts):
+            number = (
+                "an even number" if self.parts == HALVES else f"a multiple of {sum(self.parts)}"
+            )
             raise ValueError(
                 f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim "
-                f"{self.dim}: expected an even number of channels there; choose dim, pad the "
-                "channels or pass two streams"
+                f"{self.dim}: expected {number} of channels there; choose dim or the sizes of the "
+                "parts, pad the channels or pass two streams"
             )
-        return halves(x, self.dim)
+        return halves(x, self.dim, self.parts)
 
     def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
         return (torch.cat((x1, x2), dim=self.dim),)
@@ -56,22 +76,35 @@ class Split(Invertible):
 
 
 class Merge(Invertible):
-    """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`."""
+    """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`.
+
+    Raises:
+        ValueError: the streams have not the sizes of the ``parts``.
+    """
 
     exact = True
     outputs = 1
 
-    def __init__(self, dim: int = 1) -> None:
+    def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
         super().__init__()
         self.dim = dim
+        self.parts = _check_parts(parts)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
+        first, second = self.parts
+        if x1.shape[self.dim] * second != x2.shape[self.dim] * first:
+            raise ValueError(
+                f"got streams of shape {tuple(x1.shape)} and {tuple(x2.shape)} to merge along dim "
+                f"{self.dim}: expected sizes of {first} to {second} there, or the inverse would "
+                "cut elsewhere. A coupling swaps the streams, a ReversibleBlock swaps them back; "
+                "or pass the streams one by one"
+            )
         # The gradient of cat() is a view of the merged one, which would live as long as either
         # half; the product's gradient is dense and separate.
         return (torch.cat((x1 * 1, x2 * 1), dim=self.dim),)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
-        return halves(y, self.dim)
+        return halves(y, self.dim, self.parts)
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return no_change_of_volume(x1)

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-from compare import error
+from compare import assert_same_training, error, images, twin
+from torch import nn
 
-from revzoo import ReversibleSequence, check_inverse
+from revzoo import (
+    AdditiveCoupling,
+    Reversed,
+    ReversibleBlock,
+    ReversibleSequence,
+    Squeeze,
+    check_inverse,
+)
 from revzoo.layers.split import Merge, Split
 
 
@@ -48,3 +56,32 @@ def test_halves_are_dense_as_reconstructed_streams_are():
         for half in (*Split()(y), *Merge().inverse(y)):
             assert half.is_contiguous(memory_format=kind)
         assert torch.equal(torch.cat(Split()(y), dim=1), x)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+def test_parts_of_another_size(mode):
+    """Three channels: one and two, through blocks and a squeeze."""
+    torch.manual_seed(0)
+    branches = [nn.Conv2d(a, b, 3, padding=1) for a, b in ((2, 1), (1, 2), (8, 4), (4, 8))]
+    f, g, h, k = (nn.Sequential(b, nn.Tanh()) for b in branches)
+    steps = [ReversibleBlock(f, g), Squeeze(2), ReversibleBlock(h, k)]
+    net = ReversibleSequence(steps, memory=mode, split=(1, 2)).double()
+    x = images(channels=3)
+    y = net(x)
+    assert y.shape == (3, 12, 3, 3)
+    assert (net.inverse(y) - x).abs().max() < (1e-3 if mode == "exact" else 1e-12)
+    assert torch.equal(y, torch.cat(net(x[:, :1], x[:, 1:]), dim=1))
+    assert_same_training(net, twin(net, "store"), x, tolerance=1e-2 if mode == "exact" else 1e-12)
+    assert check_inverse(twin(net, "store"), x).worst(torch.float64) < 1e-12
+    assert net[1:].split == Reversed(net).split == (1, 2)
+
+
+def test_parts_that_do_not_fit():
+    with pytest.raises(ValueError, match="expected a multiple of 3 of channels there"):
+        Split(1, (1, 2))(torch.zeros(1, 4))
+    for parts in ((1,), (0, 1), (1, 2.0), (1, 2, 3)):
+        with pytest.raises(ValueError, match="expected two whole numbers of at least 1"):
+            Split(1, parts)
+    swaps = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 1))], split=(1, 2))
+    with pytest.raises(ValueError, match=r"expected sizes of 1 to 2 there.*swaps the streams"):
+        swaps(torch.zeros(1, 3))
