@@ -478,7 +478,7 @@ class Replayed:
         with (
             contextlib.suppress(_EnoughRecordedError),
             torch.enable_grad(),
-            Recording(self._pack, _refuse),
+            Recording(functools.partial(_pack_in, weakref.ref(self)), _refuse),
         ):
             outputs = as_state(fn(*leaves, **context))
         if self._count > before:
@@ -527,6 +527,12 @@ class Replayed:
             "function of its inputs, parameters, buffers and torch's random state; use "
             f"memory='store' for one that is not{self._entry.step.difference()}"
         )
+
+
+def _pack_in(replayed: weakref.ref[Replayed], t: Tensor) -> None:
+    """The pack hook of a replay, held by whatever graph the replay leaves somewhere."""
+    if (found := replayed()) is not None:
+        found._pack(t)
 
 
 def _leaf(t: Tensor) -> Tensor:
