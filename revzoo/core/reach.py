@@ -13,9 +13,10 @@ NOTE [ What counts as reached ]
        that some reached function loads by name: a method of a large module does not reach what
        other methods use. A function that calls ``getattr`` may load any. Operators load special
        methods without a name.
-    3. Of a module that the step runs inside of, because it contains the step or calls
-       ``invertible_checkpoint`` or ``checkpoint``, likewise only submodules, parameters and
-       buffers by name; all submodules if a function walks over them.
+    3. Of a module that the step runs inside of, because it contains the step, or because a method
+       of it is under way that may have called ``invertible_checkpoint`` or ``checkpoint``,
+       likewise only submodules, parameters and buffers by name; all submodules if a function
+       walks over them.
     4. A container, simple namespace or data class that holds tensors with a graph is looked at as a
        copy with aliases of them, since the graph may hold the tape, which holds the result.
        Otherwise each forward pass that replaces a list of losses, say, keeps the graph of the one
@@ -512,7 +513,8 @@ class _Search:
         if self.step is not None and self.step in modules_in([m]):
             return True
         methods = _methods(type(m))
-        return any(_calls_steps(f) for n, fs in methods.items() if n[:2] != "__" for f in fs)
+        calls = any(_calls_steps(f) for n, fs in methods.items() if n[:2] != "__" for f in fs)
+        return calls and _is_running(m)  # or else the step runs it, and what it calls, whole
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
@@ -673,6 +675,18 @@ def _foreign(module: str | None) -> bool:
 
 def _calls_steps(f: types.FunctionType) -> bool:
     return not _STEPS.isdisjoint(frozenset().union(*_loads(f.__code__)))
+
+
+def _is_running(m: nn.Module) -> bool:
+    """Whether a method of ``m``, one of its own classes', is under way in this thread."""
+    codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is m:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @functools.lru_cache(maxsize=4096)
