@@ -12,17 +12,16 @@ tar files of torch 0.1.
 
 from __future__ import annotations
 
-import pickle
 import types
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.pickles import BoundedUnpickler, listed, ordered
 from revzoo.weights.torch_file import check_tensors, read_torch_file
 
 Weights = Mapping[str, Tensor]
@@ -90,8 +89,8 @@ class _First(_Rebuild):
 
 
 KNOWN: Mapping[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): ordered,
+    ("torch", "Size"): listed,
     ("torch._utils", "_rebuild_tensor"): _RebuildTensor(),
     ("torch._utils", "_rebuild_tensor_v2"): _RebuildTensor(),
     ("torch._utils", "_rebuild_parameter"): _First(),
@@ -99,17 +98,11 @@ KNOWN: Mapping[tuple[str, str], Any] = {
 }
 
 
-BYTEARRAY8 = pickle.BYTEARRAY8[0]
 WRAPPED = (Mapping, Placeholder)
 _MOST_MODULES, _DEEPEST = 100_000, 50
 
 
-class _Unpickler(pickle._Unpickler):
-    """Python's unpickler: the one in C allocates its memo for the largest index in the file."""
-
-    # A bytearray is filled with zeros before it is read, however large the file says it is.
-    dispatch: ClassVar = {k: v for k, v in pickle._Unpickler.dispatch.items() if k != BYTEARRAY8}
-
+class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
             return KNOWN[module, name]

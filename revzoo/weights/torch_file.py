@@ -11,11 +11,15 @@ Three formats are read:
 * bare pickles (torch 0.2 to 1.5). Neither of the last two has a checksum, so damage in them goes
   unnoticed; they are read with a warning.
 
+Before torch sees a pickle, :mod:`revzoo.weights.pickles` refuses one that asks for more than its
+length suggests.
+
 Not imported by :mod:`revzoo.weights` itself, which works without torch.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import re
 import tarfile
@@ -29,11 +33,10 @@ import torch
 from torch import Tensor
 
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.pickles import CONTAINERS, check_nesting, check_pickles
 
 _MAGIC = b"PK\x03\x04"  # what torch.load takes for an archive begins with this
-_MOST_VALUES = 1_000_000  # in the containers of one file; the state of a run has thousands
-_DEEPEST = 50
-_BYTEARRAY = (b"c__builtin__\nbytearray\n", b"cbuiltins\nbytearray\n")  # GLOBAL opcodes
+_BARE_PICKLES = 5  # magic number, version, machine, content, storages
 _REMEDY = "use another copy of it, or another checkpoint of the run"
 
 log = logging.getLogger(__name__)
@@ -69,7 +72,7 @@ def read_torch_file(
             path,
         )
     try:
-        content = _load(path, map_location, fallback_pickle)
+        content = _load(path, is_archive, map_location, fallback_pickle)
     except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
         # Not torch's whole message, which first advises weights_only=False.
         named = re.search(r"GLOBAL (\S+)", str(error))
@@ -77,14 +80,26 @@ def read_torch_file(
         reason = f"it names {named[1]}" if named else " ".join(reason.split())[:200]
         raise UnreadableWeightsError(
             f"{path} is damaged, or holds more than plain values and tensors: it was not loaded, "
-            f"since loading it could run code ({type(error).__name__}: {reason})"
+            f"since loading it could run code ({type(error).__name__}: {reason}); expected a "
+            "state_dict: a dense tensor by each name"
         ) from None
-    check_tensors(_tensors_in(content, path), path)
+    try:
+        check_nesting(content, str(path))
+    except UnreadableWeightsError as error:
+        raise UnreadableWeightsError(f"{error}: it was not loaded; {_REMEDY}") from None
+    check_tensors(_tensors_in(content), path)
     return content
 
 
-def _load(path: Path, map_location: Any, fallback_pickle: Any) -> Any:
+def _load(path: Path, is_archive: bool, map_location: Any, fallback_pickle: Any) -> Any:
     try:
+        if is_archive:
+            with zipfile.ZipFile(path) as archive:
+                for content in _pickles_in(archive):
+                    check_pickles(io.BytesIO(content))
+        else:
+            with path.open("rb") as file:
+                check_pickles(file, _BARE_PICKLES)
         return torch.load(path, map_location=map_location, weights_only=True)
     except Exception:  # of several kinds, one for each thing that it does not know
         if fallback_pickle is None:
@@ -127,8 +142,7 @@ def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | Non
         return "is a TorchScript archive, which holds a program; save the module's state_dict"
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return "is compressed, which nothing that torch saves is"
-    larger = sum(entry.file_size for entry in entries) > size  # entries share bytes
-    if larger or any(_allocates(archive, entry) for entry in entries):
+    if sum(entry.file_size for entry in entries) > size:  # entries share bytes
         return (
             f"would take more memory than its {size:,} bytes, which nothing that torch saves does"
         )
@@ -136,47 +150,25 @@ def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | Non
     return damaged and f"is damaged, the sum of {damaged} does not match"
 
 
-def _allocates(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bool:
-    """Whether a pickle calls ``bytearray``, which fills as many bytes as it is asked for.
-
-    ``torch.load(weights_only=True)`` allows this call. Our own checkpoints do not have it.
-    """
-    if not entry.filename.endswith(".pkl"):
-        return False
-    if not entry.CRC:
-        entry.CRC = None  # type: ignore[assignment]  # not kept, so not verified by read()
-    content = archive.read(entry)
-    return any(call in content for call in _BYTEARRAY)
+def _pickles_in(archive: zipfile.ZipFile) -> Iterator[bytes]:
+    for entry in archive.infolist():
+        if entry.filename.endswith(".pkl"):
+            if not entry.CRC:
+                entry.CRC = None  # type: ignore[assignment]  # not kept, so not verified by read()
+            yield archive.read(entry)
 
 
-def _tensors_in(content: Any, path: Path) -> Iterator[tuple[str, Tensor]]:
-    """All tensors in the containers, each named by the nearest key above it.
-
-    A list may hold another one many times, which may do so in its turn: 40 such lists have more
-    paths than a program can walk. Hence the limits, which also refuse a list that holds itself.
-    Whoever walks or prints the content later is safe from both.
-    """
-    pending: list[tuple[str, Any, int]] = [("", content, 0)]
-    count = 0
+def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
+    """All tensors in the containers, each named by the nearest key above it."""
+    pending, seen = [("", content)], set()
     while pending:
-        name, value, depth = pending.pop()
+        name, value = pending.pop()
         if isinstance(value, Tensor):
             yield name, value
-            continue
-        if not isinstance(value, (dict, list, tuple)):
-            continue
-        count += len(value)
-        if count > _MOST_VALUES or depth > _DEEPEST:
-            raise UnreadableWeightsError(
-                f"{path} holds more than {_MOST_VALUES:,} values, or lists in lists more than "
-                f"{_DEEPEST} deep: it was not loaded; {_REMEDY}"
-            )
-        items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
-        pending += [
-            (key if isinstance(key, str) else name, item, depth + 1)
-            for key, item in items
-            if isinstance(item, (Tensor, dict, list, tuple))
-        ]
+        elif isinstance(value, CONTAINERS) and id(value) not in seen:
+            seen.add(id(value))
+            items = value.items() if isinstance(value, dict) else ((name, item) for item in value)
+            pending += [(key if isinstance(key, str) else name, item) for key, item in items]
 
 
 def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:

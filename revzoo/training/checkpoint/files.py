@@ -19,7 +19,6 @@ import logging
 import os
 import reprlib
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -34,6 +33,7 @@ from revzoo.models.pretrained import check_fit
 from revzoo.models.tensors import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
+from revzoo.weights.pickles import MAPPINGS, check_nesting
 from revzoo.weights.torch_file import read_torch_file
 
 log = logging.getLogger(__name__)
@@ -41,10 +41,7 @@ log = logging.getLogger(__name__)
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"
-MAPPINGS = (dict, OrderedDict, Counter)  # all of which torch reads as plain
-CONTAINERS = (*MAPPINGS, list, tuple)
 PLAIN = (str, int, float, bool, type(None), bytes)
-DEEPEST, MOST = 50, 2_000_000  # levels and items of a state; random states of 1,000 processes fit
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
 GIVE_UP_AFTER = 3600.0  # seconds without a successful save that end a run
 
@@ -65,57 +62,17 @@ def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
     """Everything in ``value`` that is no container, and each key that is no plain one; by place.
 
     Only these containers count: a subclass is written as itself, and reading it runs its code.
-
-    Raises:
-        CheckpointError: containers nest too much, see :func:`check_nesting`.
     """
-    check_nesting(value, key)
-    yield from _leaves(value, key)
-
-
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     if type(value) in MAPPINGS:
         for name, item in value.items():
             if type(name) not in PLAIN:
                 yield f"{key}: the key {reprlib.repr(name)}", name
-            yield from _leaves(item, f"{key}[{reprlib.repr(name)}]")
+            yield from leaves(item, f"{key}[{reprlib.repr(name)}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from _leaves(item, f"{key}[{index}]")
+            yield from leaves(item, f"{key}[{index}]")
     else:
         yield key, value
-
-
-def check_nesting(value: Any, key: str) -> None:
-    """Refuse containers that take forever to walk through.
-
-    A list that holds another one ten times costs a file nothing, and forty levels of such lists
-    have 10**40 items. Sizes are summed up here without walking through a container twice.
-
-    Raises:
-        CheckpointError: more than :data:`DEEPEST` levels or :data:`MOST` items; names the place.
-    """
-    sizes: dict[int, int] = {}
-
-    def size(value: Any, key: str, level: int) -> int:
-        if id(value) not in sizes:
-            items = value.items() if type(value) in MAPPINGS else enumerate(value)
-            if level < DEEPEST:
-                sizes[id(value)] = sum(
-                    size(item, f"{key}[{reprlib.repr(name)}]", level + 1)
-                    if type(item) in CONTAINERS
-                    else 1
-                    for name, item in items
-                )
-            if sizes.get(id(value), MOST) >= MOST:
-                raise CheckpointError(
-                    f"{key[:100]} nests too much: expected less than {DEEPEST} levels and {MOST:,} "
-                    "items in a checkpoint; use one that this program has written"
-                )
-        return sizes[id(value)]
-
-    if type(value) in CONTAINERS:
-        size(value, key, 0)
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
@@ -128,6 +85,10 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         CheckpointError: ``state`` holds more than plain values and tensors; nothing is written.
         UnwritableCheckpoint: the disk refuses it each time; the old file is as it was.
     """
+    try:
+        check_nesting(state, "checkpoint")
+    except UnreadableWeightsError as error:
+        raise CheckpointError(f"{error}: it was not written") from None
     for key, value in leaves(state):
         kind = type(value)
         if kind is not Tensor and (kind not in PLAIN or ": the key" in key):

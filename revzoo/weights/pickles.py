@@ -1,0 +1,173 @@
+"""Pickles that would hang the reader or fill the memory are found before torch loads them.
+
+``torch.load(weights_only=True)`` runs no code of the file, but believes its sizes. A hundred bytes
+can hold a tuple of 2**60 parts as the key of a dictionary (hashing it never ends), encode a text to
+hexadecimal digits forty times, or make a set of a tensor that repeats one value without end.
+
+:func:`check_pickles` therefore reads the file first, with stand-ins for tensors and storages.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO, Any, ClassVar
+
+from revzoo.weights.errors import UnreadableWeightsError
+
+MAPPINGS = (dict, OrderedDict, Counter)
+CONTAINERS = (*MAPPINGS, list, tuple)
+DEEPEST, MOST = 50, 2_000_000  # levels and values; random states of 1,000 processes fit
+_STORAGE_OR_DTYPE = re.compile(r"\w+Storage|(b?float|complex|qu?int|u?int|bool)\w*")
+
+
+def check_nesting(value: Any, name: str) -> None:
+    """Refuse containers that take forever to walk through.
+
+    A list that holds another one ten times costs a file nothing, and forty levels of such lists
+    have 10**40 values. No container is walked through twice to count them.
+
+    Raises:
+        UnreadableWeightsError: more than :data:`DEEPEST` levels or :data:`MOST` values; ``name``
+            and the keys below it say where.
+    """
+    sizes: dict[int, int] = {}
+
+    def size(value: Any, place: Sequence[Any]) -> int:
+        if id(value) not in sizes:
+            items = value.items() if isinstance(value, MAPPINGS) else enumerate(value)
+            if len(place) < DEEPEST:
+                sizes[id(value)] = sum(
+                    size(item, (*place, key)) if isinstance(item, CONTAINERS) else 1
+                    for key, item in items
+                )
+            if sizes.get(id(value), MOST) >= MOST:
+                keys = "".join(f"[{key!r:.30}]" for key in place[:8])
+                raise UnreadableWeightsError(
+                    f"{name}{keys} holds more than {MOST:,} values, or lists in lists more than "
+                    f"{DEEPEST} deep"
+                )
+        return sizes[id(value)]
+
+    if isinstance(value, CONTAINERS):
+        size(value, ())
+
+
+def check_pickles(file: IO[bytes], count: int = 1) -> None:
+    """Refuse pickles that cannot be loaded in the time and memory that their length suggests.
+
+    Args:
+        file: where the first one begins.
+        count: how many follow each other.
+
+    Raises:
+        UnpicklingError: or any other exception, for a pickle that is damaged, too, and one that
+            names anything but tensors and plain values.
+    """
+    for _ in range(count):
+        _Rehearsal(file, encoding="latin1").load()
+
+
+def hashable(values: Sequence[Any]) -> Sequence[Any]:
+    """``values``, if each can be a key at once: no tuple in a tuple."""
+    for value in values:
+        if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
+            raise pickle.UnpicklingError("a key or a part of a set is a tuple of tuples")
+    return values
+
+
+def listed(values: Any = ()) -> Any:
+    """``values``, if they are in a container; a tensor may have values without end."""
+    if not isinstance(values, CONTAINERS):
+        raise pickle.UnpicklingError(f"it makes a collection of a {type(values).__name__}")
+    return values
+
+
+def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
+    """As ``OrderedDict``; Python 2 pickles one as a list of pairs."""
+    items = listed(pairs).items() if isinstance(pairs, MAPPINGS) else listed(pairs)
+    hashable([key for key, _ in items])
+    return OrderedDict(items)
+
+
+def _checking(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]:
+    def checked(unpickler: Any) -> None:
+        hashable(unpickler.stack[keys])
+        load(unpickler)
+
+    return checked
+
+
+_dispatch = pickle._Unpickler.dispatch
+_HASHING = {
+    pickle.SETITEM: slice(-2, -1),
+    pickle.SETITEMS: slice(0, None, 2),
+    pickle.DICT: slice(0, None, 2),
+    pickle.ADDITEMS: slice(None),
+    pickle.FROZENSET: slice(None),
+}
+
+
+class BoundedUnpickler(pickle._Unpickler):
+    """Python's unpickler, with a bound on time and memory as long as the named calls have one.
+
+    The unpickler in C allocates its memo for the largest index in the file.
+    """
+
+    dispatch: ClassVar = {
+        **_dispatch,
+        **{op[0]: _checking(_dispatch[op[0]], keys) for op, keys in _HASHING.items()},
+    }
+    # it is filled with zeros before it is read, however large the file says it is
+    del dispatch[pickle.BYTEARRAY8[0]]
+
+    def persistent_load(self, pid: Any) -> Any:
+        """torch replaces this; here it stands for the storage."""
+        return _StandIn()
+
+
+class _StandIn:
+    """A tensor, storage or number format that is not made."""
+
+    __slots__ = ()
+
+    def __init__(self, *args: Any) -> None:
+        pass
+
+
+def _encoded(text: str, encoding: str) -> bytes:
+    """Protocol 2 has bytes as a call of ``_codecs.encode``; only ``latin1`` keeps their length."""
+    if encoding != "latin1":
+        raise pickle.UnpicklingError(f"it encodes a text as {encoding!r:.40}")
+    return text.encode(encoding)
+
+
+_KNOWN: Mapping[str, Any] = {
+    "collections.OrderedDict": ordered,
+    "collections.Counter": lambda values=(): hashable(list(listed(values))),
+    "builtins.set": lambda values=(): hashable(list(listed(values))),
+    "torch.Size": lambda values=(): tuple(listed(values)),
+    "_codecs.encode": _encoded,
+    "builtins.complex": _StandIn,
+    "torch.device": _StandIn,
+    "torch.nn.parameter.Parameter": _StandIn,
+    "torch._utils._rebuild_parameter": _StandIn,
+    "torch._utils._rebuild_tensor": _StandIn,
+    "torch._utils._rebuild_tensor_v2": _StandIn,
+    "torch._utils._rebuild_tensor_v3": _StandIn,
+}
+
+
+class _Rehearsal(BoundedUnpickler):
+    """Only names that ``torch.save`` writes for plain values and dense tensors."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        if full in _KNOWN:
+            return _KNOWN[full]
+        owner = re.fullmatch(r"torch|torch\.(cuda|storage)", module)
+        if owner and _STORAGE_OR_DTYPE.fullmatch(name):
+            return object()  # a storage is made by persistent_load alone
+        raise pickle.UnpicklingError(f"it names GLOBAL {full}")
