@@ -12,7 +12,8 @@ from difflib import get_close_matches
 from inspect import signature
 from math import inf
 from numbers import Integral, Real
-from typing import Any, TypeVar
+from types import UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -79,6 +80,55 @@ def check_names(options: Iterable[object], names: Sequence[str], *, where: str) 
             raise ValueError(f"{where}.{key}: no such option{listed}{hint}")
 
 
+def check_types(options: Mapping[str, Any], hints: Mapping[str, Any], *, where: str) -> None:
+    """Raise a ValueError for an option of another kind than its type hint says.
+
+    Args:
+        options: by name; of a container the kind is checked, not the items.
+        hints: of :func:`typing.get_type_hints`; an option without one may have any value.
+        where: the section, for errors.
+    """
+    for name, value in options.items():
+        kinds = _kinds(hints.get(name, Any))
+        if not any(_fits(value, kind) for kind in kinds):
+            words = dict.fromkeys(_WORDS[kind] for kind in kinds if kind in _WORDS)
+            raise ValueError(f"{where}.{name}={value!r:.80}: expected {' or '.join(words)}")
+
+
+_WORDS: Mapping[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a word",
+    list: "a list",
+    tuple: "a list",
+    Sequence: "a list",
+    dict: "a mapping",
+    Mapping: "a mapping",
+    type(None): "null",
+}
+
+
+def _kinds(hint: Any) -> list[Any]:
+    """The classes that a type hint allows; ``object`` where it allows anything."""
+    origin = get_origin(hint)
+    if origin in (Union, UnionType):
+        return [kind for part in get_args(hint) for kind in _kinds(part)]
+    if origin is Literal:
+        return [type(value) for value in get_args(hint)]
+    kind = origin or hint
+    return [kind if isinstance(kind, type) and kind is not Any else object]
+
+
+def _fits(value: object, kind: type) -> bool:
+    if kind in (int, float):
+        numbers = Real if kind is float else Integral
+        return isinstance(value, numbers) and not isinstance(value, bool)
+    if kind in (list, tuple, Sequence):
+        return isinstance(value, Sequence) and not isinstance(value, str)
+    return isinstance(value, kind)
+
+
 def nearest(
     word: object, choices: Iterable[object], *, n: int = 1, cutoff: float = 0.5
 ) -> list[str]:
@@ -108,6 +158,7 @@ def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) ->
     """
     names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     check_names(options, names, where=where)
+    check_types(options, get_type_hints(kind), where=where)
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
 
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -32,3 +33,10 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_table(path: Path) -> Iterator[TextIO]:
+    """As :func:`replacing`, open for the rows of :mod:`csv`."""
+    with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
+        yield file

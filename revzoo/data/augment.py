@@ -16,11 +16,13 @@ Known limit: the padding is black (zero bytes), as in torchvision's recipes, not
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_type_hints
 
 import torch
 from torch import Tensor
 from torchvision.transforms import v2
+
+from revzoo._checks import check_types
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +84,7 @@ class Augment:
             raise ValueError(
                 f"unknown augment option {', '.join(unknown)}: expected some of {', '.join(known)}"
             )
+        check_types(given, get_type_hints(cls), where="augment")
         return cls(**given)
 
     def padding(self, image_size: int) -> int:
@@ -115,7 +118,7 @@ class Augment:
             images' dtype.
         """
         chosen = [
-            kind(alpha=alpha, num_classes=num_classes)
+            kind(alpha=float(alpha), num_classes=num_classes)
             for kind, alpha in ((v2.MixUp, self.mixup), (v2.CutMix, self.cutmix))
             if alpha
         ]

@@ -14,7 +14,7 @@ from typing import Any
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.utilities import rank_zero_only
 
-from revzoo._files import replacing
+from revzoo._files import replacing_table
 
 log = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ class MetricsCSV(Logger):
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+        with replacing_table(self.path) as file:
             writer = csv.DictWriter(file, columns)
             writer.writeheader()
             writer.writerows(rows)

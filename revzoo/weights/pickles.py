@@ -124,7 +124,7 @@ class BoundedUnpickler(pickle._Unpickler):
     del dispatch[pickle.BYTEARRAY8[0]]
 
     def persistent_load(self, pid: Any) -> Any:
-        """torch replaces this; here it stands for the storage."""
+        """Torch replaces this; here it stands for the storage."""
         return _StandIn()
 
 

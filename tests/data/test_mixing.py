@@ -20,7 +20,7 @@ def batch(count: int = 8) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize(
-    "options", [{"mixup": 1.0}, {"cutmix": 1.0}, {"mixup": 1.0, "cutmix": 1.0}]
+    "options", [{"mixup": 1.0}, {"mixup": 1}, {"cutmix": 1.0}, {"mixup": 1.0, "cutmix": 1.0}]
 )
 def test_labels_are_mixed_in_the_shares_of_the_images(options: dict[str, float]) -> None:
     torch.manual_seed(0)

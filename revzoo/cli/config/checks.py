@@ -7,20 +7,24 @@ is initialised: the model is built on torch's ``meta`` device, where weights hav
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from inspect import signature
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
 from revzoo._checks import (
+    check_choice,
     check_count,
     check_names,
     check_number,
+    check_types,
     did_you_mean,
+    is_count,
     keyword_names,
 )
 from revzoo.cli.config.build import (
@@ -30,7 +34,7 @@ from revzoo.cli.config.build import (
     build_data,
     model_spec,
 )
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.run.tune import SECTION, check_tuner
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
@@ -56,6 +60,14 @@ FITTED = {
     "num_classes": "the number of classes of the data",
     "in_chans": "that of the data; data.in_chans=N for a folder of images",
 }  # what build.model_spec fills in
+LEAST = {
+    "max_epochs": 1,
+    "max_steps": 1,
+    "accumulate_grad_batches": 1,
+    "check_val_every_n_epoch": 1,
+}  # of Lightning's Trainer
+ENDLESS = ("max_epochs", "max_steps")  # may be -1
+PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
@@ -65,15 +77,37 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: with what was got, what is expected and what to do.
     """
+    with wrong_kinds():
+        _check_sections(config)
+
+
+@contextmanager
+def wrong_kinds() -> Iterator[None]:
+    """One line for a value of a kind that no check has foreseen, such as a list for a name.
+
+    Raises:
+        ConfigError: with the name of the error that it has caused.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(
+            f"a value of the configuration is missing or of the wrong kind ({type(error).__name__}:"
+            f" {one_line(error)}): compare it with revzoo train --cfg job"
+        ) from error
+
+
+def _check_sections(config: Mapping[str, Any]) -> None:
     needed = (*SECTIONS, *VALUES)
     check_names(config, (*needed, *OPTIONAL, SECTION), where="config")
     for key in needed:
         if key not in config:
             raise ConfigError(f"{key} is missing from the configuration")
-    if not isinstance(config["seed"], int) or not 0 <= config["seed"] < 2**32:
+    if not is_count(config["seed"], 0) or config["seed"] >= 2**32:
         raise ConfigError(f"seed={config['seed']}: expected a whole number from 0 to 2**32 - 1")
     if config.get("threads") is not None:
         check_count("threads", config["threads"])
+    check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
     check_trainer(config["trainer"])
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
     OptimSpec.of(config["optim"])
@@ -97,6 +131,7 @@ def check_model(config: Mapping[str, Any]) -> None:
             raise ConfigError(f"model.{key} is not set here: it is {source}")
     spec = model_spec(config, num_classes=10, in_chans=3)
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
+    check_types(start, {"checkpoint_path": str | None, "pretrained": bool}, where="model")
     with torch.device("meta"):
         model = model_from(spec)
     starts = bool(start.get("pretrained") or start.get("checkpoint_path"))
@@ -143,48 +178,43 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
 def check_data(data: Mapping[str, Any]) -> None:
     """Check the set, the names of its options and, by its constructor, their values."""
     target = data.get("_target_")
-    if target not in DATA:
-        raise ConfigError(
-            f"data._target_={target}: expected one of {', '.join(DATA)}"
-            + did_you_mean(str(target), DATA)
-        )
-    own, shared = signature(DATA[target]).parameters, signature(ImageData).parameters
-    names = [p.name for p in {**own, **shared}.values() if p.kind is not p.VAR_KEYWORD]
-    check_names([key for key in data if key != "_target_"], names, where="data")
-    for key, value in data.items():
+    check_choice("data._target_", target, DATA)
+    kinds = (ImageData, DATA[str(target)])
+    parameters = {n: p for kind in kinds for n, p in signature(kind).parameters.items()}
+    names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
+    options = {key: value for key, value in data.items() if key != "_target_"}
+    check_names(options, names, where="data")
+    for key, value in options.items():
         if value == "???":
             raise ConfigError(f"data.{key} is needed: give data.{key}=...")
+    hints = {n: hint for kind in kinds for n, hint in get_type_hints(kind.__init__).items()}
+    check_types(options, hints, where="data")
     build_data(data)
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Check names against Lightning's Trainer, and that the run has a beginning and an end."""
+    """Check the options of Lightning's Trainer, and that the run has a beginning and an end."""
     names = [n for n in signature(pl.Trainer).parameters if n not in MANAGED_BY_TRAIN]
     check_names(trainer, names, where="trainer")
-    for key in ("max_epochs", "max_steps"):
+    for key, least in LEAST.items():
         value = trainer.get(key)
-        if value is not None and (not isinstance(value, int) or value < -1 or value == 0):
-            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1, or -1")
+        if value is not None and not (is_count(value, least) or (value == -1 and key in ENDLESS)):
+            endless = ", or -1" if key in ENDLESS else ""
+            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= {least}{endless}")
     ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
     if not any(ends) and trainer.get("max_time") is None:
         raise ConfigError(
             "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; give one"
         )
-    for key in ("accumulate_grad_batches", "check_val_every_n_epoch"):
-        value = trainer.get(key, 1)
-        if not isinstance(value, int) or value < 1:
-            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1")
     if (clip := trainer.get("gradient_clip_val")) is not None:
         check_number("trainer.gradient_clip_val", clip)
     for key, instead in {"train": "give some", "test": "test=false leaves the test out"}.items():
         if trainer.get(f"limit_{key}_batches") == 0:
             raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
-    profiler = trainer.get("profiler")
-    if profiler is not None and str(profiler) not in PROFILERS:
-        raise ConfigError(
-            f"trainer.profiler={profiler}: expected {', '.join(PROFILERS)} or null"
-            + did_you_mean(str(profiler), PROFILERS)
-        )
+    if trainer.get("val_check_interval") == 0:
+        raise ConfigError("trainer.val_check_interval=0: expected a share or number of batches")
+    check_choice("trainer.profiler", trainer.get("profiler"), (*PROFILERS, None))
+    check_types(trainer, get_type_hints(pl.Trainer.__init__), where="trainer")
     device_kind(trainer.get("accelerator"))
 
 
@@ -199,11 +229,7 @@ def device_kind(accelerator: Any) -> str:
         "mps": MPSAccelerator.is_available(),
         "cpu": True,
     }
-    if accelerator not in ("auto", "gpu", *available):
-        raise ConfigError(
-            f"trainer.accelerator={accelerator}: expected auto, cpu, gpu, cuda or mps"
-            + did_you_mean(str(accelerator), ("auto", "gpu", *available))
-        )
+    check_choice("trainer.accelerator", accelerator, ("auto", "gpu", *available))
     fitting = {"auto": ("cuda", "mps", "cpu"), "gpu": ("cuda", "mps")}
     for kind in fitting.get(accelerator, (accelerator,)):
         if available[kind]:
@@ -216,37 +242,31 @@ def device_kind(accelerator: Any) -> str:
 
 def check_precision(precision: Mapping[str, Any], device: str) -> None:
     """Refuse number formats that the device lacks or that exclude each other."""
-    check_names(precision, ("trainer", "tf32", "channels_last"), where="precision")
-    name = precision["trainer"]
-    if name not in PRECISIONS:
-        raise ConfigError(
-            f"precision.trainer={name}: expected one of {', '.join(PRECISIONS)}"
-            + did_you_mean(str(name), PRECISIONS)
-        )
-    if name == "16-mixed" and device == "cpu":
-        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")
-    if name == "64-true" and device == "mps":
-        raise ConfigError("precision=fp64 is not there on mps: use trainer=cpu")
-    if precision["tf32"] and device != "cuda":
-        raise ConfigError(
-            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: "
-            "use precision=fp32"
-        )
-    if precision["tf32"] and name != "32-true":
-        raise ConfigError(
-            f"precision.tf32=true changes float32 only, but precision.trainer={name}: "
-            "use precision=tf32 alone"
-        )
+    check_names(precision, tuple(PRECISION), where="precision")
+    check_types(precision, PRECISION, where="precision")
+    name, tf32 = precision["trainer"], precision["tf32"]
+    check_choice("precision.trainer", name, PRECISIONS)
+    refused = {
+        "precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16": (
+            name == "16-mixed" and device == "cpu"
+        ),
+        "precision=fp64 is not there on mps: use trainer=cpu": (
+            name == "64-true" and device == "mps"
+        ),
+        f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use precision=fp32": (
+            tf32 and device != "cuda"
+        ),
+        f"precision.tf32=true changes float32 only, but precision.trainer={name}: "
+        "use precision=tf32 alone": tf32 and name != "32-true",
+    }
+    for message, is_so in refused.items():
+        if is_so:
+            raise ConfigError(message)
 
 
 def check_logger(logger: Mapping[str, Any]) -> None:
     """Refuse a kind of logger that does not exist, and unknown options."""
     kind, kinds = logger.get("kind"), (*LOGGERS, CSV_ALONE)
-    if kind is not None and kind not in kinds:
-        raise ConfigError(
-            f"logger.kind={kind}: expected one of {', '.join(kinds)} or null"
-            + did_you_mean(str(kind), kinds)
-        )
-    check_names(
-        logger, ("kind", *(keyword_names(LOGGERS[kind]) if kind in LOGGERS else ())), where="logger"
-    )
+    check_choice("logger.kind", kind, (*kinds, None))
+    options = keyword_names(LOGGERS[kind]) if kind in LOGGERS else ()
+    check_names(logger, ("kind", *options), where="logger")

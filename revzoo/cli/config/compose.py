@@ -168,8 +168,11 @@ def compose_whole(
     cfg = whole.copy()
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
-    for key in _keys(base):
-        _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+    try:
+        for key in _keys(base):
+            _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
+    except OmegaConfBaseException as error:  # a reference that leads nowhere
+        raise ConfigError(one_line(error)) from None
     return cfg, whole
 
 

@@ -26,7 +26,7 @@ from revzoo.cli.config.build import (
     build_trainer,
     data_name,
 )
-from revzoo.cli.config.checks import check_config
+from revzoo.cli.config.checks import check_config, wrong_kinds
 from revzoo.cli.run.console import shorten_log, tell_opening, tell_result
 from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, quiet, user_errors
 from revzoo.cli.run.folder import (
@@ -183,7 +183,8 @@ def _train(
         pl.seed_everything(config["seed"], workers=True, verbose=False)
         again = (run_dir / CONFIG_FILE).exists()
         step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
-        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+        with wrong_kinds():
+            trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
         if trainer.is_global_zero and "root" in config["data"]:
             log.info("reading  %s", config["data"]["root"])  # many files take minutes

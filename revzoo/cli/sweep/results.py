@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from revzoo._files import replacing
+from revzoo._files import replacing_table
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
 from revzoo.cli.plugins import import_arguments
@@ -81,7 +81,7 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
         figure = trial.value if trial.state.name == "COMPLETE" else ""
         error = trial.user_attrs.get("error", "")
         rows.append([trial.number, trial.state.name.lower(), figure, *values, seconds, error])
-    with replacing(folder / "trials.csv") as temporary, temporary.open("w", newline="") as file:
+    with replacing_table(folder / "trials.csv") as file:
         csv.writer(file).writerows(rows)
     done = [trial for trial in trials if trial.state.name == "COMPLETE"]
     if done:

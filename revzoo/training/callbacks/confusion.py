@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
-from revzoo._files import replacing
+from revzoo._files import replacing_table
 from revzoo.training.callbacks.pictures import Shown, add_image, class_names, matrix
 from revzoo.training.metrics import count_own, true_classes
 
@@ -57,7 +57,7 @@ class ConfusionMatrix(Shown):
 
     def _write(self, names: list[str], rows: list[list[int]]) -> None:
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path) as temporary, temporary.open("w", newline="") as file:
+        with replacing_table(self.path) as file:
             writer = csv.writer(file)
             writer.writerow(["true / predicted", *names])
             writer.writerows([name, *row] for name, row in zip(names, rows, strict=True))

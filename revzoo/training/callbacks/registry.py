@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_names, check_number, keyword_names
+from revzoo._checks import check_count, check_names, check_number, check_types, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -198,7 +198,9 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
                 f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} takes the defaults, null switches the "
                 "callback off"
             )
-        check_names(options or {}, keyword_names(CALLBACKS[name]), where=f"callbacks.{name}")
+        place = f"callbacks.{name}"
+        check_names(options or {}, keyword_names(CALLBACKS[name]), where=place)
+        check_types(options or {}, get_type_hints(CALLBACKS[name]), where=place)
 
 
 def build_callbacks(

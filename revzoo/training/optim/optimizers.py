@@ -23,7 +23,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from revzoo._checks import build_dataclass, check_number, did_you_mean
+from revzoo._checks import build_dataclass, check_choice, check_number
 from revzoo.models.parts import parts
 from revzoo.training.optim.muon import Muon, muon_groups
 from revzoo.training.optim.schedules import make_schedule
@@ -63,11 +63,7 @@ class OptimSpec:
     schedule: Mapping[str, Any] = field(default_factory=lambda: {"name": "step"})
 
     def __post_init__(self) -> None:
-        if self.name not in OPTIMIZERS:
-            raise ValueError(
-                f"optim.name={self.name!r}: expected one of {', '.join(OPTIMIZERS)}"
-                + did_you_mean(str(self.name), OPTIMIZERS)
-            )
+        check_choice("optim.name", self.name, OPTIMIZERS)
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "

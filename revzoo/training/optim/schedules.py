@@ -27,7 +27,7 @@ from torch.optim.lr_scheduler import (
     OneCycleLR,
 )
 
-from revzoo._checks import build_dataclass, check_number, did_you_mean
+from revzoo._checks import build_dataclass, check_choice, check_number
 
 
 class Schedule(Protocol):
@@ -76,11 +76,7 @@ class OneCycleSchedule:
         check_number("schedule.warmup", self.warmup, low=0, high=1, open_low=True, open_high=True)
         check_number("schedule.start", self.start, low=0, high=1, open_low=True)
         check_number("schedule.end", self.end, low=0, high=1, open_low=True)
-        if self.anneal not in ("cos", "linear"):
-            raise ValueError(
-                f"schedule.anneal={self.anneal!r}: expected cos or linear"
-                + did_you_mean(str(self.anneal), ("cos", "linear"))
-            )
+        check_choice("schedule.anneal", self.anneal, ("cos", "linear"))
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         # torch divides by warmup * total_steps - 1: a rise of a single step is left out
@@ -148,10 +144,6 @@ def make_schedule(spec: Mapping[str, Any]) -> Schedule:
         raise ValueError(f'schedule={spec!r}: expected a mapping such as {{"name": "onecycle"}}')
     options = dict(spec)
     name = options.pop("name", None)
-    if name not in SCHEDULES:
-        raise ValueError(
-            f"schedule.name={name!r}: expected one of {', '.join(sorted(SCHEDULES))}"
-            + did_you_mean(str(name), SCHEDULES)
-        )
-    schedule: Schedule = build_dataclass(SCHEDULES[name], options, where="schedule")
+    check_choice("schedule.name", name, sorted(SCHEDULES))
+    schedule: Schedule = build_dataclass(SCHEDULES[str(name)], options, where="schedule")
     return schedule

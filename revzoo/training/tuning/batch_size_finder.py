@@ -37,6 +37,7 @@ from typing import Any
 import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
+from revzoo._files import write_atomically
 from revzoo.core.modes import COUNTED
 from revzoo.data import ImageData
 from revzoo.training.callbacks.footprint import peak_bytes
@@ -79,7 +80,7 @@ class BatchSize:
 
     def write(self, folder: Path) -> list[Path]:
         """Write ``batch_size_finder.json``."""
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=2) + "\n")
+        write_atomically(folder / FILE, f"{json.dumps(asdict(self), indent=2)}\n".encode())
         return [folder / FILE]
 
 

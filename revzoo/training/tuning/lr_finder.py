@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from revzoo._checks import check_number
+from revzoo._files import replacing_table
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
@@ -73,7 +74,7 @@ class LRCurve:
     def write(self, folder: Path) -> list[Path]:
         """Write ``lr_finder.csv`` and, where matplotlib is installed, ``lr_finder.png``."""
         table = folder / CURVE_FILE
-        with table.open("w", newline="") as file:
+        with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
         try:
             from matplotlib.figure import Figure

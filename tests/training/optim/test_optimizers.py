@@ -113,7 +113,7 @@ def test_spec_from_plain_and_back() -> None:
         ({"layer_decay": 0.0}, "optim.layer_decay=0"),
         ({"layer_decay": 1.5}, "optim.layer_decay=1.5"),
         ({"label_smoothing": 1.0}, "optim.label_smoothing=1"),
-        ({"schedule": {"name": "x"}}, "schedule.name='x'"),
+        ({"schedule": {"name": "x"}}, "schedule.name=x"),
     ],
 )
 def test_nonsense_is_refused(plain: dict[str, object], message: str) -> None:

@@ -81,7 +81,7 @@ def test_a_run_of_a_few_steps_has_usable_rates(name: str, steps: int) -> None:
         ({"name": "step", "milestones": [40000]}, r"in \(0, 1\]"),
         ({"name": "step", "gamma": 0}, "schedule.gamma=0"),
         ({"name": "onecycle", "warmup": 1}, "schedule.warmup=1"),
-        ({"name": "onecycle", "anneal": "cosine"}, "expected cos or linear"),
+        ({"name": "onecycle", "anneal": "cosine"}, "expected one of cos, linear"),
         ({"name": "cosine", "end": -1}, "schedule.end=-1"),
         ({"name": "constant", "end": 1}, "there is none"),
     ],
