@@ -7,6 +7,7 @@ Only the chosen subcommand's module is imported, and torch only where a command 
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 import textwrap
@@ -68,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     # Threads of OpenMP wait for each other in a loop that keeps their cores busy: where other
     # programs wanted the cores, a training step took 7.0 s, not 2.0 s (docs/experiments.md).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may be of any bytes
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(sys.argv[1:] if arguments is None else list(arguments))
     except KeyboardInterrupt:  # while modules are imported; later, a run answers it

@@ -1,9 +1,10 @@
 """The files of an image folder, ``ROOT/{train,val,test}/CLASS/...``: listed and checked.
 
-torchvision lists the files. It does not check that the splits have the same classes: labels are
-positions in the sorted class names, so a class that one split lacks would shift all later labels.
-It also takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for classes; here
-hidden folders and files are left out.
+Why not torchvision's ``make_dataset``: it does not check that the splits have the same classes.
+Labels are positions in the sorted class names, so a class that one split lacks would shift all
+later labels. It takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for classes.
+And it follows a link that leads back to a folder above, so that a class gets the images of the
+others, or the walk never ends. Here a folder is entered once, however many links lead to it.
 """
 
 import os
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from lightning_fabric.utilities.data import suggested_max_num_workers
-from torchvision.datasets.folder import IMG_EXTENSIONS, make_dataset
+from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
@@ -85,11 +86,6 @@ def _is_hidden(name: str) -> bool:
     return name.startswith(".") or name == "__MACOSX"
 
 
-def _hidden_below(path: str, folder: Path) -> bool:
-    below = path.removeprefix(str(folder))  # as text: a million Path objects take seconds
-    return f"{os.sep}." in below or f"{os.sep}__MACOSX{os.sep}" in below
-
-
 def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:
     names = _class_names(root / split)
     missing, extra = sorted(set(classes) - set(names)), sorted(set(names) - set(classes))
@@ -104,8 +100,7 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
 
 def _list_images(folder: Path, classes: list[str]) -> Files:
     label_of = {name: label for label, name in enumerate(classes)}
-    found = make_dataset(folder, label_of, extensions=IMG_EXTENSIONS, allow_empty=True)
-    found = [(path, label) for path, label in found if not _hidden_below(path, folder)]
+    found = [(p, label) for name, label in label_of.items() for p in _image_files(folder / name)]
     labels = [label for _, label in found]
     missing = set(label_of.values()).difference(labels)
     empty = [str(folder.absolute() / name) for name, label in label_of.items() if label in missing]
@@ -150,18 +145,25 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         if not root.is_dir():
             raise
         layout = str(error)
-    paths = sorted(_image_files(root))
+    paths = list(_image_files(root))
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
         errors = pool.map(_error_of, paths, chunksize=64)
         return FolderReport(len(paths), [error for error in errors if error], layout)
 
 
 def _image_files(root: Path) -> Iterator[str]:
+    """The images below ``root``, sorted by folder, then by name."""
+    top = root.resolve()
+    seen = {str(top), *map(str, top.parents)}  # a link to a folder above leads to other classes
+    found = []
     for folder, folders, files in os.walk(root, followlinks=True):
-        folders[:] = [name for name in folders if not _is_hidden(name)]
-        for name in files:
-            if name.lower().endswith(IMG_EXTENSIONS) and not _is_hidden(name):
-                yield str(Path(folder, name))
+        places = {n: os.path.realpath(f"{folder}/{n}") for n in sorted(folders)}
+        folders[:] = [n for n, real in places.items() if real not in seen and not _is_hidden(n)]
+        seen.update(places[name] for name in folders)
+        found += [(folder, n) for n in files if n.lower().endswith(IMG_EXTENSIONS)]
+    for folder, name in sorted(found):  # as text: a million Path objects take seconds
+        if not _is_hidden(name):
+            yield f"{folder}/{name}"
 
 
 def _error_of(path: str) -> str | None:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli.config import compose
+from revzoo.cli.main import main
+
 ROOT = Path(__file__).parents[2]
 TARGET = "_target_: builtins.open, file: {trap}, mode: w"
 # Each would create or truncate the file {trap} where Hydra uses its own section.
@@ -135,3 +138,46 @@ def test_a_bomb_on_the_search_path_is_refused(tmp_path: Path) -> None:
     (folder / "x.yaml").write_text(f"# @package _global_\n{BOMB}")
     message = refused(start(cwd, "--config-dir", str(folder.parent), "experiment=x"), cwd)
     assert "x.yaml" in message
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-m", "seed=range(0,1000000000)"], "a range of at most 10,000 values"),
+        (["-m", "seed=range(0,1e9)"], "a range of at most 10,000 values"),
+        (["-m", "model=range(0,1e9)"], "a range of at most 10,000 values"),
+        (["-m", "seed=range(0,9,0)"], "a range of at most"),
+        (["hydra.verbose={a: 1}"], "hydra.verbose={'a': 1}: expected true, false, or names"),
+        (["hydra.run.dir=${hydra.run.dir}"], "Recursive interpolation detected"),
+        (["hydra.run.dir=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
+        (["trainer.accelerator=${nope}"], "Interpolation key 'nope' not found"),
+        (["--cfg", "job", "-p", ".."], "--package ..: there is no such section"),
+        (["-sc", "query=bash"], "KeyError: 'COMP_LINE'"),
+        (["-sc", "install=nope"], "No completion plugin for 'nope'"),
+    ],
+)
+def test_odd_arguments_are_refused_in_one_line(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A range of 10**9 seeds filled the memory; the others were several lines or a traceback."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as end:
+        main(["train", *arguments])
+    assert message in str(end.value)
+    assert len(str(end.value).splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_of_configurations_with_everything_in_it_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``--config-dir /`` walked through the whole disk, twice."""
+    monkeypatch.setattr(compose, "MOST_FILES", 10)
+    for number in range(11):
+        (tmp_path / f"{number}.txt").touch()
+    with pytest.raises(SystemExit, match="has more than 10 files: expected a folder of config"):
+        main(["train", "--config-dir", str(tmp_path)])

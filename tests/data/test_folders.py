@@ -120,3 +120,14 @@ def test_a_folder_without_the_layout_is_checked_too(make_folder: MakeFolder) -> 
     assert "only one class folder" in report.layout
     with pytest.raises(DataError, match="does not exist"):
         check_folder(root / "nowhere")
+
+
+def test_links_that_lead_back_are_not_followed_again(make_folder: MakeFolder) -> None:
+    """A class got the images of all others, 41 times; with three such links it never ended."""
+    root = make_folder({"train": _TWO})
+    for name in ("x", "y", "z"):
+        (root / "train" / "cat" / name).symlink_to("..")
+    files = scan(root).splits["train"]
+    cats = [path for path, label in zip(files.paths, files.labels, strict=True) if label == 0]
+    assert [Path(path).parent.name for path in cats] == ["cat"] * _TWO["cat"]
+    assert check_folder(root, workers=1).images == sum(_TWO.values())

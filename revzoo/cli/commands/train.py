@@ -23,12 +23,13 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.errors import ConfigError, one_line
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
     from omegaconf import DictConfig
@@ -160,8 +161,12 @@ def check_changes(overrides: Sequence[str]) -> None:
 
 def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     from omegaconf import Container, OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
-    found = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
+    try:
+        found = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
+    except OmegaConfBaseException:
+        found = None
     if found is None:
         raise ConfigError(f"--package {args.package}: there is no such section")
     if args.resolve and isinstance(found, Container):
@@ -170,13 +175,21 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     sys.stdout.write(text)
 
 
+@contextmanager
+def _one_line_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of Hydra, which expects a shell's variables and no overrides
+        raise ConfigError(f"{type(error).__name__}: {one_line(error)}") from error
+
+
 def _show(args: argparse.Namespace, source: Source) -> None:
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode
 
     from revzoo.cli.config.compose import hydra_of
 
-    with hydra_of(source) as hydra:
+    with hydra_of(source) as hydra, _one_line_errors():
         if args.shell_completion:
             hydra.shell_completion(config_name=source.name, overrides=args.overrides)
         elif args.hydra_help:

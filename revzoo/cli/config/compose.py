@@ -39,9 +39,9 @@ from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import Override, RangeSweep
 from hydra.errors import HydraException, OverrideParseException
-from omegaconf import DictConfig, OmegaConf, flag_override
+from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from revzoo._checks import nearest
@@ -49,6 +49,8 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.yaml_files import check_growth
 
 HYDRA_VERSION = "1.3"
+MOST_FILES = 10_000  # in a folder of configurations
+MOST_VALUES = 10_000  # of one key of several runs
 CONFIGS = Path(str(files("revzoo.configs")))
 # a number in one option of a group, a word in another
 WORD_OR_NUMBER = ("trainer.devices",)
@@ -104,7 +106,7 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
     for folder in theirs:
         if folder is None or not folder.is_dir():
             raise ConfigError(f"there is no folder {folder}: expected one of configurations")
-        for path in sorted((*folder.rglob("*.yaml"), *folder.rglob("*.yml"))):
+        for path in _config_files(folder):
             check_growth(path)
     version.setbase(HYDRA_VERSION)
     search_path = create_config_search_path(f"file://{source.folder.resolve()}")
@@ -121,6 +123,19 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
         yield hydra
     finally:
         GlobalHydra.instance().clear()
+
+
+def _config_files(folder: Path) -> list[Path]:
+    found: list[Path] = []
+    for number, path in enumerate(folder.rglob("*")):
+        if number == MOST_FILES:
+            raise ConfigError(
+                f"{folder} has more than {MOST_FILES:,} files: expected a folder of configurations "
+                "alone"
+            )
+        if path.suffix in (".yaml", ".yml"):
+            found.append(path)
+    return sorted(found)
 
 
 def _check_search_path(hydra: Hydra, source: Source) -> None:
@@ -169,6 +184,7 @@ def compose_whole(
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
     try:
+        OmegaConf.select(whole, "hydra.run.dir")
         for key in _keys(base):
             _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
     except OmegaConfBaseException as error:  # a reference that leads nowhere
@@ -205,7 +221,10 @@ def _check_hydra_section(cfg: DictConfig) -> None:
             f"{key}={value!r:.80} is set by a configuration file: of Hydra's own keys, files may "
             f"set {', '.join(FREE)}"
         )
-    name, folder = str(cfg.hydra.job.name), cfg.hydra.output_subdir
+    name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
+    if not isinstance(verbose, bool | str | ListConfig):
+        raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
+    name = str(name)
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
     if folder not in (".hydra", None):
@@ -278,6 +297,8 @@ def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) ->
         given = f"{error.override}" if isinstance(error, OverrideParseException) else ""
         raise ConfigError(_parse_error(given, one_line(error, lines=1))) from None
     for override in parsed:
+        if isinstance(values := override.value(), RangeSweep):
+            _check_range(override, values)
         key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
         places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
         if "hydra" in places and (key not in known or override.package):
@@ -286,6 +307,17 @@ def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) ->
                 + _meant(key, known)
             )
     return parsed
+
+
+def _check_range(override: Override, values: RangeSweep) -> None:
+    # Hydra writes all values down, and some of range(0,1e9) would fill the memory
+    step, stop = (values.step, values.stop)
+    count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
+    if not step or not 0 <= count <= MOST_VALUES:
+        raise ConfigError(
+            f"{override.input_line}: expected a range of at most {MOST_VALUES:,} values, from the "
+            "first in steps towards the last"
+        )
 
 
 def _parse_error(given: str, reason: str) -> str:

@@ -152,7 +152,7 @@ def logged_to(run_dir: Path) -> Iterator[None]:
     """Log to the terminal and to the run's log file, as Hydra does for a new run."""
     handlers: tuple[logging.Handler, ...] = (
         logging.StreamHandler(sys.stdout),
-        logging.FileHandler(run_dir / LOG_FILE),
+        logging.FileHandler(run_dir / LOG_FILE, errors="backslashreplace"),
     )
     root = logging.getLogger()
     level = root.level

@@ -1,5 +1,8 @@
 """``revzoo check data DIR``: all bad images at once."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -45,3 +48,15 @@ def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
         main(["check", "data", str(root), "--workers", workers])
     with pytest.raises(SystemExit, match="does not exist"):
         main(["check", "data", str(root / "nowhere")])
+
+
+def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
+    """Python's strict output ended the list at the first one with a UnicodeEncodeError."""
+    (root / os.fsdecode(b"train/a/\xff.png")).write_bytes(b"no image")
+    code = f"from revzoo.cli.main import main; main(['check', 'data', {str(root)!r}])"
+    env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+    )
+    assert r"train/a/\udcff.png" in done.stdout
+    assert "Traceback" not in done.stderr
