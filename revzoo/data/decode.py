@@ -24,6 +24,9 @@ from revzoo.data.errors import DataError
 IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
+FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "ICO")
+"""What Pillow may take a file for; PostScript, which it gives to another program, is none."""
+
 _BLOCK = 256  # images per task of a thread
 _LISTED = 5  # files in an error message
 
@@ -39,7 +42,7 @@ def open_image(path: str, channels: int) -> Image.Image:
     try:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
             raise OSError("it is no regular file")
-        with Image.open(path) as image:
+        with Image.open(path, "r", FORMATS) as image:
             if not image.mode.startswith(("I", "F")):
                 return image.convert("RGB" if channels == 3 else "L")
             mode = image.mode

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import EpsImagePlugin, Image
 
 from revzoo.data import DataError
 from revzoo.data.decode import common_size, decode_all, open_image, to_square
@@ -168,3 +168,17 @@ def test_an_error_of_any_kind_in_a_decoder_names_the_file(
     monkeypatch.setattr(Image, "open", fail)
     with pytest.raises(DataError, match=r"a\.png \(IndexError: of a decoder\)"):
         open_image(path, 3)
+
+
+def test_no_other_program_decodes_an_image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A PostScript file named ``.png`` was passed to Ghostscript, which runs it."""
+    ghostscript = tmp_path / "gs"
+    ghostscript.write_text(f"#!/bin/sh\ntouch {tmp_path}/has-run\n")
+    ghostscript.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(EpsImagePlugin, "gs_binary", None)
+    path = tmp_path / "a.png"
+    path.write_text("%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nrun\n")
+    with pytest.raises(DataError, match="cannot identify image file"):
+        open_image(str(path), 3)
+    assert not (tmp_path / "has-run").exists()
