@@ -184,7 +184,6 @@ def compose_whole(
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
     try:
-        OmegaConf.select(whole, "hydra.run.dir")
         for key in _keys(base):
             _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
     except OmegaConfBaseException as error:  # a reference that leads nowhere

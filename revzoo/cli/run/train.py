@@ -17,6 +17,7 @@ from hydra._internal.callbacks import Callbacks
 from hydra.core.utils import run_job
 from hydra.types import HydraContext
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from revzoo.cli.config.build import (
@@ -27,6 +28,7 @@ from revzoo.cli.config.build import (
     data_name,
 )
 from revzoo.cli.config.checks import check_config, wrong_kinds
+from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.run.console import shorten_log, tell_opening, tell_result
 from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, quiet, user_errors
 from revzoo.cli.run.folder import (
@@ -82,14 +84,17 @@ def begin(
         SystemExit: as :func:`train`; or the folder is in use or holds a run.
     """
     hydra_cfg = whole.hydra
-    folder = Path(str(hydra_cfg.run.dir))
-    hydra_cfg.run.dir = str(folder)  # resolved once: it has the time
     if not is_first_process():
         hydra_cfg.output_subdir = None
     with user_errors():
         check_started_together(overrides, several=False)
-        check_unused(folder)
         check_config(config)
+        try:
+            folder = Path(str(hydra_cfg.run.dir))
+        except OmegaConfBaseException as error:  # a reference that leads nowhere
+            raise ConfigError(one_line(error)) from None
+        check_unused(folder)
+    hydra_cfg.run.dir = str(folder)  # resolved once: it has the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
