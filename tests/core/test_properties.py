@@ -13,6 +13,7 @@ from revzoo import (
     AffineCoupling,
     ChannelPermutation,
     HaarSqueeze,
+    InjectiveLinear,
     InvertibleBatchNorm,
     InvertibleConv1x1,
     InvertibleLeakyReLU,
@@ -68,6 +69,8 @@ LAYERS = {
     "plu": InvertibleConv1x1,
     "orthogonal": lambda c: InvertibleConv1x1(c, matrix="orthogonal"),
     "batch norm": InvertibleBatchNorm,
+    "batch norm of the batch": lambda c: InvertibleBatchNorm(c, statistics="batch"),
+    "linear with bias": lambda c: InjectiveLinear(c, c, matrix="plu", dim=1),
     "leaky relu": lambda _: InvertibleLeakyReLU(0.5),
     "actnorm": ActNorm,
 }
