@@ -129,7 +129,7 @@ def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool
         return False
     if any(t.requires_grad for t in state):
         return True
-    tensors = itertools.chain(tensors_of(context), parameters_of(step))
+    tensors = itertools.chain(tensors_of(context), parameters_of(step.subject))
     return any(t.requires_grad for t in tensors)
 
 

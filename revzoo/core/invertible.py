@@ -128,6 +128,11 @@ class Step(nn.Module):
         """Whether the step can be walked backwards."""
         return False
 
+    @property
+    def subject(self) -> nn.Module:
+        """The module whose state a replay restores, with what it reaches; itself by default."""
+        return self
+
     def difference(self) -> str:
         """What the step knows of a replay that does not repeat its forward pass; ends the error."""
         return ""

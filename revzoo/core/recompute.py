@@ -18,10 +18,11 @@ import functools
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import MethodType
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -130,7 +131,7 @@ def _run(
         step.contexts = _Operators(), _Operators()
     if not options.compares:
         step.drift_limit = math.inf
-    run_step(step, tuple(_distinct_tensors((args, kwargs))))
+    run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
     returned, call.returned = call.returned, None
     return returned
 
@@ -163,6 +164,17 @@ class Checkpoint(Step):
         self._fn = fn
         self._call = call
         self._leaves = tuple(_Place(tensors[t]) if isinstance(t, Tensor) else t for t in leaves)
+        self._module = _module_of(fn)
+
+    @property
+    def subject(self) -> nn.Module:
+        """``fn``, if it is a module: the search for what that reaches is kept with it."""
+        return self if self._module is None else self._module
+
+    def others(self) -> dict[str, Any]:
+        """The arguments that are no tensors, where a search of the subject would not find them."""
+        others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
+        return {"arguments": others} if others and self._module is not None else {}
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         first, again = self.contexts
@@ -185,6 +197,16 @@ class Checkpoint(Step):
         if not (isinstance(first, _Operators) and isinstance(again, _Operators)):
             return ""
         return f"\nOperators of the forward pass:\n{first}\nOperators of the replay:\n{again}"
+
+
+_PLAIN = (int, float, str, type(None))
+_CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    """The module that ``fn`` is, or whose call it is."""
+    owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
+    return owner if isinstance(owner, nn.Module) else None
 
 
 class _Place(NamedTuple):

@@ -308,7 +308,7 @@ class Entry:
         self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
-        self.conditions = Conditions(step, inputs, self.context)
+        self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
