@@ -1,39 +1,40 @@
 # Every target works first in a fresh clone: the environment is made on demand.
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
-#   make test                       all tests but the slow ones, notebooks included
+#   make test                       all tests but the slow ones, notebooks included (installs the test tools)
 #   make test PYTHON=python3.12     with another interpreter
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+PACKAGE := $(VENV)/.installed-package
+TOOLS := $(VENV)/.installed
 
 .PHONY: train test test-slow lint bench clean
 .DEFAULT_GOAL := test
 
-train: $(STAMP)
+train: $(PACKAGE)
 	$(BIN)/python train.py $(ARGS)
 
-test: $(STAMP)
+test: $(TOOLS)
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
 	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 --timeout=300 notebooks
 
-test-slow: $(STAMP)
+test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 
-bench: $(STAMP)
+bench: $(TOOLS)
 	@for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
 
-# The stamp is newer than pyproject.toml once the package is installed; a half-made environment is made anew.
-$(STAMP): pyproject.toml
+# A stamp is newer than pyproject.toml once the package is installed; a half-made environment is made anew.
+$(PACKAGE): pyproject.toml
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || { \
 	  command -v $(PYTHON) >/dev/null 2>&1 \
 	    || { echo "revzoo needs Python >= 3.11: '$(PYTHON)' was not found; name one with make PYTHON=..." >&2; exit 1; }; \
@@ -42,5 +43,9 @@ $(STAMP): pyproject.toml
 	  $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null \
 	    || { echo "revzoo needs Python's venv module: '$(PYTHON)' lacks it (Debian, Ubuntu: apt install python3-venv)" >&2; exit 1; }; \
 	  $(PYTHON) -m venv --clear $(VENV); }
+	$(BIN)/python -m pip install --disable-pip-version-check -e .
+	@touch $@
+
+$(TOOLS): $(PACKAGE)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
 	@touch $@

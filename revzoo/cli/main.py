@@ -51,6 +51,7 @@ COMMANDS: dict[str, Row] = {
     "predict": Row("commands.predict", "classify images"),
     "sweep": Row("sweep.command", "search for hyper-parameters"),
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
+    "options": Row("commands.options", "options of a run, with comments", builds=False),
     "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
     "check": Row("commands.check", "check that each image of a folder can be read", builds=False),
     "export": Row("commands.export", "a network as a file: torch.export, ONNX or safetensors"),

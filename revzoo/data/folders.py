@@ -19,6 +19,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 
+SPLITS = ("train", "val", "test")
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"
 )
@@ -49,7 +50,7 @@ def scan(root: Path) -> Tree:
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
-    there = [name for name in ("train", "val", "test") if (root / name).is_dir()]
+    there = [name for name in SPLITS if (root / name).is_dir()]
     if not there:
         raise no_training(root)
     classes = _class_names(root / there[0])
@@ -140,7 +141,8 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     root = Path(root).expanduser()
     layout = None
     try:
-        scan(root)
+        if root.name not in SPLITS or not root.is_dir():  # a split alone is a part of one
+            scan(root)
     except DataError as error:
         if not root.is_dir():
             raise

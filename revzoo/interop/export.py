@@ -180,7 +180,7 @@ def _onnx_needed() -> Iterator[None]:
         yield
     except ImportError as error:
         raise ExportError(
-            f"onnx needs more packages ({error}): pip install 'revzoo[export]'"
+            f"onnx needs more packages ({error}): pip install onnx onnxscript onnxruntime"
         ) from error
 
 

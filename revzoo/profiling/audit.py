@@ -248,7 +248,7 @@ def plotting() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise ValueError("pictures need matplotlib: pip install 'revzoo[plot]'") from None
+        raise ValueError("pictures need matplotlib: pip install matplotlib") from None
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -12,6 +12,7 @@ from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import make_schedule
+from revzoo.training.quiet import quiet
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "make_schedule",
     "peak_bytes",
     "peak_host_bytes",
+    "quiet",
 ]

@@ -217,7 +217,12 @@ class Classifier(pl.LightningModule):
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
-        return [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
+        own = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
+        if (trainer := trainer_of(self)) is not None:
+            # those of an earlier fit; Lightning replaces them, too, but says so at each test
+            kinds, kept = {type(c) for c in own}, trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = [c for c in kept if type(c) not in kinds]  # type: ignore[attr-defined]
+        return own
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics of the training epoch, by name."""

@@ -76,5 +76,5 @@ def _library() -> Any:
         return importlib.import_module("huggingface_hub")
     except ImportError as error:
         raise HubError(
-            "models of the hub need the package huggingface_hub: pip install 'revzoo[hub]'"
+            "models of the hub need the package huggingface_hub: pip install huggingface_hub"
         ) from error

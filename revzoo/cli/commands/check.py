@@ -32,6 +32,8 @@ def run(args: argparse.Namespace) -> None:
         raise ValueError(error) from None
     faults = report.bad + ([report.layout] if report.layout else [])
     sys.stdout.write("".join(f"{fault}\n" for fault in faults))
-    if faults:
+    if report.bad:
         raise ValueError(f"{len(report.bad)} of {report.images} images cannot be read")
+    if faults:
+        raise ValueError(f"all {report.images} images can be read, but not as a set: see above")
     sys.stdout.write(f"all {report.images} images can be read\n")

@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: ckpt names a trained model: give ckpt={value}")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.errors import USER_ERRORS, quiet, user_errors
+    from revzoo.cli.run.errors import USER_ERRORS, user_errors
     from revzoo.cli.run.evaluate import evaluate, run_of
     from revzoo.training.distributed import is_first_process
+    from revzoo.training.quiet import quiet
     from revzoo.training.tuning.out_of_memory import NoMemoryError
 
     with quiet(), user_errors((*USER_ERRORS, NoMemoryError)):

@@ -50,9 +50,10 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.errors import quiet, user_errors
+    from revzoo.cli.run.errors import user_errors
     from revzoo.cli.run.predict import FORMS, predict
     from revzoo.training.checkpoint.restore import restore
+    from revzoo.training.quiet import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

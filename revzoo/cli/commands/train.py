@@ -8,6 +8,8 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
   +model.units=[1,1,1]        add a keyword that the section knows
   -m seed=0,1,2               several runs, one after the other
 
+revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
+
 revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Two things may
 change: memory=MODE, and precision=NAME with --allow-precision-change.
 
@@ -29,6 +31,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
 
 if TYPE_CHECKING:  # Hydra is imported when the command runs, not for its help
@@ -69,17 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups() -> list[str]:
-    folder = Path(str(files("revzoo.configs")))
-    groups = {
-        group.name: ", ".join(sorted(path.stem for path in group.glob("*.yaml")))
-        for group in sorted(folder.iterdir())
-    }
     width = shutil.get_terminal_size().columns - 2
-    return [
-        textwrap.fill(f"  {name:12}{options}", width, subsequent_indent=" " * 14)
-        for name, options in groups.items()
-        if options
-    ]
+    lines = groups(Path(str(files("revzoo.configs"))))
+    return [textwrap.fill(f"  {line}", width, subsequent_indent=" " * 14) for line in lines]
 
 
 def run(args: argparse.Namespace) -> None:

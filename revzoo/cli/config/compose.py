@@ -355,8 +355,36 @@ def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> N
         return
     raise ConfigError(
         f"{override.input_line}: there is no key {key!r}"
-        + (_meant_in_section(key, base) or _meant(key, [*groups, *known]))
+        + (
+            _off(key, override, base)
+            or _of_others(key, groups)
+            or _meant_in_section(key, base)
+            or _meant(key, [*groups, *known])
+        )
     )
+
+
+def _off(key: str, override: Override, base: DictConfig) -> str:
+    """For an option of something that is null: how to switch it on with this option."""
+    section, _, leaf = key.rpartition(".")
+    if section not in list(_keys(base)) or OmegaConf.select(base, section) is not None:
+        return ""
+    value = str(override.input_line).partition("=")[2]
+    return f", as {section} is null; give '{section}={{{leaf}: {value}}}', in quotes"
+
+
+def _of_others(key: str, groups: Sequence[str]) -> str:
+    """For a key that other options of its group have: which."""
+    group, _, leaf = key.partition(".")
+    if group not in groups or "." in leaf:
+        return ""
+    having = [
+        path.stem
+        for path in sorted((CONFIGS / group).glob("*.yaml"))
+        if re.search(rf"^{re.escape(leaf)}:", path.read_text(), re.MULTILINE)
+    ]
+    listed = ", ".join(f"{group}={name}" for name in having)
+    return f"; {listed} {'has' if len(having) == 1 else 'have'} it" if having else ""
 
 
 def _check_type(key: str, before: Any, after: Any) -> None:

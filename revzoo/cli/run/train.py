@@ -30,7 +30,7 @@ from revzoo.cli.config.build import (
 from revzoo.cli.config.checks import check_config, wrong_kinds
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.run.console import shorten_log, tell_opening, tell_result
-from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, quiet, user_errors
+from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, user_errors
 from revzoo.cli.run.folder import (
     CONFIG_FILE,
     check_unused,
@@ -55,6 +55,7 @@ from revzoo.training.checkpoint.files import read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run
+from revzoo.training.quiet import quiet
 from revzoo.training.tuning.out_of_memory import memory_errors
 
 log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ def load_optuna() -> Any:
     try:
         optuna = import_module("optuna")
     except ImportError:
-        raise ConfigError("revzoo sweep needs optuna: pip install 'revzoo[sweep]'") from None
+        raise ConfigError("revzoo sweep needs optuna: pip install optuna") from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 

@@ -1,4 +1,5 @@
-"""Optimisers: SGD as RevNet and its peers are trained with it, and Muon for short runs.
+"""Optimisers: SGD as RevNet and its peers are trained with it, AdamW for transformers, Muon for
+short runs.
 
 Weight decay acts on the weights of convolutions and linear layers only:
 norms and biases are scale and offset, and decaying them changes the function instead of
@@ -20,7 +21,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from revzoo._checks import build_dataclass, check_choice, check_number
@@ -37,10 +38,11 @@ class OptimSpec:
     """The optimiser of a run: rate, decay, label smoothing and schedule.
 
     Attributes:
-        name: ``sgd``, ``muon`` (see :mod:`revzoo.training.optim.muon`) or a registered one.
+        name: ``sgd``, ``adamw`` (for transformers), ``muon`` (see
+            :mod:`revzoo.training.optim.muon`) or a registered one.
         lr: the peak learning rate; with Muon, of the weights that it makes orthogonal.
         sgd_lr: with Muon, the peak rate of all other parameters.
-        momentum: in [0, 1).
+        momentum: in [0, 1); AdamW and registered optimisers have their own.
         nesterov: look ahead; needs momentum above 0. Muon always does.
         weight_decay: of convolution and linear weights; with Muon decoupled (``lr * weight_decay``
             a step) and of the weights that it makes orthogonal alone.
@@ -159,7 +161,7 @@ def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpe
 def plain_groups(
     weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
 ) -> list[Group]:
-    """Rate and weight decay of a registered optimiser's two groups; the others do not decay."""
+    """Rate and weight decay of two groups; the others decay with ``decay_all`` alone."""
     return [
         {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
         {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
@@ -172,6 +174,7 @@ Build = Callable[[list[Group]], Optimizer]
 # name: how the parameters are divided into groups, and what trains the groups
 OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
     "sgd": (_sgd, SGD),
+    "adamw": (plain_groups, AdamW),
     "muon": (muon_groups, Muon),
 }
 
@@ -189,7 +192,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
         ValueError: the name is taken.
 
     Example:
-        >>> register_optimizer("adamw", torch.optim.AdamW)  # doctest: +SKIP
+        >>> register_optimizer("nadam", torch.optim.NAdam)  # doctest: +SKIP
     """
     if name in OPTIMIZERS:
         raise ValueError(

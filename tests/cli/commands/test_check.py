@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
+from small_images import image_folder
 
 from revzoo.cli.main import main
 
@@ -37,7 +38,7 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
 
 def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test" / "a").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="0 of 4 images"):
+    with pytest.raises(SystemExit, match="all 4 images can be read, but not as a set"):
         main(["check", "data", str(root), "--workers", "1"])
     assert "different classes" in capsys.readouterr().out
 
@@ -60,3 +61,9 @@ def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
     )
     assert r"train/a/\udcff.png" in done.stdout
     assert "Traceback" not in done.stderr
+
+
+def test_a_split_alone_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """``revzoo check data DIR/train`` said that train/train is missing."""
+    main(["check", "data", str(image_folder(tmp_path) / "train"), "--workers", "1"])
+    assert capsys.readouterr().out == "all 40 images can be read\n"

@@ -98,3 +98,20 @@ def test_sweeps_are_checked_choice_by_choice() -> None:
 
 def test_hydra_keys_are_left_to_hydra() -> None:
     compose_checked(["hydra.run.dir=/tmp/x"])
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("data.root=x", r"no key 'data\.root'; data=cifar10, .*data=imagefolder have it"),
+        ("optim.sgd_lr=1", r"no key 'optim\.sgd_lr'; optim=muon has it"),
+        (
+            "callbacks.ema.decay=0.9",
+            r"ema is null; give 'callbacks\.ema=\{decay: 0\.9\}'",
+        ),
+    ],
+)
+def test_a_key_of_another_option_names_that_option(override: str, message: str) -> None:
+    """``data.root`` of the digits was answered with a way to add a key that they do not know."""
+    with pytest.raises(ConfigError, match=message):
+        compose_checked([override])

@@ -1,3 +1,4 @@
+import copy
 import pickle
 
 import pytest
@@ -189,11 +190,31 @@ def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
 
 def test_a_registered_optimiser_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
-    revzoo.register_optimizer("adamw", torch.optim.AdamW)
-    spec = OptimSpec(name="adamw", lr=0.01, weight_decay=0.5)
+    revzoo.register_optimizer("nadam", torch.optim.NAdam)
+    spec = OptimSpec(name="nadam", lr=0.01, weight_decay=0.5)
     optimizer = build_optimizer(net(), spec)
-    assert isinstance(optimizer, torch.optim.AdamW)
+    assert isinstance(optimizer, torch.optim.NAdam)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     with pytest.raises(ValueError, match="an optimiser 'sgd' exists already: choose another name"):
-        revzoo.register_optimizer("sgd", torch.optim.AdamW)
+        revzoo.register_optimizer("sgd", torch.optim.NAdam)
+
+
+def test_adamw_is_torchs_and_decays_weights_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+    twin = copy.deepcopy(model)
+    optimizer = build_optimizer(model, OptimSpec(name="adamw", lr=0.01, weight_decay=0.5))
+    expected = torch.optim.AdamW(
+        [
+            {"params": [twin[0].weight], "weight_decay": 0.5},
+            {"params": [twin[0].bias, *twin[1].parameters()], "weight_decay": 0.0},
+        ],
+        lr=0.01,
+    )
+    x = torch.randn(8, 4)
+    for net, steps in ((model, optimizer), (twin, expected)):
+        for _ in range(3):
+            steps.zero_grad()
+            net(x).square().sum().backward()
+            steps.step()
+    assert all(map(torch.equal, model.parameters(), twin.parameters()))

@@ -1,0 +1,77 @@
+"""Show the options of a configuration group with their comments.
+
+  revzoo options               the groups and their choices
+  revzoo options callbacks     every option of every choice of a group
+  revzoo options data/cifar10  one choice
+
+What is shown are the configuration files themselves. Values are set as GROUP.OPTION=VALUE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from importlib.resources import files
+from pathlib import Path
+
+from revzoo._checks import did_you_mean
+
+BASES = re.compile(r"^defaults: \[(base/\w+)@_here_", re.MULTILINE)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("group", nargs="*", metavar="GROUP[/CHOICE]", help="all groups by default")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the files.
+
+    Raises:
+        ValueError: there is no such group or choice.
+    """
+    folder = Path(str(files("revzoo.configs")))
+    if not args.group:
+        told = "\n".join(groups(folder))
+        sys.stdout.write(f"{told}\n\nrevzoo options GROUP shows the options of a group\n")
+        return
+    sys.stdout.write("\n".join(text for name in args.group for text in texts(folder, name)))
+
+
+def choices(folder: Path) -> dict[str, list[str]]:
+    """The choices of each group, by name."""
+    return {
+        group.name: sorted(path.stem for path in group.glob("*.yaml"))
+        for group in sorted(folder.iterdir())
+        if any(group.glob("*.yaml"))
+    }
+
+
+def groups(folder: Path) -> list[str]:
+    """A line for each group."""
+    return [f"{name:12}{', '.join(found)}" for name, found in choices(folder).items()]
+
+
+def texts(folder: Path, name: str) -> list[str]:
+    """The files of ``GROUP`` or ``GROUP/CHOICE``, each under its name; their bases first.
+
+    Raises:
+        ValueError: there is no such group or choice, with the nearest.
+    """
+    known = choices(folder)
+    group, _, choice = name.replace("=", "/").partition("/")
+    if group not in known:
+        hint = did_you_mean(group, known)
+        raise ValueError(f"there is no group {group!r} (there is {', '.join(known)}){hint}")
+    if choice and choice not in known[group]:
+        hint = did_you_mean(choice, known[group])
+        raise ValueError(f"{group} has no {choice!r} (there is {', '.join(known[group])}){hint}")
+    chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
+    bases = {base for path in chosen for base in BASES.findall(path.read_text())}
+    paths = [*sorted(folder / group / f"{base}.yaml" for base in bases), *chosen]
+    return [
+        f"== {path.relative_to(folder).with_suffix('')}\n"
+        + path.read_text().replace("# @package _global_\n", "")
+        for path in paths
+    ]

@@ -1,0 +1,54 @@
+"""``revzoo options``: the configuration files, by group."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from revzoo.cli.main import main
+from revzoo.training.callbacks.registry import CALLBACKS
+
+CONFIGS = Path(__file__).parents[3] / "configs"
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(["options", *arguments])
+    return capsys.readouterr().out
+
+
+def test_all_groups_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(capsys).splitlines()
+    for group in (path.name for path in CONFIGS.iterdir() if list(path.glob("*.yaml"))):
+        assert any(line.startswith(f"{group} ") for line in lines), group
+
+
+def test_every_callback_and_option_is_shown_with_a_comment(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = told(capsys, "callbacks/default")
+    assert set(yaml.safe_load(text.replace("== ", "# "))) <= set(CALLBACKS)
+    assert set(CALLBACKS) <= set(re.findall(r"^(\w+):", text, re.MULTILINE))
+    bare = [line for line in text.splitlines() if re.match(r"\w+:", line) and "#" not in line]
+    assert bare == []
+
+
+def test_a_choice_brings_the_options_it_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
+    text = told(capsys, "model=revvit_cifar")
+    assert text.index("== model/base/attention\n") < text.index("== model/revvit_cifar\n")
+    assert "drop_path_rate: 0.0  # probability" in text
+    assert "@package" not in told(capsys, "debug/smoke", "experiment")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("calbacks", "no group 'calbacks' .*did you mean 'callbacks'"),
+        ("data/cifar", "data has no 'cifar' .*did you mean 'cifar1"),
+    ],
+)
+def test_other_names_get_the_nearest(name: str, message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        main(["options", name])
