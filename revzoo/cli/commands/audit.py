@@ -1,0 +1,51 @@
+"""``revzoo audit NAME``: what a training step keeps, and where its memory peaks, in each mode.
+
+Nothing is run or allocated, unless --real asks for it.
+
+    revzoo audit revnet38 --batch 64
+    revzoo audit revnet104 --batch 256 --image 224 --memory invert --plot step.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+
+from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("name", help="a model, e.g. revnet38")
+    add_batch_options(parser, batch=64)
+    parser.add_argument("--memory", metavar="MODE", help="this mode alone (every mode that fits)")
+    parser.add_argument("--real", action="store_true", help="run real steps")
+    parser.add_argument("--csv", type=Path, help="write every kept tensor")
+    parser.add_argument("--plot", type=Path, help="draw memory over the step, a PNG")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="the picture for it")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the report and write what was asked for.
+
+    Raises:
+        ValueError: no such model, mode, batch or size.
+    """
+    import torch
+
+    from revzoo.profiling.audit import audit, plotting
+
+    if args.plot or args.tensorboard:
+        plotting()
+    with nullcontext() if args.real else torch.device("meta"):
+        model = model_for(args, args.name, memory=args.memory)
+    report = audit(model, shape_for(args, model), modes=[] if args.memory else None, real=args.real)
+    sys.stdout.write(f"{report}\n")
+    if args.csv:
+        report.to_csv(args.csv)
+    if args.plot:
+        report.plot(args.plot)
+    if args.tensorboard:
+        report.to_tensorboard(args.tensorboard)

@@ -1,0 +1,115 @@
+"""``revzoo bench NAME...``: time and memory of a training step, in several memory modes.
+
+All modes of a model run in turn, round by round; ratios are to the first mode. On one thread of
+the CPU (OMP_NUM_THREADS=1) times are the thread's own.
+
+    revzoo bench revnet38 revnet110 --memory store,invert,auto --batch 128
+    revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+
+if TYPE_CHECKING:
+    from revzoo.profiling.bench import Measured
+
+HEADER = (
+    f"{'model':16}{'memory':12}{'s a step':>10}{'ratio (quartiles)':>22}"
+    f"{'images/s':>11}{'peak':>14}\n"
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("names", nargs="+", metavar="NAME", help="models, or families (revnet)")
+    add_batch_options(parser, batch=32)
+    parser.add_argument(
+        "--memory", default="store,invert,auto", metavar="MODES", help="store,invert,auto"
+    )
+    parser.add_argument("--depths", metavar="N,...", help="of each family, e.g. 38,110,164")
+    parser.add_argument("--rounds", type=int, default=5, help="timings of each mode (5)")
+    parser.add_argument("--csv", type=Path, help="write the rows")
+    parser.add_argument("--plot", type=Path, help="draw time and memory, a PNG")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, and print row by row.
+
+    Raises:
+        ValueError: no such model or mode, or a batch, size or number of rounds that is none.
+    """
+    import torch
+
+    from revzoo.profiling.audit import plotting
+    from revzoo.profiling.bench import bench
+    from revzoo.profiling.units import in_units
+
+    if args.plot:
+        plotting()
+    names = [name for each in args.names for name in deepened(each, args.depths)]
+    rows: list[Measured] = []
+    sys.stdout.write(HEADER)
+    for name in names:
+        torch.manual_seed(0)
+        model = model_for(args, name)
+        shape = shape_for(args, model)
+        modes = [mode.strip() for mode in args.memory.split(",")]
+        for row in bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds):  # noqa: B023
+            rows.append(row)
+            ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
+            sys.stdout.write(
+                f"{row.name:16}{row.memory:12}{row.seconds:>10.3f}{ratio:>22}"
+                f"{row.images_per_second:>11.1f}{in_units(row.peak_bytes):>14}\n"
+            )
+            sys.stdout.flush()
+    if args.csv:
+        with args.csv.open("w", newline="") as file:
+            writer = csv.DictWriter(file, asdict(rows[0]))
+            writer.writeheader()
+            writer.writerows(map(asdict, rows))
+    if args.plot:
+        draw(rows, args.plot)
+
+
+def deepened(name: str, depths: str | None) -> list[str]:
+    """The models of a family: ``revnet`` or ``revnet38`` with the depths ``38,110``.
+
+    Raises:
+        ValueError: a depth is no whole number.
+    """
+    if depths is None:
+        return [name]
+    wanted = depths.split(",")
+    if not all(depth.strip().isdigit() for depth in wanted):
+        raise ValueError(f"--depths {depths}: expected whole numbers, such as 38,110,164")
+    family = re.sub(r"\d+$", "", name)
+    return [f"{family}{depth.strip()}" for depth in wanted]
+
+
+def draw(rows: list[Measured], path: Path) -> None:
+    """Time against memory, a line for each mode."""
+    from revzoo.profiling.audit import plotting
+
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    for mode in dict.fromkeys(row.memory for row in rows):
+        own = [row for row in rows if row.memory == mode]
+        peaks = [row.peak_bytes / 2**20 for row in own]
+        axes.plot(peaks, [row.seconds for row in own], "o-", label=mode)
+        for row, peak in zip(own, peaks, strict=True):
+            at = (peak, row.seconds)
+            axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds a step")
+    axes.set(xlim=(0, None), ylim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

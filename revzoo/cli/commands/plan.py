@@ -1,0 +1,138 @@
+"""``revzoo plan NAME --budget 4GiB``: a memory mode for each step, the fastest within a budget.
+
+revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
+revzoo plan revnet110 --budget 1GiB --fit batch
+revzoo train model=revnet110 memory=budget memory.bytes=1GiB    # trains by such a plan
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+
+FITS = ("batch", "image", "depth")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("name", help="a model, e.g. revnet38")
+    parser.add_argument("--budget", required=True, help="bytes of a training step, such as 4GiB")
+    add_batch_options(parser, batch=64)
+    parser.add_argument(
+        "--memory", metavar="MODE", help="the mode for steps that are inverted: invert or exact"
+    )
+    parser.add_argument("--fit", choices=FITS, help="find the largest that fits instead")
+    parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
+    parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan, or the largest that fits.
+
+    Raises:
+        ValueError: no such model, mode, batch or size; the budget is none, or too small.
+    """
+    import torch
+
+    from revzoo.profiling.audit import plotting
+    from revzoo.profiling.plan import Planner
+    from revzoo.profiling.units import bytes_from, in_units
+
+    budget = bytes_from(args.budget)
+    if args.plot:
+        plotting()
+    with torch.device("meta"):
+        model = model_for(args, args.name)
+    shape = shape_for(args, model)
+    if args.fit:
+        sys.stdout.write(f"{_largest(args, budget)}\n")
+        return
+    planner = Planner(model, shape, inverting=args.memory)
+    plan = planner.plan(budget)
+    sys.stdout.write(f"{plan}\n\n{'for comparison':12}\n")
+    for mode in ("store", "recompute", planner.inverting):
+        if (pure := planner.pure(mode)) is not None:
+            peak = in_units(pure.peak)
+            sys.stdout.write(f"{mode:12}{peak:>14}{pure.cost / 1e9:>10.3g} s\n")
+    if args.save:
+        args.save.write_text(json.dumps(plan.modes, indent=2) + "\n")
+    if args.plot:
+        draw(planner, plan, args.plot)
+
+
+def _largest(args: argparse.Namespace, budget: int) -> str:
+    """The largest batch, image or depth for which there is a plan, as a sentence."""
+    from revzoo.profiling.fit import largest
+    from revzoo.profiling.units import in_units
+
+    start, need = _needs(args)
+    found = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
+    if found is None:
+        return f"no {args.fit} of {args.name} fits {in_units(budget)}"
+    return (
+        f"the largest {args.fit} of {args.name} in {in_units(budget)}: {found}, "
+        f"which needs {in_units(need(found))}"
+    )
+
+
+def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
+    """Where to start the search, and the least peak for a value; None where it is impossible."""
+    import torch
+
+    from revzoo.models import create_model
+    from revzoo.models.registry import MODELS
+    from revzoo.profiling.plan import Planner
+
+    with torch.device("meta"):
+        model = model_for(args, args.name)
+    batch, channels, side, _ = shape_for(args, model)
+    row = MODELS[args.name.partition(".")[0]].variant
+
+    def least(options: dict[str, Any], images: int, pixels: int) -> int | None:
+        try:
+            with torch.device("meta"):
+                made = create_model(args.name, num_classes=args.classes, **options)
+            made.check_size(pixels, pixels)
+        except ValueError:
+            return None
+        shape = (images, channels, pixels, pixels)
+        return Planner(made, shape, inverting=args.memory, clock=False).least
+
+    if args.fit == "batch":
+        return batch, lambda n: least({}, n, side)
+    if args.fit == "image":
+        fixed = hasattr(row, "img_size")  # its weights depend on the size
+        return side, lambda n: least({"img_size": n} if fixed else {}, batch, n)
+    if hasattr(row, "depth"):
+        return row.depth, lambda n: least({"depth": n}, batch, side)
+    longest = max(row.units)
+    return longest, lambda n: least(
+        {"units": tuple(max(1, round(u * n / longest)) for u in row.units)}, batch, side
+    )
+
+
+def draw(planner: Any, plan: Any, path: Path) -> None:
+    """Time against memory: the frontier of plans, the pure modes and the plan that was chosen."""
+    from revzoo.profiling.audit import plotting
+
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
+    axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
+    for mode in ("store", "recompute", planner.inverting):
+        if (pure := planner.pure(mode)) is not None:
+            at = pure.peak / 2**20, pure.cost / 1e9
+            axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
+            axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
+    axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", color="#d9485f", ms=14, label="chosen")
+    axes.axvline(plan.budget / 2**20, color="#d9485f", lw=1, ls=":", label="budget")
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds a step", xlim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

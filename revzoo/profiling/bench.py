@@ -1,0 +1,116 @@
+"""Time and memory of training steps, side by side.
+
+Times of a shared machine compare only within a moment: every round runs all candidates one after
+the other, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from revzoo.core.modes import set_memory
+from revzoo.profiling.audit import audit
+from revzoo.profiling.clock import now
+from revzoo.profiling.plan import Planner
+from revzoo.profiling.trace import default_loss, images_for, in_training
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One candidate.
+
+    Attributes:
+        name: of the model.
+        memory: its mode.
+        seconds: median of a step.
+        ratio: median over rounds of its time over the first candidate's of the same model.
+        low: lower quartile of that.
+        high: upper quartile.
+        images_per_second: of the median step.
+        peak_bytes: counted, see :func:`revzoo.audit`.
+    """
+
+    name: str
+    memory: str
+    seconds: float
+    ratio: float
+    low: float
+    high: float
+    images_per_second: float
+    peak_bytes: int
+
+
+def set_mode(model: nn.Module, memory: str, shape: Sequence[int]) -> None:
+    """Set a memory mode; ``auto`` is planned for the shape first.
+
+    Raises:
+        ValueError: the mode is unknown or does not apply.
+    """
+    set_memory(model, Planner(model, shape, clock=False).auto() if memory == AUTO else memory)
+
+
+def bench(
+    build: Callable[[], nn.Module],
+    name: str,
+    modes: Sequence[str],
+    shape: Sequence[int],
+    *,
+    rounds: int = 5,
+) -> list[Measured]:
+    """Measure a model in several memory modes.
+
+    Args:
+        build: makes the model, the same one each time.
+        name: for the rows.
+        modes: memory modes; ratios are to the first.
+        shape: of the batch.
+        rounds: at least 2; every candidate runs once in each.
+
+    Raises:
+        ValueError: a mode is unknown or does not apply; the shape is none; too few rounds.
+    """
+    if rounds < 2:
+        raise ValueError(f"rounds={rounds}: expected 2 or more, for a spread")
+    candidates: dict[str, Callable[[], None]] = {}
+    peaks: dict[str, int] = {}
+    device = torch.device("cpu")
+    for mode in dict.fromkeys(modes):
+        model = in_training(build())
+        set_mode(model, mode, shape)
+        peaks[mode] = audit(model, shape, modes=[]).peak_bytes
+        images = images_for(model, shape)
+        device = images.device
+        candidates[mode] = _step(model, images)
+    for run in candidates.values():
+        run()  # warms up; gradients exist from now on
+    seconds: dict[str, list[float]] = {mode: [] for mode in candidates}
+    for _ in range(rounds):
+        for mode, run in candidates.items():
+            start = now(device)
+            run()
+            seconds[mode].append(now(device) - start)
+    return [_measured(name, mode, seconds, shape[0], peaks[mode]) for mode in candidates]
+
+
+def _step(model: nn.Module, images: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        torch.autograd.backward(default_loss(model(images)))
+
+    return run
+
+
+def _measured(
+    name: str, mode: str, seconds: Mapping[str, Sequence[float]], batch: int, peak: int
+) -> Measured:
+    first = next(iter(seconds.values()))
+    ratios = [own / base for own, base in zip(seconds[mode], first, strict=True)]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    median = statistics.median(seconds[mode])
+    return Measured(name, mode, median, middle, low, high, batch / median, peak)

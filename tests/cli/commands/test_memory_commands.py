@@ -1,0 +1,94 @@
+"""``revzoo audit``, ``revzoo plan`` and ``revzoo bench``."""
+
+import csv
+import json
+
+import pytest
+
+import revzoo
+from revzoo.cli.main import main
+from revzoo.profiling.audit import audit
+from revzoo.profiling.units import bytes_from
+
+SMALL = ["revnet38", "--batch", "8"]
+
+
+def rows_of(path):
+    with path.open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_audit_tells_every_mode(capsys, tmp_path):
+    main(["audit", *SMALL, "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")])
+    printed = capsys.readouterr().out
+    model = revzoo.create_model("revnet38", memory="store")
+    peak = audit(model, (8, 3, 32, 32), modes=[]).peak_bytes
+    (line,) = [line for line in printed.splitlines() if line.startswith("store")]
+    assert line.endswith(f"{peak / 2**20:.2f} MiB")
+    assert [line.split()[0] for line in printed.splitlines()[3:7]] == [
+        *("invert", "store", "recompute", "exact")
+    ]
+    assert (tmp_path / "a.png").stat().st_size > 5000
+    assert {row["mode"] for row in rows_of(tmp_path / "a.csv")} >= {"exact"}
+
+
+def test_audit_of_one_mode_with_real_steps(capsys):
+    main(["audit", *SMALL, "--memory", "recompute", "--real"])
+    printed = capsys.readouterr().out
+    assert "recompute" in printed
+    assert "store" not in printed
+
+
+def test_plan_is_printed_and_saved(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    main(["plan", *SMALL, "--budget", "12MiB", "--save", str(file)])
+    printed = capsys.readouterr().out
+    assert "of 12.00 MiB" in printed
+    assert "stages.1" in printed
+    model = revzoo.create_model("revnet38")
+    revzoo.set_memory(model, json.loads(file.read_text()))
+    assert audit(model, (8, 3, 32, 32), modes=[]).peak_bytes <= bytes_from("12MiB")
+
+
+def test_the_largest_batch_that_fits(capsys):
+    main(["plan", *SMALL, "--budget", "20MiB", "--fit", "batch"])
+    batch = int(capsys.readouterr().out.split(": ")[1].split(",")[0])
+    model = revzoo.create_model("revnet38", memory="invert")
+    peaks = [audit(model, (n, 3, 32, 32), modes=[]).peak_bytes for n in (batch, batch + 1)]
+    assert peaks[0] <= 20 * 2**20 < peaks[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["audit", "revnet38", "--batch", "0"], "expected a positive whole number"),
+        (["audit", "revnet38", "--image", "33"], "33"),
+        (["audit", "revnet38", "--memory", "stor"], "unknown memory mode 'stor'"),
+        (["plan", "revnet38", "--budget", "lots"], "expected a positive number of bytes"),
+        (["plan", "revnet38", "--budget", "0"], "expected a positive number of bytes"),
+        (["plan", *SMALL, "--budget", "3MiB"], "less than any plan needs: at least"),
+        (["plan", *SMALL, "--budget", "1GiB", "--memory", "store"], "expected one of invert"),
+        (["bench", "revnet", "--depths", "deep"], "expected whole numbers"),
+        (["bench", "revnet", "--depths", "39"], "there is no model 'revnet39'"),
+        (["bench", *SMALL, "--rounds", "1"], "expected 2 or more"),
+    ],
+)
+def test_what_cannot_be_ends_with_a_message(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        main(arguments)
+
+
+def test_bench_measures_modes_side_by_side(capsys, tmp_path):
+    file = tmp_path / "b.csv"
+    options = ["--batch", "4", "--rounds", "2", "--memory", "store,auto"]
+    main(["bench", "revnet", "--depths", "38", *options, "--csv", str(file)])
+    rows = rows_of(file)
+    assert [(row["name"], row["memory"]) for row in rows] == [
+        ("revnet38", "store"),
+        ("revnet38", "auto"),
+    ]
+    assert float(rows[0]["ratio"]) == 1
+    assert int(rows[1]["peak_bytes"]) < int(rows[0]["peak_bytes"])
+    for row in rows:
+        rate = float(row["images_per_second"]) * float(row["seconds"])
+        assert rate == pytest.approx(4)
