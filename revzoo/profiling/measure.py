@@ -12,6 +12,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import torch
 from torch import nn
 
 from revzoo.core.invertible import Step, is_container
@@ -27,13 +28,22 @@ from revzoo.profiling.trace import (
 )
 
 
-def measure(model: nn.Module, shape: Sequence[int], *, inverting: str) -> dict[str, Trace]:
+def measure(
+    model: nn.Module,
+    shape: Sequence[int],
+    *,
+    inverting: str,
+    recompute: bool = True,
+    device: torch.device | None = None,
+) -> dict[str, Trace]:
     """One fake training step of ``model`` in each mode that a planner chooses from.
 
     Args:
         model: real, or on the meta device.
         shape: of its input, the batch first.
         inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
+        recompute: whether steps with an inverse may be recomputed, too, which seldom pays.
+        device: where the step will run; None for where the model is.
 
     Raises:
         ValueError: the model has no step, or nothing to train; ``inverting`` does not apply.
@@ -47,18 +57,13 @@ def measure(model: nn.Module, shape: Sequence[int], *, inverting: str) -> dict[s
     if not mode_of(inverting).inverts:
         names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
         raise ValueError(f"inverting={inverting!r}: expected one of {names}")
+    places = [device] if device is not None else [p.device for p in model.parameters()]
+    on_host = all(place.type in ("cpu", "meta") for place in places)
+    modes = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
+    if any(step.invertible for step in steps):
+        modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
     grid = mode_of(inverting).grid  # then every step rounds, whatever its mode
-    return {mode: trace_in_mode(model, shape, mode, grid) for mode in modes_for(model, inverting)}
-
-
-def modes_for(model: nn.Module, inverting: str) -> list[str]:
-    """The modes that a planner chooses from."""
-    on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
-    pure = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
-    inverts = mode_of(inverting).inverts and any(
-        isinstance(m, Step) and not is_container(m) and m.invertible for m in model.modules()
-    )
-    return [*pure, inverting] if inverts else pure
+    return {mode: trace_in_mode(model, shape, mode, grid=grid, device=device) for mode in modes}
 
 
 def leaves(model: nn.Module) -> list[Step]:
@@ -67,10 +72,15 @@ def leaves(model: nn.Module) -> list[Step]:
 
 
 def trace_in_mode(
-    model: nn.Module, shape: Sequence[int], mode: str, grid: int | None = None
+    model: nn.Module,
+    shape: Sequence[int],
+    mode: str,
+    *,
+    grid: int | None = None,
+    device: torch.device | None = None,
 ) -> Trace:
     """One fake training step with every step in ``mode``."""
-    twin = fake_twin(model)
+    twin = fake_twin(model, device)
     assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode, grid=grid)
     return trace_step(twin, images_for(twin, shape))
 
@@ -82,18 +92,18 @@ def chain_of(traces: Mapping[str, Trace]) -> Chain:
     pieces = {mode: _Pieces(trace, streams) for mode, trace in traces.items()}
     links = []
     for i, call in enumerate(first.calls):
-        # Some run in another mode than they are set to: those without an inverse, for instance.
-        fitting = [m for m, trace in traces.items() if fits(trace.calls[i], m)]
-        choices = tuple(pieces[m].choices[i] for m in fitting)
+        # Of two traces in which the step ran in the same mode, the first counts.
+        by_mode = {piece.choices[i].mode: piece.choices[i] for piece in reversed(pieces.values())}
+        choices = tuple(reversed(by_mode.values()))
         links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
     last = streams.outputs[-1]
     links.append(Link("", last, (), (pieces["store"].choices[-1],)))
     return Chain(tuple(links), streams.sizes, first.base)
 
 
-def fits(call: StepCall, mode: str) -> bool:
-    """Whether a step that was set to ``mode`` ran in it."""
-    return call.mode == mode and call.joins == mode_of(mode).inverts
+def _mode_of(call: StepCall) -> str:
+    """The mode in which a step ran: without an inverse it is recomputed in those that invert."""
+    return "recompute" if mode_of(call.mode).inverts and not call.joins else call.mode
 
 
 class _Streams:
@@ -130,7 +140,7 @@ class _Pieces:
         joins = [call.joins for call in calls]
         holds, keeps = self._kept(joins)
         closes = [self._closing(i) if joins[i] else 0 for i in range(len(calls))]
-        modes = [*(call.mode for call in calls), "store"]
+        modes = [*map(_mode_of, calls), "store"]
         plain = [
             Choice(*row)
             for row in zip(

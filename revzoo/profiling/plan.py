@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -100,6 +99,9 @@ class Planner:
         clock: whether times are measured, on few images. Without, they are those of a nominal
             processor: the same plan on every machine and in every process.
         extra: further bytes that are there all along, such as an optimiser's state.
+        recompute: whether steps with an inverse may be recomputed, too; without, planning takes two
+            thirds of the time, for plans that are hardly slower.
+        device: where the model will be trained; None for where it is.
 
     Raises:
         ValueError: the model has no step, or nothing to train; the shape is none.
@@ -113,10 +115,14 @@ class Planner:
         inverting: str | None = None,
         clock: bool = True,
         extra: int = 0,
+        recompute: bool = True,
+        device: torch.device | None = None,
     ) -> None:
         self.model, self.shape, self.extra = model, tuple(input_shape), extra
-        self.inverting = inverting or inverting_mode(model)
-        traces = measure(model, self.shape, inverting=self.inverting)
+        self.inverting, self.device = inverting or inverting_mode(model), device
+        traces = measure(
+            model, self.shape, inverting=self.inverting, recompute=recompute, device=device
+        )
         chain = chain_of(traces)
         if clock:
             chain = timed(chain, model, next(iter(traces.values())).calls)
@@ -177,7 +183,7 @@ class Planner:
         modes = {link.name: choice.mode for link, choice in pairs if link.name}
         if mode_of(self.inverting).grid is not None:  # every step rounds, even if none is inverted
             modes = {"": self.inverting, **modes}
-        twin = fake_twin(self.model)
+        twin = fake_twin(self.model, self.device)
         set_memory(twin, modes)
         peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
         return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget)
@@ -249,19 +255,15 @@ def inverting_mode(model: nn.Module) -> str:
     return next((mode for mode in present if mode_of(mode).inverts), "invert")
 
 
-def state_bytes(optimizer: Any, parameters: Sequence[nn.Parameter]) -> int:
-    """Bytes that an optimiser keeps for parameters once it has stepped.
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes that an optimiser keeps once it has stepped.
 
     Args:
-        optimizer: maps parameters to a ``torch.optim.Optimizer``.
-        parameters: of any device; no value is read, nothing is allocated for them.
+        optimizer: over parameters on the meta device, so that nothing is allocated for it.
     """
-    shadows = [
-        nn.Parameter(torch.empty_like(p, device="meta")) for p in parameters if p.requires_grad
-    ]
-    for p in shadows:
-        p.grad = torch.empty_like(p)
-    made = optimizer(shadows)
-    made.step()
-    states = (value for state in made.state.values() for value in state.values())
-    return sum(t.nbytes for t in states if isinstance(t, torch.Tensor))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.empty_like(p)
+    optimizer.step()
+    kept = (value for state in optimizer.state.values() for value in state.values())
+    return sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))

@@ -12,7 +12,7 @@ _UNITS = {
 }
 
 
-def bytes_from(budget: int | str) -> int:
+def bytes_from(budget: int | str, *, name: str = "budget") -> int:
     """A number of bytes, from one or from a string such as ``4GiB`` (2**30) or ``4GB`` (10**9).
 
     Raises:
@@ -25,7 +25,7 @@ def bytes_from(budget: int | str) -> int:
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 1 <= budget < 2**63:
         return int(budget)
     raise ValueError(
-        f"budget={budget!r}: expected a positive number of bytes, such as 2**32, '4GiB' or '500MB'"
+        f"{name}={budget!r}: expected a positive number of bytes, such as 2**32, '4GiB' or '500MB'"
     )
 
 

@@ -19,6 +19,7 @@ NEEDED = {
     "data=imagefolder": ("data.root=images",),
     "data=imagenet": ("data.root=images",),
     "experiment=imagenet": ("data.root=images",),
+    "memory=budget": ("memory.bytes=4GiB",),
     "experiment=imagenet_short": ("data.root=images",),
     "experiment=finetune": ("+model.checkpoint_path=revnet38.safetensors",),
 }
@@ -50,7 +51,7 @@ def test_the_default_is_digits_with_revnet38(compose: Any) -> None:
     config = compose()
     assert config["model"]["name"] == "revnet38"
     assert config["data"]["_target_"] == "revzoo.data.Digits"
-    assert config["memory"]["mode"] is None
+    assert config["memory"]["mode"] == "auto"
 
 
 def test_the_command_line_has_the_last_word(compose: Any) -> None:

@@ -75,10 +75,8 @@ def _largest(args: argparse.Namespace, budget: int) -> str:
     found = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
     if found is None:
         return f"no {args.fit} of {args.name} fits {in_units(budget)}"
-    return (
-        f"the largest {args.fit} of {args.name} in {in_units(budget)}: {found}, "
-        f"which needs {in_units(need(found))}"
-    )
+    least = in_units(need(found) or 0)
+    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {found}, needs {least}"
 
 
 def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:

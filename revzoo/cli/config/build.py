@@ -41,6 +41,7 @@ PROFILERS: dict[str, type[Any]] = {
     "pytorch": PyTorchProfiler,
 }
 CSV_ALONE = "csv"  # the kind of logger that adds none
+PLANNED = ("auto", "budget")  # memory modes that are planned for the run's batch
 METRICS_FILE = "metrics.csv"
 # what the trainer is given by build_trainer, from other sections than its own
 MANAGED_BY_TRAIN = (
@@ -63,7 +64,9 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 
 
 def memory_mode(config: Mapping[str, Any]) -> str | None:
-    """The memory mode of a run; None for the model's own.
+    """The memory mode in which a run's model is made; None for the model's own.
+
+    That is also where ``auto`` and ``budget`` start from (:mod:`revzoo.cli.run.memory`).
 
     Under autocast to a narrow type, reversible models run in ``exact`` instead of their own
     ``invert``: their reconstruction would drift towards the limit at which the run ends.
@@ -72,6 +75,7 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     entry = MODELS.get(str(config["model"].get("name")).partition(".")[0])
     reversible = entry is not None and mode_of(entry.network.default_memory).inverts
     narrow = str(config["precision"].get("trainer")).endswith("-mixed")
+    mode = None if mode in PLANNED else mode
     return "exact" if mode is None and reversible and narrow else mode
 
 

@@ -40,6 +40,7 @@ from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
+from revzoo.profiling.units import bytes_from
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check_callbacks
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
@@ -123,7 +124,7 @@ def _check_sections(config: Mapping[str, Any]) -> None:
 
 def check_model(config: Mapping[str, Any]) -> None:
     """Let the zoo check the model's name and keywords, and the memory mode with them."""
-    check_names(config["memory"], ("mode",), where="memory")
+    check_memory(config["memory"])
     if not isinstance(config["model"].get("name"), str):
         raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
     for key, source in FITTED.items():
@@ -139,6 +140,21 @@ def check_model(config: Mapping[str, Any]) -> None:
     if start.get("pretrained") and not start.get("checkpoint_path"):
         # known, at least; the package's weights are fetched when the run begins
         find_source(spec["name"], known=MODELS, pretrained=True)
+
+
+def check_memory(memory: Mapping[str, Any]) -> None:
+    """Check the names, and that a budget, and only a budget, comes with its bytes."""
+    check_names(memory, ("mode", "bytes", "plan"), where="memory")
+    given = memory.get("bytes")
+    if memory["mode"] == "budget":
+        if given in (None, "???"):
+            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+        bytes_from(given, name="memory.bytes")
+    elif given is not None:
+        raise ConfigError(f"memory.bytes={given} is a budget: give memory=budget with it")
+    plan = memory.get("plan")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(f"memory.plan={plan!r:.80}: expected a mapping of steps to memory modes")
 
 
 def check_finetuning(

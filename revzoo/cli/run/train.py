@@ -43,6 +43,7 @@ from revzoo.cli.run.folder import (
     write_summary,
 )
 from revzoo.cli.run.lock import locked
+from revzoo.cli.run.memory import with_plan
 from revzoo.cli.run.multirun import check_started_together
 from revzoo.cli.run.tune import SECTION, tune
 from revzoo.data import DataError, ImageData
@@ -200,6 +201,7 @@ def _train(
         if trained_on is not None:  # now, as the model is made for these data
             _check_same_data(trained_on, data)
         module = build_module(config, data)
+        config = with_plan(config, module, data, trainer.strategy.root_device)
     if trainer.is_global_zero:
         if resume is None:
             write_config(config, run_dir)

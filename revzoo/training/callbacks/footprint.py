@@ -5,18 +5,27 @@ CPU, the process's high-water mark ``VmHWM`` of ``/proc/self/status`` (over the 
 ``getrusage`` is no substitute, as a child's ``ru_maxrss`` starts at its parent's. Where neither
 exists, no memory is logged.
 
+On the CPU that figure holds the whole process: its libraries, its data, what the allocator has
+kept. A saving of memory is seen in ``footprint/activation_bytes`` instead: the peak of the
+activations of one training step, counted on the first batch (see :func:`revzoo.audit`).
+
 The clock runs during training steps and stops during validation.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from revzoo.profiling.audit import audit
+
+log = logging.getLogger(__name__)
 
 STATUS = Path("/proc/self/status")
 
@@ -40,8 +49,25 @@ def peak_bytes(device: torch.device) -> int | None:
     return peak_host_bytes()
 
 
+def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
+    """Peak bytes of the activations of a training step on ``images``; None if it cannot be counted.
+
+    Counted on fake tensors, which a model may refuse: one that looks at values, say.
+    """
+    model = getattr(pl_module, "model", None)
+    if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
+        return None
+    try:
+        with pl_module.trainer.precision_plugin.forward_context():
+            return audit(model, tuple(images.shape), modes=[]).activation_bytes
+    except Exception as error:
+        log.debug("activations are not counted: %s", error)
+        return None
+
+
 class Footprint(pl.Callback):
-    """Log ``footprint/peak_bytes``, ``footprint/images_per_second``, ``footprint/epoch_seconds``.
+    """Log ``footprint/peak_bytes``, ``footprint/activation_bytes``,
+    ``footprint/images_per_second`` and ``footprint/epoch_seconds``.
 
     Under data parallelism the images of all processes count, and the memory of the first process.
     In an epoch that is resumed, the figures are of the part after the resume.
@@ -51,6 +77,8 @@ class Footprint(pl.Callback):
         self.images = 0
         self.seconds = 0.0
         self._since: float | None = None
+        self._activations: int | None = None
+        self._counted = False
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.images = 0
@@ -62,6 +90,10 @@ class Footprint(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        if not self._counted:
+            self._pause(pl_module)
+            self._counted = True
+            self._activations = activation_bytes(pl_module, batch[0])
         if self._since is None:  # an epoch resumed in its middle has no start
             self._resume(pl_module)
 
@@ -90,6 +122,8 @@ class Footprint(pl.Callback):
         peak = peak_bytes(pl_module.device)
         if peak is not None:
             figures["footprint/peak_bytes"] = float(peak)
+        if self._activations is not None:
+            figures["footprint/activation_bytes"] = float(self._activations)
         for name, value in figures.items():
             # float32, Lightning's default, holds whole bytes only up to 16 MiB
             pl_module.log(name, torch.tensor(value, dtype=torch.float64), rank_zero_only=True)

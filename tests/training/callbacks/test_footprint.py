@@ -7,6 +7,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from small_task import TinyNet, loader, trainer
+from torch import nn
 
 from revzoo.training import Classifier, Footprint, peak_bytes, peak_host_bytes
 
@@ -95,3 +96,41 @@ def test_gpu_peak_is_that_of_the_epoch(tmp_path: Path) -> None:
     runner = trainer(tmp_path, max_epochs=1, accelerator="gpu", devices=1, callbacks=[Footprint()])
     runner.fit(Classifier(TinyNet()), loader())
     assert 0 < runner.callback_metrics["footprint/peak_bytes"] < 2**30
+
+
+class Sized(nn.Module):
+    """It works on 500 copies of its images, so that activations outweigh all else."""
+
+    num_classes = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        copies = torch.tanh(self.scale * x.flatten(1).repeat(500, 1, 1))
+        return self.head(copies.mean(0))
+
+
+class Looking(Sized):
+    """It looks at values, which fake tensors do not have."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * bool(x.sum() != 7)
+
+
+def test_activations_are_counted_beside_the_process(tmp_path: Path) -> None:
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
+    runner.fit(Classifier(Sized()), loader(128), loader(16))
+    found = float(runner.callback_metrics["footprint/activation_bytes"])
+    batch = len(next(iter(loader(128)))[0])
+    # the copies, their tanh, one gradient and what is made of it
+    assert found == pytest.approx(4 * 500 * batch * 64 * 4, rel=0.05)
+
+
+def test_a_model_that_cannot_be_counted_trains_all_the_same(tmp_path: Path) -> None:
+    runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
+    runner.fit(Classifier(Looking()), loader(128), loader(16))
+    assert "footprint/activation_bytes" not in runner.callback_metrics
+    assert "footprint/epoch_seconds" in runner.callback_metrics

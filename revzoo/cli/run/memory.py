@@ -1,0 +1,106 @@
+"""Memory modes that are planned for a run: ``memory=auto`` and ``memory=budget``.
+
+A plan is made for the run's batch and precision, from counts alone, so that every process makes the
+same one. It is written into the run's configuration, and a resumed run goes on with it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+from revzoo.cli.config.build import PLANNED, model_spec
+from revzoo.core.modes import mode_of, set_memory
+from revzoo.data import ImageData
+from revzoo.profiling.plan import Plan, Planner, inverting_mode, state_bytes
+from revzoo.profiling.units import in_units
+from revzoo.training import Classifier
+from revzoo.training.checkpoint.hyperparameters import WEIGHTS
+from revzoo.training.classifier import model_from
+from revzoo.training.distributed import is_first_process
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
+
+log = logging.getLogger(__name__)
+
+
+def with_plan(
+    config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
+) -> dict[str, Any]:
+    """Set the module's memory by the plan of the run; returns the configuration with the plan.
+
+    Args:
+        config: the run's, checked.
+        module: on the CPU, in training mode.
+        data: set up.
+        device: where the module will be trained.
+
+    Raises:
+        BudgetError: a ValueError: ``memory.bytes`` is less than any plan needs.
+    """
+    memory = config["memory"]
+    plan: Mapping[str, str] | None = memory.get("plan")
+    if memory["mode"] not in PLANNED:
+        return dict(config)
+    if plan is None:
+        plan = _made(config, module, data, device)
+    if plan is None:
+        return dict(config)
+    set_memory(module.model, plan)
+    return {**config, "memory": {**memory, "plan": dict(plan)}}
+
+
+def _made(
+    config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
+) -> Plan | None:
+    """The plan, told in one line; None where ``auto`` leaves the model as it is."""
+    mode = config["memory"]["mode"]
+    default = getattr(module.model, "default_memory", "store")
+    if mode == "auto" and not mode_of(default).inverts:
+        return None  # nothing to invert: the model's own mode is the fastest
+    shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
+    try:
+        with _autocast(config["precision"]["trainer"], device):
+            planner = Planner(
+                module.model,
+                shape,
+                clock=False,
+                extra=_optimiser_bytes(config, data),
+                recompute=mode == "budget",
+                device=device,
+            )
+            plan = planner.auto() if mode == "auto" else planner.plan(config["memory"]["bytes"])
+    except Exception as error:  # a model of the user may do what fake tensors cannot
+        if mode == "budget":
+            raise
+        own = inverting_mode(module.model)
+        log.info("memory=auto: the model cannot be planned (%s): memory=%s", error, own)
+        return None
+    if is_first_process():
+        log.info("memory=%s: %s", mode, _told(plan, planner))
+    return plan
+
+
+def _told(plan: Plan, planner: Planner) -> str:
+    modes = [plan[link.name] for link in planner.chain.links if link.name]
+    counts = ", ".join(f"{modes.count(m)} {m}" for m in dict.fromkeys(modes))
+    pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}
+    others = ", ".join(f"{m} {in_units(p.peak)}" for m, p in pure.items() if p is not None)
+    return f"steps: {counts}; peak {in_units(plan.peak_bytes)} ({others})"
+
+
+def _optimiser_bytes(config: Mapping[str, Any], data: ImageData) -> int:
+    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    with torch.device("meta"):
+        model = model_from({key: value for key, value in spec.items() if key not in WEIGHTS})
+    return state_bytes(build_optimizer(model, OptimSpec.of(config["optim"])))
+
+
+def _autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    if not precision.endswith("-mixed"):
+        return nullcontext()
+    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16
+    return torch.autocast(device.type, dtype=dtype)
