@@ -3,7 +3,7 @@
 Nothing is run or allocated, unless --real asks for it.
 
     revzoo audit revnet38 --batch 64
-    revzoo audit revnet104 --batch 256 --image 224 --memory invert --plot step.png
+    revzoo audit revnet104 --batch 256 --memory invert --plot step.png
 """
 
 from __future__ import annotations
