@@ -256,7 +256,8 @@ class Reach:
         self.locks = locks_of(self._members)
         if step is not None:
             self._members = self._members[1:]  # without the step, see Attributes
-            self._own = type(step), len(step.__dict__.keys() | {_KEY})
+            mark = {_KEY} if isinstance(step, Step) else set()
+            self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
         watched = [(place.get, key, seen) for place, key, seen in search.watched]
@@ -345,7 +346,8 @@ class Plain(NamedTuple):
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     """What ``step`` can reach, searched again only if it changed, and all modules among it."""
-    reach: Reach | None = step.__dict__.get(_KEY)
+    ours = isinstance(step, Step)
+    reach: Reach | None = step.__dict__.get(_KEY) if ours else _searched.get(step)
     known = reach is not None and reach.of(step)
     if reach is not None and known:
         modules = reach.modules()
@@ -353,8 +355,15 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
             return reach, modules
     draws = reach.draws if reach is not None and known else True
     reach = Reach(_Search(step), step, draws)
-    step.__dict__[_KEY] = reach
+    if ours:
+        step.__dict__[_KEY] = reach
+    else:
+        _searched[step] = reach
     return reach, reach.modules()
+
+
+# Of modules that are no steps: nothing is added to what is not ours, and pickled with it.
+_searched: weakref.WeakKeyDictionary[nn.Module, Reach] = weakref.WeakKeyDictionary()
 
 
 def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | None:

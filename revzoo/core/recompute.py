@@ -72,7 +72,8 @@ def checkpoint(
 
     Raises:
         ValueError: an option has another value.
-        RuntimeError: ``fn`` changed a tensor argument in place.
+        RuntimeError: ``fn`` changed a tensor argument in place, or differentiated its own values
+            before it was through: call such a function as it is.
         ReplayMismatchError: in the backward pass, if ``fn`` did not repeat itself.
         DriftError: after it, if values differ.
 
@@ -163,7 +164,10 @@ class Checkpoint(Step):
         self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
         self._fn = fn
         self._call = call
-        self._leaves = tuple(_Place(tensors[t]) if isinstance(t, Tensor) else t for t in leaves)
+        self._leaves = tuple(
+            _Place(tensors[t], type(t) is nn.Parameter) if isinstance(t, Tensor) else t
+            for t in leaves
+        )
         self._module = _module_of(fn)
 
     @property
@@ -184,7 +188,7 @@ class Checkpoint(Step):
                 self._call.returned = returned = self._fn(*args, **kwargs)
         else:
             # Containers are made anew, as they were before the forward pass.
-            leaves = [state[leaf.i] if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+            leaves = [leaf.of(state) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
             args, kwargs = tree_unflatten(leaves, self._structure)
             if isinstance(again, _Operators):
                 again.lines.clear()  # of an earlier replay
@@ -213,6 +217,12 @@ class _Place(NamedTuple):
     """Stands among the leaves for a tensor of the state."""
 
     i: int
+    is_parameter: bool
+
+    def of(self, state: State) -> Tensor:
+        """The tensor, which is detached in a replay; a parameter is one again."""
+        t = state[self.i]
+        return nn.Parameter(t, t.requires_grad) if self.is_parameter else t
 
 
 def _distinct_tensors(tree: Any) -> dict[Tensor, int]:

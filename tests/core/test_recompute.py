@@ -4,6 +4,7 @@
 
 import copy
 import functools
+import pickle
 import weakref
 
 import pytest
@@ -115,6 +116,25 @@ def test_one_tensor_in_two_places_is_one_tensor_again():
     x = leaf()
     checkpoint(lambda a, b: (a * b).sin() if a is b else a.exp(), x, x).sum().backward()
     torch.testing.assert_close(x.grad, (2 * x * (x * x).cos()).detach())
+
+
+def test_a_parameter_among_the_arguments_is_one_in_the_replay():
+    p = nn.Parameter(torch.ones(3))
+    fn = lambda q: q.exp() if isinstance(q, nn.Parameter) else q * q  # noqa: E731
+    checkpoint(fn, p).sum().backward()
+    torch.testing.assert_close(p.grad, p.detach().exp())
+
+
+def test_a_module_is_left_as_it_was():
+    """Nothing of revzoo is pickled with it."""
+    layer = nn.Linear(4, 4).double()
+    before = set(vars(layer))
+    checkpoint(layer, leaf(2, 4)).sum().backward()
+    assert set(vars(layer)) == before
+    assert b"revzoo" not in pickle.dumps(layer)
+    gone = weakref.ref(layer)
+    del layer
+    assert gone() is None
 
 
 def test_closures_over_a_variable_that_the_result_replaces():
