@@ -1,6 +1,7 @@
 # Every target works first in a fresh clone: the environment is made on demand.
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
 #   make test                       all tests but the slow ones, notebooks included (installs the test tools)
+#   make docs                       the site: docs/_build/html/index.html
 #   make test PYTHON=python3.12     with another interpreter
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,8 +9,9 @@ ARGS ?=
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.installed-package
 TOOLS := $(VENV)/.installed
+SITE := $(VENV)/.installed-docs
 
-.PHONY: train test test-slow lint bench clean
+.PHONY: train test test-slow lint docs bench clean
 .DEFAULT_GOAL := test
 
 train: $(PACKAGE)
@@ -26,6 +28,9 @@ lint: $(TOOLS)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
+
+docs: $(SITE)
+	$(BIN)/python -m sphinx -W --keep-going -q docs docs/_build/html
 
 bench: $(TOOLS)
 	@for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" $(ARGS) || exit 1; done
@@ -48,4 +53,8 @@ $(PACKAGE): pyproject.toml
 
 $(TOOLS): $(PACKAGE)
 	$(BIN)/python -m pip install --disable-pip-version-check -e '.[dev]'
+	@touch $@
+
+$(SITE): $(PACKAGE)
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[docs]'
 	@touch $@

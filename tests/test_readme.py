@@ -12,7 +12,8 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
-PAGES = [README, *sorted(GUIDE.glob("*.md"))]
+SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md")]
+PAGES = [README, *SITE, *sorted(GUIDE.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}

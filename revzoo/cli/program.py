@@ -24,6 +24,13 @@ def command_line(command: str, *arguments: object) -> str:
     return shlex.join([*words, *map(str, arguments)])
 
 
+def tool_line(name: str, *arguments: object) -> str:
+    """The text of a command of another package of this environment: ``tensorboard ...``."""
+    return shlex.join(
+        [_as_typed(name, str(Path(sys.executable).parent / name)), *map(str, arguments)]
+    )
+
+
 def _as_typed(name: str, path: str) -> str:
     """``name`` if the shell finds the program at ``path`` by it; otherwise ``path``, kept short.
 

@@ -12,7 +12,7 @@ import torch
 
 from revzoo.cli.config.build import model_spec
 from revzoo.cli.plugins import import_arguments
-from revzoo.cli.program import command_line
+from revzoo.cli.program import command_line, tool_line
 from revzoo.data import ImageData
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Classifier
@@ -137,7 +137,7 @@ def tell_result(
 
 def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[str, str]]:
     if any(isinstance(each, pl.loggers.TensorBoardLogger) for each in trainer.loggers):
-        yield "curves", f"tensorboard --logdir {near(run_dir)}"
+        yield "curves", tool_line("tensorboard", "--logdir", near(run_dir))
     if best:
         arguments = import_arguments()
         yield "predict", f"{command_line('predict', *arguments, near(best))} IMAGES"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ def test_a_run_tells_what_it_is_and_what_came_out(
     assert told["trained"].startswith("1 epoch, 3 steps in 0:0")
     assert f"acc {figures['test/acc']:.4f}" in told["test"]
     assert "best checkpoint" in told["test"]
-    assert told["curves"] == f"tensorboard --logdir {tmp_path / 'run'}"
+    assert told["curves"].endswith(f"tensorboard --logdir {tmp_path / 'run'}")
+    assert shutil.which(told["curves"].split()[0])  # a program that is there
     assert told["predict"].endswith("best.ckpt IMAGES")
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
 

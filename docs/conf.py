@@ -1,0 +1,36 @@
+"""Sphinx: ``make docs`` builds the site into ``docs/_build/html``, without the network."""
+
+import sys
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "_ext"))
+
+project = "revzoo"
+author = "revzoo authors"
+release = version_of("revzoo")
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "reference",  # docs/_ext
+]
+exclude_patterns = ["_build", "_ext", "guide/README.md"]
+
+html_theme = "pydata_sphinx_theme"
+html_title = "revzoo"
+html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
+html_sidebars = {"experiments": [], "design": []}
+
+myst_enable_extensions = ["dollarmath", "colon_fence"]
+myst_heading_anchors = 3
+nb_execution_mode = "off"  # `make test` executes the notebooks; their outputs are in the files
+
+toc_object_entries = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+napoleon_use_ivar = True
+# no file of the site: links into the checkout, as on GitHub
+suppress_warnings = ["myst.xref_missing", "misc.highlighting_failure"]

@@ -1,0 +1,83 @@
+"""The made pages of the site hold every public name, command and option; Sphinx builds them all."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import revzoo
+from revzoo.cli.main import COMMANDS
+
+DOCS = Path(__file__).parents[1] / "docs"
+TREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def reference() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("reference", DOCS / "_ext" / "reference.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def pages(reference: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("reference")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COLUMNS", "88")
+        reference.write(folder)
+    return {path.stem: path.read_text() for path in folder.iterdir()}
+
+
+def test_every_public_name_has_a_section(pages: dict[str, str]) -> None:
+    named = set(re.findall(r"^## (\w+)$", pages["api"], re.MULTILINE))
+    assert named == set(revzoo.__all__)
+
+
+def test_every_command_has_its_help(pages: dict[str, str]) -> None:
+    for name in COMMANDS:
+        assert f"## revzoo {name}\n\n```text\nusage: revzoo {name} " in pages["commands"]
+
+
+def test_every_configuration_file_is_shown_whole(pages: dict[str, str]) -> None:
+    for path in (DOCS.parent / "configs").glob("*/*.yaml"):
+        *_, last = path.read_text().rstrip().splitlines()
+        section = pages["configuration"].partition(f"### {path.parent.name}/{path.stem}\n")[2]
+        assert last in section.partition("\n### ")[0], path
+
+
+def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
+    """Sphinx warns of pages that no page names, and ``make docs`` fails then."""
+    there = {
+        page: page.read_text()
+        for page in DOCS.rglob("*.md")
+        if page.relative_to(DOCS).parts[0] not in ("_build", "_ext", "reference")
+    }
+    named = {DOCS / "index.md"}
+    for page, text in [*there.items(), (DOCS / "reference" / "index.md", pages["index"])]:
+        lines = (line for tree in TREE.findall(text) for line in tree.splitlines())
+        for line in lines:
+            if line and not line.startswith(":"):
+                found = page.parent.glob(f"{line}.md") if "*" in line else [page.parent / line]
+                named |= {path.with_suffix(".md").resolve() for path in found}
+    made = {DOCS / "reference" / f"{name}.md" for name in pages}
+    assert named - made == {*there} - {DOCS / "guide" / "README.md"}
+
+
+@pytest.mark.slow
+def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
+    build = pytest.importorskip("sphinx.cmd.build")
+    arguments = ["-W", "-q", "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
+    path = list(sys.path)
+    try:
+        assert build.main(arguments) == 0
+    finally:
+        sys.path[:] = path
+    assert "create_model" in (tmp_path / "html" / "reference" / "api.html").read_text()
