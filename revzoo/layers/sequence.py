@@ -124,9 +124,14 @@ class ReversibleSequence(Invertible):
         part.steps = self.steps[index]  # not set one by one: they keep their labels
         return part
 
-    def __setitem__(self, index: int | str, step: Step) -> None:
-        items, i = self._items(), self._position(index)
-        items[i] = items[i][0], step
+    def __setitem__(self, index: int | str | slice, step: Step | Iterable[Step]) -> None:
+        items = self._items()
+        if isinstance(index, slice):
+            assert not isinstance(step, Step)
+            items[index] = [(None, each) for each in step]
+        else:
+            i = self._position(index)
+            items[i] = items[i][0], step  # type: ignore[assignment]
         self._set_steps(items)
 
     def __delitem__(self, index: int | str | slice) -> None:
@@ -161,7 +166,7 @@ class ReversibleSequence(Invertible):
         return [(None if name.isdigit() else name, step) for name, step in named]
 
     def _position(self, index: int | str) -> int:
-        if isinstance(index, int):
+        if not isinstance(index, str):
             return range(len(self))[index]
         names = [name for name, _ in self._items()]
         if index not in names:
@@ -176,6 +181,8 @@ class ReversibleSequence(Invertible):
                     f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a "
                     "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
                 )
+            if any(m is self for m in step.modules()):
+                raise ValueError(f"step {i} holds the sequence that it would be a step of")
         names = [str(i) if name is None else name for i, (name, _) in enumerate(items)]
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)

@@ -182,8 +182,15 @@ def test_steps_are_replaced_and_deleted():
     del seq[1:]
     assert list(seq) == [d]
     assert list(seq.state_dict()) == ["steps.b.branch.weight", "steps.b.branch.bias"]
+    seq[1:] = [c, a]
+    assert list(seq) == [d, c, a]
+    seq[1:] = []
     with pytest.raises(IndexError):
         seq[1] = c
+    with pytest.raises(TypeError):
+        seq[0.0]
+    with pytest.raises(ValueError, match="holds the sequence that it would be a step of"):
+        seq.append(ReversibleSequence([seq]))
     with pytest.raises(TypeError, match="expected an Invertible"):
         seq[0] = nn.Identity()
     assert list(seq) == [d]
