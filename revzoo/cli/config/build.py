@@ -143,7 +143,7 @@ def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     return {
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
-        "memory": memory_mode(config) or own,
+        "memory": config["memory"]["mode"] or own,
         "model": config["model"]["name"],
         "seed": config["seed"],
         "training": ", ".join([*length, rate, config["precision"]["trainer"]]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -10,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo.cli.config.build import model_spec
 from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import command_line, tool_line
 from revzoo.data import ImageData
@@ -18,7 +18,6 @@ from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Classifier
 from revzoo.training.callbacks.progress import clock
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
-from revzoo.training.classifier import model_from
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_of
 
@@ -79,9 +78,9 @@ def _opening(
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     yield "data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"
     yield "", f"{data.train_count:,} to train, {data.val_count:,} to validate"
-    kept = kept_bytes(config, data)
+    kept = kept_bytes(module, data)
     each = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations an image"
-    yield "memory", f"{memory_of(module)}{each}"
+    yield "memory", f"{_modes(config, module)}{each}"
     yield "device", ", ".join(_device(config, trainer))
     steps = f"{config['trainer']['max_steps']} steps"
     count_of = trainer.max_epochs or -1
@@ -104,15 +103,23 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
     yield f"{threads} thread{'s' * (threads > 1)}"
 
 
-def kept_bytes(config: Mapping[str, Any], data: ImageData) -> int | None:
+def _modes(config: Mapping[str, Any], module: Classifier) -> str:
+    """The memory mode, and of a plan how many steps have which."""
+    plan = list((config["memory"].get("plan") or {}).values())
+    if not plan:
+        return memory_of(module)
+    counts = ", ".join(f"{plan.count(mode)} {mode}" for mode in dict.fromkeys(plan))
+    return f"{config['memory']['mode']} ({counts})"
+
+
+def kept_bytes(module: Classifier, data: ImageData) -> int | None:
     """Peak bytes of activations an image, as ``revzoo info`` counts them; None where it cannot.
 
-    Counted on torch's ``meta`` device, in float32: shapes are enough.
+    Counted with a copy on torch's ``meta`` device, in float32: shapes are enough.
     """
-    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
     try:
+        model = copy.deepcopy(module.model).to("meta", torch.float32)
         with torch.device("meta"):
-            model = model_from({key: spec[key] for key in spec if key not in WEIGHTS})
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
             return activation_bytes(model, images)
     except RuntimeError:  # a layer of the user's looks at values

@@ -60,6 +60,10 @@ class Progress(ProgressBar):
     def print(self, *args: Any, **kwargs: Any) -> None:
         tqdm.write(" ".join(map(str, args)))
 
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        self._shown = time.perf_counter()
+
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begun = self._shown = time.perf_counter()
         self._batches = batches_of_run(trainer)

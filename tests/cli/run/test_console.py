@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,8 @@ import torch
 from revzoo.cli.run.console import LogFormat, kept_bytes, near
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
-from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes
+from revzoo.training import Classifier
 
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
 
@@ -44,7 +45,7 @@ def test_a_run_tells_what_it_is_and_what_came_out(
     assert told["memory"].endswith("KiB of activations an image")
     assert told["device"].startswith("cpu, float32, ")
     assert told["train"] == "1 epoch, 64 images a step, sgd with lr 0.2, seed 7"
-    assert told["trained"].startswith("1 epoch, 3 steps in 0:0")
+    assert told["trained"].startswith("1 epoch, 3 steps in ")
     assert f"acc {figures['test/acc']:.4f}" in told["test"]
     assert "best checkpoint" in told["test"]
     assert told["curves"].endswith(f"tensorboard --logdir {tmp_path / 'run'}")
@@ -53,15 +54,25 @@ def test_a_run_tells_what_it_is_and_what_came_out(
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
 
 
-def test_activations_are_counted_without_memory_or_random_numbers(compose: Any) -> None:
-    config = compose(*SMALL, "memory=store")
-    data = Digits()
+def test_activations_are_counted_without_memory_or_random_numbers() -> None:
+    spec = {"name": "revnet38", "units": (1, 1, 1), "in_chans": 1, "num_classes": 10}
+    module, data = Classifier({**spec, "memory": "store"}), Digits()
     data.setup("fit")
     state = torch.get_rng_state()
-    found = kept_bytes(config, data)
+    found = kept_bytes(module, data)
     assert torch.equal(torch.get_rng_state(), state)
-    model = create_model("revnet38", units=(1, 1, 1), in_chans=1, memory="store")
-    assert found == activation_bytes(model, torch.randn(2, 1, 8, 8))
+    assert all(p.grad is None and p.device.type == "cpu" for p in module.parameters())
+    assert found == activation_bytes(module.model, torch.randn(2, 1, 8, 8))
+
+
+def test_a_plan_is_told_by_its_modes(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first line said auto's modes, the next one only invert."""
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, "memory=auto", "test=false"), run_dir=tmp_path / "run")
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory  ")]
+    assert re.match(r"memory   auto \((\d+ \w+(, )?)+\), [\d,]+ KiB", line), line
 
 
 def test_threads_are_those_asked_for_until_the_run_ends(compose: Any, tmp_path: Path) -> None:
