@@ -20,6 +20,7 @@ from collections import OrderedDict, namedtuple
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -829,3 +830,22 @@ def test_a_decorator():
     assert torch.equal(x.grad, 2 * (x * 2).exp())
     with pytest.raises(ValueError, match="pass fn first"):
         checkpoint(None, x)
+
+
+def test_torchvisions_densenet(monkeypatch):
+    """A program written for torch's checkpoint, with ours in its place: statistics and all are
+    those of the network that keeps its activations. With torch's they are not."""
+    from torchvision.models.densenet import DenseNet
+
+    def train(efficient):
+        torch.manual_seed(0)
+        net = DenseNet(8, (2, 3), 16, memory_efficient=efficient, drop_rate=0.1).double()
+        x = vector(4, 3, 32, 32)
+        for _ in range(2):
+            net(x).square().mean().backward()
+        return [*(p.grad for p in net.parameters()), *net.buffers()]
+
+    stored = train(False)
+    assert not all(map(torch.equal, train(True), stored))
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", checkpoint)
+    assert_same([train(True), stored])
