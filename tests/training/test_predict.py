@@ -77,3 +77,9 @@ def test_an_output_that_is_no_number_is_refused(folder: Path, image: Path) -> No
         model.fc.bias.fill_(float("nan"))
     with pytest.raises(CheckpointError, match=r"output is NaN or Inf: .* earlier checkpoint"):
         revzoo.predict(image, model)
+
+
+def test_a_misspelt_name_gets_the_nearest(image: Path) -> None:
+    """``revnet39`` was taken for the path of a checkpoint."""
+    with pytest.raises(CheckpointError, match=r"no weights 'revnet39'; did you mean '\w+net38"):
+        revzoo.predict(image, "revnet39")

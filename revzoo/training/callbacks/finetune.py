@@ -29,6 +29,7 @@ from torch import nn
 from revzoo._checks import did_you_mean
 from revzoo.models.parts import parts
 from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.progress import epoch_of
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 
@@ -95,7 +96,7 @@ class Finetuning(RestoresAfterFit):
         begins = trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0
         if begins and trainer.is_global_zero:
             first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
-            log.info("epoch %d: trains %s and what follows it", trainer.current_epoch, first)
+            log.info("trains %s and what follows it, from epoch %s on", first, epoch_of(trainer))
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._applies:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from revzoo._checks import did_you_mean
 from revzoo.data.errors import DataError
 from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
@@ -16,7 +17,7 @@ from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError,
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
-from revzoo.weights.table import WeightsTable
+from revzoo.weights.table import SHIPPED, WeightsTable
 
 UNIT = 1  # largest value of a pixel in the numbers of an entry
 
@@ -70,6 +71,12 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
         return _from_weights(source, table)
     if is_name and not path.is_file():
         return _from_weights(source, table)
+    if not path.suffix and not path.exists():
+        names = (SHIPPED if table is None else table).names()
+        raise CheckpointError(
+            f"there are no weights {text!r}{did_you_mean(text, names) or '.'} Known are "
+            f"{', '.join(names)}; or give the path of a .ckpt file"
+        )
     return _from_checkpoint(path)
 
 

@@ -204,8 +204,8 @@ def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert lines == [
         "the run ends after 2 epochs, before unfreeze=[7]",
-        "epoch 0: trains fc and what follows it",
-        "epoch 1: trains stages.2 and what follows it",
+        "trains fc and what follows it, from epoch 1/2 on",
+        "trains stages.2 and what follows it, from epoch 2/2 on",
     ]
 
 
