@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -90,11 +91,14 @@ def chain_of(traces: Mapping[str, Trace]) -> Chain:
     first = next(iter(traces.values()))
     streams = _Streams(first.calls)
     pieces = {mode: _Pieces(trace, streams) for mode, trace in traces.items()}
+    names = Counter(call.name for call in first.calls)
     links = []
     for i, call in enumerate(first.calls):
         # Of two traces in which the step ran in the same mode, the first counts.
         by_mode = {piece.choices[i].mode: piece.choices[i] for piece in reversed(pieces.values())}
         choices = tuple(reversed(by_mode.values()))
+        if names[call.name] > 1:  # one step has one mode: the one that keeps least
+            choices = choices[-1:]
         links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
     last = streams.outputs[-1]
     links.append(Link("", last, (), (pieces["store"].choices[-1],)))

@@ -10,8 +10,8 @@ of the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choic
 can only recompute from what they keep; here a step can be inverted, too.
 
 Known limits: what kernels take for themselves while they run (workspaces) is not counted, nor what
-the allocator wastes. Steps that the forward pass calls more than once, and steps inside the branch
-of another step, keep their mode.
+the allocator wastes. A step that the forward pass calls more than once is inverted, or recomputed;
+steps inside the branch of another step keep their mode.
 """
 
 from __future__ import annotations

@@ -21,13 +21,18 @@ import bisect
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -344,13 +349,26 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
         trace.register(model.buffers(), "buffer")
         trace.register((p.grad for p in trained if p.grad is not None), "gradient")
         trace.register([images], "input")
-        with trace:
+        with trace, _explained(model):
             with saved_tensors_hooks(trace.pack, _same):
                 value = loss(model(images))
             torch.clear_autocast_cache()  # as at the end of the context that it ran in
             trace.turn_back()
             torch.autograd.backward(value)
     return trace
+
+
+@contextlib.contextmanager
+def _explained(model: nn.Module) -> Iterator[None]:
+    """Say what a model does that no fake tensor can do."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise ValueError(
+            f"the forward pass of {type(model).__name__} looks at values ({error}), which fake "
+            "tensors do not have: expected one that depends on shapes alone. audit(real=True) runs "
+            "it; set the memory modes by hand instead of planning them"
+        ) from error
 
 
 def _same(t: Tensor) -> Tensor:

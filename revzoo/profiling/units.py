@@ -20,8 +20,8 @@ def bytes_from(budget: int | str, *, name: str = "budget") -> int:
     """
     if isinstance(budget, str):
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
-        if found and found[2] in _UNITS and (count := int(float(found[1]) * _UNITS[found[2]])) > 0:
-            return count
+        if found and 1 <= (count := float(found[1]) * _UNITS[found[2]]) < 2**63:
+            return int(count)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 1 <= budget < 2**63:
         return int(budget)
     raise ValueError(

@@ -98,7 +98,9 @@ def test_the_least_is_said_and_possible():
         planner.plan(1)
 
 
-@pytest.mark.parametrize("budget", [0, -1, True, None, "4 gigs", "-4GiB", "GiB", "", float("nan")])
+@pytest.mark.parametrize(
+    "budget", [0, -1, True, None, "4 gigs", "-4GiB", "GiB", "", "9" * 400, float("nan")]
+)
 def test_budgets_that_are_none_are_refused(budget):
     with pytest.raises(ValueError, match="expected a positive number of bytes"):
         plan_memory(model_of(), SHAPE, budget=budget)
@@ -169,6 +171,31 @@ def test_chains_with_layers_between_them():
         counted = audit(net, shape, modes=[], real=True).peak_bytes
         assert counted <= plan.budget
         assert counted == pytest.approx(plan.peak_bytes, rel=0.01)
+
+
+def test_a_step_that_is_called_twice_has_one_mode():
+    torch.manual_seed(0)
+    first, second = (revzoo.ReversibleBlock(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    net = revzoo.ReversibleSequence([first, second, first])
+    for plan in Planner(net, (64, 16), clock=False).frontier(2):
+        revzoo.set_memory(net, plan)
+        assert audit(net, (64, 16), modes=[], real=True).peak_bytes <= plan.budget
+        assert plan["steps.0.steps.0"] == "invert"
+
+
+class Looking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.steps = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Tanh(), nn.Linear(2, 2))])
+
+    def forward(self, x):
+        return self.steps(x) if float(x.sum()) < 1e9 else x
+
+
+def test_a_model_that_looks_at_values_is_refused():
+    with pytest.raises(ValueError, match="Looking looks at values"):
+        plan_memory(Looking(), (4, 4), budget="1GiB")
+    assert audit(Looking(), (4, 4), modes=[], real=True).peak_bytes > 0
 
 
 def test_frozen_parts_and_evaluation_mode():
