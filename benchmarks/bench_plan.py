@@ -5,7 +5,9 @@
 
 One step is forward, cross-entropy and backward on random images; gradients exist from the step
 before. Every round runs all candidates one after the other. On one thread of the CPU, time is the
-thread's own (``time.thread_time``), which other programs stretch little. Three kinds of memory:
+thread's own (``time.thread_time``). Other programs on the machine still add to it, through caches and
+shared cores, so a candidate's time is the least of its rounds; the quartiles of the ratio to
+``store`` in the same round show the spread. Three kinds of memory:
 
     predicted   the plan's ``peak_bytes``
     counted     the peak of all tensors alive in a real step, counted (``revzoo.profiling.live``)
@@ -150,8 +152,8 @@ def main() -> None:
                 "counted_mib": counted[name] / MIB,
                 "resident_mib": resident[name] / MIB,
                 "predicted_seconds": foretold,
-                "seconds": statistics.median(seconds[name]),
-                "over_store": statistics.median(ratios),
+                "seconds": min(seconds[name]),
+                "over_store": min(seconds[name]) / min(seconds["store"]),
                 "low": low,
                 "high": high,
             }
