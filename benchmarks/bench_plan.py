@@ -5,8 +5,8 @@
 
 One step is forward, cross-entropy and backward on random images; gradients exist from the step
 before. Every round runs all candidates one after the other. On one thread of the CPU, time is the
-thread's own (``time.thread_time``). Other programs on the machine still add to it, through caches and
-shared cores, so a candidate's time is the least of its rounds; the quartiles of the ratio to
+thread's own (``time.thread_time``). Other programs on the machine still add to it, through caches
+and shared cores, so a candidate's time is the least of its rounds; the quartiles of the ratio to
 ``store`` in the same round show the spread. Three kinds of memory:
 
     predicted   the plan's ``peak_bytes``
