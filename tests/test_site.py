@@ -33,7 +33,7 @@ def pages(reference: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "88")
         reference.write(folder)
-    return {path.stem: path.read_text() for path in folder.iterdir()}
+    return {path.stem: path.read_text() for path in folder.glob("*.md")}
 
 
 def test_every_public_name_has_a_section(pages: dict[str, str]) -> None:
@@ -67,7 +67,10 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
             if line and not line.startswith(":"):
                 found = page.parent.glob(f"{line}.md") if "*" in line else [page.parent / line]
                 named |= {path.with_suffix(".md").resolve() for path in found}
+    notebooks = (DOCS.parent / "notebooks").glob("*.ipynb")
     made = {DOCS / "reference" / f"{name}.md" for name in pages}
+    made |= {DOCS / "reference" / f"{path.stem}.md" for path in notebooks}
+    assert made <= named
     assert named - made == {*there} - {DOCS / "guide" / "README.md"}
 
 

@@ -1,7 +1,7 @@
 """Pages made when the site is built: the API, the commands, the configuration groups.
 
-They are written into ``docs/reference`` from docstrings, from each command's ``--help`` and from
-the YAML files, so that none of them can differ from the program.
+They are written into ``docs/reference``, beside the notebooks, from docstrings, from each command's
+``--help`` and from the YAML files, so that none of them can differ from the program.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ commands
 configuration
 {FENCE}
 """
-CONFIGS = Path(__file__).parents[2] / "configs"
+ROOT = Path(__file__).parents[2]
+CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
 
 
 def write(folder: Path) -> None:
@@ -48,6 +49,10 @@ def write(folder: Path) -> None:
         path = folder / f"{name}.md"
         if not path.exists() or path.read_text() != text:  # else Sphinx would read it again
             path.write_text(text)
+    for notebook in NOTEBOOKS.glob("*.ipynb"):  # with the outputs that are kept in them
+        path = folder / notebook.name
+        if not path.exists() or path.read_bytes() != notebook.read_bytes():
+            path.write_bytes(notebook.read_bytes())
 
 
 def api() -> str:

@@ -77,6 +77,11 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
+def name_of(run_dir: Path) -> str:
+    """A run by its folder and the one above: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
+    return f"{run_dir.absolute().parent.name}-{run_dir.name}"
+
+
 def tensorboard(run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> Logger:
     """Event files in the run's folder."""
     return TensorBoard(run_dir, run=run, purge_step=first_step)
@@ -91,7 +96,7 @@ def wandb(
     offline: bool = False,
 ) -> Logger:
     """Weights & Biases; a resumed run continues its own."""
-    name = run_dir.name
+    name = name_of(run_dir)
     logger = WandbLogger(
         name=name, id=name, save_dir=run_dir, project=project, offline=offline, resume="allow"
     )
@@ -109,7 +114,7 @@ def mlflow(
 ) -> Logger:
     """MLflow; without ``tracking_uri`` as ``MLFLOW_TRACKING_URI`` says."""
     uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
-    logger = MLFlowLogger(experiment_name=experiment, run_name=run_dir.name, **uri)
+    logger = MLFlowLogger(experiment_name=experiment, run_name=name_of(run_dir), **uri)
     logger.log_hyperparams(dict(run))
     return logger
 

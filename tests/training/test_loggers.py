@@ -64,8 +64,13 @@ def test_hyperparameters_are_what_was_run_with_its_accuracies(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "builder", "options", "given"),
     [
-        ("wandb", "WandbLogger", {"project": "p", "offline": True}, {"project": "p", "id": "r"}),
-        ("mlflow", "MLFlowLogger", {"experiment": "e"}, {"experiment_name": "e", "run_name": "r"}),
+        ("wandb", "WandbLogger", {"project": "p", "offline": True}, {"project": "p", "id": "m-r"}),
+        (
+            "mlflow",
+            "MLFlowLogger",
+            {"experiment": "e"},
+            {"experiment_name": "e", "run_name": "m-r"},
+        ),
         ("mlflow", "MLFlowLogger", {"tracking_uri": "u"}, {"tracking_uri": "u"}),
     ],
 )
@@ -87,6 +92,6 @@ def test_other_loggers_get_their_options_and_what_was_run(
             seen["params"] = params
 
     monkeypatch.setattr(loggers, builder, Fake)
-    LOGGERS[kind](tmp_path / "r", RUN, None, **options)
+    LOGGERS[kind](tmp_path / "m" / "r", RUN, None, **options)
     assert given.items() <= seen.items()
     assert seen["params"] == RUN
