@@ -1,8 +1,9 @@
 """How long each step takes, by the clock, on few images.
 
 A step's time is close to proportional to its images, so a sample that takes some milliseconds tells
-it. Equal steps are timed once, where they store; what the other modes add is in proportion to the
-counted work. Nothing is timed on a whole batch, and no model is trained: the steps are copies with
+it. Equal steps are timed once, where they store. What the other modes add is in proportion to the
+counted work, and a constant that two images tell: recording and replaying a step takes Python some
+time, however small the step is. Nothing is timed on a whole batch, and no model is trained: the steps are copies with
 random weights.
 """
 
@@ -10,8 +11,9 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,39 +43,61 @@ def timed(
         rounds: timings of each step in each mode, of which the fastest counts: on a shared machine
             all others are too long.
     """
-    known: dict[object, float] = {}
+    known: dict[object, _Rate] = {}
     links: list[Link] = []
     nominal = measured = 0
     for link, call in zip(chain.links, calls, strict=False):
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
-        plain = link.choices[0]
         key = (type(step), repr(step), call.layout)
         if key not in known:
-            known[key] = _seconds(step, call.layout, plain, rounds) * 1e9 / max(1, plain.cost)
+            known[key] = _rate(step, call.layout, link.choices, rounds)
         links.append(_scaled(link, known[key]))
-        nominal, measured = nominal + plain.cost, measured + links[-1].choices[0].cost
-    rate = measured / max(1, nominal)
-    links += [_scaled(link, rate) for link in chain.links[len(links) :]]
+        nominal += link.choices[0].cost
+        measured += links[-1].choices[0].cost
+    rest = _Rate(measured / max(1, nominal), {})
+    links += [_scaled(link, rest) for link in chain.links[len(links) :]]
     return Chain(tuple(links), chain.sizes, chain.base)
 
 
-def _scaled(link: Link, rate: float) -> Link:
-    return replace(link, choices=tuple(replace(c, cost=int(c.cost * rate)) for c in link.choices))
+class _Rate(NamedTuple):
+    """Measured over nominal nanoseconds, and what each mode takes beside the counted work."""
+
+    factor: float
+    constants: Mapping[str, float]
 
 
-def _seconds(step: Step, layout: Sequence[Layout], plain: Choice, rounds: int) -> float:
-    """Seconds of a training step of ``step`` on all images, with everything stored."""
-    whole = layout[0].shape[0]
-    count = max(min(_FEW, whole), min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
+def _scaled(link: Link, rate: _Rate) -> Link:
+    costs = [int(c.cost * rate.factor + rate.constants.get(c.mode, 0)) for c in link.choices]
+    pairs = zip(link.choices, costs, strict=True)
+    return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
+
+
+def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], rounds: int) -> _Rate:
+    """That of a step, by its copy's training steps on few images."""
+    plain, whole = choices[0], layout[0].shape[0]
+    few = min(_FEW, whole)
+    count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
     device = next((p.device for p in step.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         replica = _replica(step, device)
-        set_memory(replica, {"": "store"})
-        state = tuple(_sample(one, count, device) for one in layout)
-        _time(replica, state, device)  # to warm up
-        return min(_time(replica, state, device) for _ in range(rounds)) * whole / count
+        states = {n: tuple(_sample(one, n, device) for one in layout) for n in (few, count)}
+
+        def fastest(mode: str, n: int) -> float:
+            set_memory(replica, {"": mode})
+            _time(replica, states[n], device)  # to warm up
+            return 1e9 * min(_time(replica, states[n], device) for _ in range(rounds))
+
+        factor = fastest(plain.mode, count) * whole / count / max(1, plain.cost)
+        least = fastest(plain.mode, few)
+        constants = {
+            c.mode: max(
+                0, fastest(c.mode, few) - least - factor * (c.cost - plain.cost) * few / whole
+            )
+            for c in choices[1:]
+        }
+    return _Rate(factor, constants)
 
 
 def _replica(step: Step, device: torch.device) -> Step:
