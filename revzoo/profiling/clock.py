@@ -3,8 +3,8 @@
 A step's time is close to proportional to its images, so a sample that takes some milliseconds tells
 it. Equal steps are timed once, where they store. What the other modes add is in proportion to the
 counted work, and a constant that two images tell: recording and replaying a step takes Python some
-time, however small the step is. Nothing is timed on a whole batch, and no model is trained: the steps are copies with
-random weights.
+time, however small the step is. Nothing is timed on a whole batch, and no model is trained: the
+steps are copies with random weights.
 """
 
 from __future__ import annotations
