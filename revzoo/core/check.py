@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.fixedpoint import WITH_GRID, put_on_grid
+from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
+from revzoo.core.modes import on_grid_of
 from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 
@@ -91,21 +92,20 @@ def check_inverse(
     if not getattr(module, "invertible", False):
         raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
     rows: list[StepError] = []
-    grid = next((s.grid for _, s in _atoms(module) if s.grid is not None), None)
-    kinds = dtypes if grid is None else sorted({*dtypes} & WITH_GRID, key=str)
-    if not kinds:
-        raise ValueError(f"dtypes={dtypes}: expected a type, on a grid float32 or float64")
+    if not dtypes:
+        raise ValueError(f"dtypes={dtypes}: expected a type")
     skipped: dict[torch.dtype, str] = {}
-    for dtype in kinds:
+    for dtype in dtypes:
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
-        state = state if grid is None else put_on_grid(state, grid)
+        first = next((step for _, step in _atoms(net)), None)
+        state = state if first is None else on_grid_of(first, state)
         given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
         try:
             rows += _round_trips(net, state, given)
         except RuntimeError as error:  # what operators without a kernel for the type raise
             skipped[dtype] = str(error).splitlines()[0]
-            if len(skipped) == len(kinds):
+            if len(skipped) == len(dtypes):
                 raise
     return InverseReport(rows, skipped)
 
@@ -158,7 +158,9 @@ def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> lis
         if len(state) == 1 and net.streams == 2:
             (x,), dim, parts = state, getattr(net, "dim", 1), getattr(net, "split", (1, 1))
             sizes = [x.shape[dim] // sum(parts) * n for n in parts]
-            state = tuple(piece.clone() for piece in torch.split(x, sizes, dim=dim))
+            state = moved(
+                lambda x: [piece.clone() for piece in torch.split(x, sizes, dim=dim)], state
+            )
         for name, step in _atoms(net):
             row, state = _round_trip(name, step, state, given)
             rows.append(row)

@@ -62,6 +62,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from revzoo.core.fixedpoint import Fixed, Streams, fixed_or_not, held_in
 from revzoo.core.guard import COMPARED, Guard
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import (
@@ -70,6 +71,7 @@ from revzoo.core.recording import (
     Kept,
     Recording,
     Slot,
+    call_on_grid,
     call_without_changing_hooks,
     explained,
     outside_recordings,
@@ -108,13 +110,9 @@ def record(
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     with entry.conditions, packed, explained(entry.name):
         call = call_without_changing_hooks if inverts else plain_call
-        returned = call(step, *state, **context)
+        returned = call_on_grid(call, step, state, context)
     outputs = streams_of(returned, step)
-    if inverts:
-        entry.observe(outputs, state)
-    else:
-        entry.observe_recomputed(outputs, state)
-    entry.observe_outputs(state, outputs)
+    entry.observe(state, outputs, inverts=inverts)
     tape.append(entry, outputs if inverts else None)
     return returned
 
@@ -140,8 +138,12 @@ def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
     return profiler.record_function(f"revzoo.replay {entry.name}")
 
 
-def _marks_of(state: State) -> list[tuple[int, bool]]:
-    return [(version_of(t), t.requires_grad) for t in state]
+def _marks_of(state: Streams) -> list[tuple[int, bool]]:
+    return [(version_of(t), t.requires_grad) for t in held_in(state)]
+
+
+def _detached(state: Streams) -> Streams:
+    return tuple([t if isinstance(t, Fixed) else t.detach() for t in fixed_or_not(state)])
 
 
 class _Landmark(NamedTuple):
@@ -154,11 +156,11 @@ class _Landmark(NamedTuple):
     def stands(self) -> bool:
         return all(ref() is not None for ref in self.given)
 
-    def state(self) -> State | None:
+    def state(self) -> Streams | None:
         """It, detached, unless it is gone or was changed."""
         state = tuple(t for ref in self.given if (t := ref()) is not None)
         whole = len(state) == len(self.given) and _marks_of(state) == self.marks
-        return tuple([t.detach() for t in state]) if whole else None
+        return _detached(state) if whole else None
 
 
 class Tape:
@@ -173,7 +175,7 @@ class Tape:
         self._marks: list[tuple[int, bool]] = []
         if state is not None:
             self._set_known(state)
-        self._cursor: tuple[int, State] | None = None
+        self._cursor: tuple[int, Streams] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
         self._stride = 1  # of the entries that keep samples
@@ -211,8 +213,8 @@ class Tape:
         """Let no further step join until one is appended."""
         self._given = []
 
-    def _set_known(self, state: State) -> None:
-        self._known = Kept(tuple([t.detach() for t in state]))
+    def _set_known(self, state: Streams) -> None:
+        self._known = Kept(_detached(state))
         self._marks = _marks_of(state)
 
     def _knows(self, state: State) -> bool:
@@ -251,7 +253,7 @@ class Tape:
         self._filled = replayed.fill()
         self._stand(index, state)
 
-    def _nearest(self, index: int) -> tuple[int, State]:
+    def _nearest(self, index: int) -> tuple[int, Streams]:
         """The known state closest above ``index``, or at it."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
@@ -261,7 +263,7 @@ class Tape:
         assert self._known is not None
         return self._position, self._known.state(self.entries[-1].name)
 
-    def _stand(self, index: int, state: State) -> None:
+    def _stand(self, index: int, state: Streams) -> None:
         """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
         if _graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = index, state

@@ -1,35 +1,414 @@
-"""Fixed-point streams: sums without rounding, hence reconstructions without error.
+"""Fixed-point streams: sums of integers, hence reconstructions without error.
 
 Floating-point addition rounds, so ``(x + v) - v`` is not ``x`` and a deep network reconstructs its
-input with an error that grows on the way. On the grid of multiples of ``2**-bits``, all sums below
-``2**(mantissa - bits)`` are exact (mantissa: 24 bits of float32, 53 of float64). With the input
-and every branch value rounded to the grid, ``(x + v) - v == x`` bit for bit at any depth. Gomez et
-al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point; the argument comes from exactly
-reversible learning in Maclaurin et al. 2015 (arXiv 1502.03492), without its information buffer,
-which additions do not need.
+input with an error that grows on the way. Integer addition does not round. So a stream in mode
+``exact`` is a tensor of *words*, integers on a grid of multiples of ``2**-bits``; the float tensor
+that branches read, and through which gradients flow, is made from them. Each branch value is
+rounded to the grid before it is added, hence ``(x + v) - v == x`` bit for bit at any depth.
 
-The price is a rounding of each branch value to ``2**-bits``. The default of 14 bits leaves float32
-streams a range of +-1024 and a resolution of 6e-5, sixty times finer than bfloat16 at 1.
+Gomez et al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point; the argument comes from
+exactly reversible learning in Maclaurin et al. 2015 (arXiv 1502.03492), without its information
+buffer, which additions do not need. torch's own quantisation (``fake_quantize``) clamps silently
+and saves a mask for the backward pass; here leaving the range is an error, and nothing is saved.
 
-torch's own quantisation (``fake_quantize``) clamps silently and saves a mask for the backward pass;
-here leaving the range is an error, and nothing is saved.
+NOTE [ Words and floats ]
+    1. Streams of up to 32 bits have 32-bit words, 23 fractional bits and a range of +-128 by
+       default: as precise as float32 itself at 1. Streams of float64 have 64-bit words and 29
+       fractional bits more.
+    2. The words belong to the storage of the float tensor, so that an alias has them too
+       (``detach()``). They are forgotten with the storage, and ignored where the tensor was changed
+       in place or is another view. A tensor without words is rounded to the grid.
+    3. The float tensor holds 24 bits of the word. Whoever stores the output of a network elsewhere
+       keeps these only, and inverts it with the error of one rounding; with 14 bits or fewer a
+       float32 holds the whole word.
+    4. A step that only moves values runs on the words as well. Sums are computed here.
+    5. Where no ``grid`` is given, the range follows the largest value that enters a chain of steps,
+       at least 16 times of it: computed on the device, of this input alone.
+    6. A word wraps around beyond 31 bits. So a value or stream beyond 30 bits turns the sum into
+       NaN, at no synchronisation, and the backward pass raises a RangeError. Where values were
+       infinite or NaN themselves, as in an overflow of float16, that is what remains of them.
+    7. Inside torch.func transforms, forward-mode AD and graphs that torch captures, there is
+       nothing to invert: streams are floats there, with values rounded to a given ``grid``.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.autograd import forward_ad
+from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.core.invertible import State
 from revzoo.core.layout import has_values
 from revzoo.core.replay import version_of
 
-DEFAULT_BITS = 14
-_MANTISSA = {torch.float32: 24, torch.float64: 53}
-WITH_GRID = frozenset(_MANTISSA)
+AUTO = "auto"
+DEFAULT_BITS = 23
+_MOST_BITS = 29
+_EXTRA_BITS = 29  # of float64 streams
+_WORDS = {
+    torch.float32: torch.int32,
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.int32,
+    torch.float64: torch.int64,
+}
+_EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
+_CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
+_CHUNK_OF_DEVICES = 2**22  # values; 16 MB of scratch instead of a stream
+
+Grid = int | str
+Scale = float | Tensor
+
+
+class Fixed:
+    """A stream as integers, ``(B, C, ...)``: ``words * down`` is its value.
+
+    Attributes:
+        words: int32, or int64 for float64 streams.
+        down: the value of one unit, a power of two; a tensor where it depends on the input.
+        dtype: of the float tensor.
+        peak: on the device, the largest magnitude that went into the words, in units; None where
+            they were reconstructed.
+    """
+
+    __slots__ = ("down", "dtype", "peak", "words")
+
+    def __init__(
+        self, words: Tensor, down: Scale, dtype: torch.dtype, peak: Tensor | None = None
+    ) -> None:
+        self.words = words
+        self.down = down
+        self.dtype = dtype
+        self.peak = peak
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.words.shape
+
+    @property
+    def limit(self) -> float:
+        """In units: words and values below it add up without wrapping around."""
+        return _limit(self.words.dtype)
+
+    def read(self) -> Tensor:
+        """The float tensor, without its words."""
+        floats = torch.empty_like(self.words, dtype=self.dtype)
+        _in_chunks(_read, (self.words, floats), self.down)
+        return floats
+
+    def moved(self, words: Tensor) -> Fixed:
+        """The same values in other places."""
+        return Fixed(words, self.down, self.dtype, self.peak)
+
+    def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
+        """The words from before ``value`` was added, into the memory of ``value`` if allowed."""
+        words = self.words
+        dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
+        out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
+        _in_chunks(_subtract, (words, value, out), 1 / self.down)
+        return Fixed(out, self.down, self.dtype)
+
+
+Streams = tuple[Tensor | Fixed, ...]
+
+
+def _limit(words: torch.dtype) -> float:
+    return 2.0 ** (torch.iinfo(words).bits - 2)
+
+
+def check_bits(grid: Grid) -> Grid:
+    """Return ``grid``, or raise a ValueError that says what a grid may be."""
+    whole = isinstance(grid, int) and not isinstance(grid, bool)
+    if grid != AUTO and not (whole and 0 <= int(grid) <= _MOST_BITS):
+        raise ValueError(
+            f"grid={grid!r}: expected the number of fractional bits, 0 to {_MOST_BITS} "
+            f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
+            f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
+        )
+    return grid
+
+
+def can_have_words(state: Iterable[Tensor]) -> bool:
+    """Whether the streams are dense and of a real floating type of 16, 32 or 64 bits."""
+    return all(t.dtype in _WORDS and t.layout is torch.strided for t in state)
+
+
+def keeps_words() -> bool:
+    """Rule 7 of NOTE [ Words and floats ]."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and forward_ad._current_level < 0
+        and torch._C._get_tracing_state() is None
+    )
+
+
+_fixed: Any = WeakIdKeyDictionary()  # by storage: Fixed, by where in it the float tensor lies
+
+
+def fixed_of(t: Tensor) -> Fixed | None:
+    """The words of ``t``, if it has any (rule 2 of NOTE [ Words and floats ])."""
+    try:
+        found: dict[Any, Fixed] | None = _fixed.get(t.untyped_storage())
+    except (NotImplementedError, RuntimeError):  # a tensor without storage
+        return None
+    return None if found is None else found.get(_place(t))
+
+
+def _set_words(t: Tensor, fixed: Fixed) -> None:
+    storage = t.untyped_storage()
+    found: dict[Any, Fixed] = _fixed.get(storage, {})
+    _fixed[storage] = {**found, _place(t): fixed}
+
+
+def _place(t: Tensor) -> tuple[Any, ...]:
+    return version_of(t), t.shape, t.stride(), t.storage_offset()
+
+
+def fixed_or_not(state: Iterable[Tensor | Fixed]) -> Streams:
+    """The state with the words of each stream in its place, if it has any."""
+    return tuple(t if isinstance(t, Fixed) else fixed_of(t) or t for t in state)
+
+
+def floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
+    """The state as float tensors that have their words."""
+    return tuple(_with_words(t) if isinstance(t, Fixed) else t for t in state)
+
+
+def _with_words(fixed: Fixed) -> Tensor:
+    t = fixed.read()
+    _set_words(t, fixed)
+    return t
+
+
+def held_in(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
+    """The tensors that hold the state in memory."""
+    return tuple(t.words if isinstance(t, Fixed) else t for t in state)
+
+
+def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
+    """The state rounded to one grid, with words; as it is where it has words of that grid.
+
+    The gradient of the rounding is the identity.
+    """
+    fixed = [fixed_of(t) for t in state]
+    if all(f is not None and _has_scale(f, fixed[0], grid) for f in fixed):
+        return state
+    unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
+    # One tensor for all streams of a type: it tells that they are on the same grid.
+    units = {t.dtype: unit if _bits(t.dtype) == 32 else unit * 2.0**-_EXTRA_BITS for t in state}
+    return tuple(_entered(t, units[t.dtype]) for t in state)
+
+
+def _bits(dtype: torch.dtype) -> int:
+    return torch.iinfo(_WORDS[dtype]).bits
+
+
+def _has_scale(fixed: Fixed, first: Fixed | None, grid: Grid) -> bool:
+    if isinstance(grid, int):
+        bits = grid if _bits(fixed.dtype) == 32 else grid + _EXTRA_BITS
+        return isinstance(fixed.down, float) and fixed.down == 2.0**-bits
+    assert first is not None
+    if not isinstance(fixed.down, Tensor) or not isinstance(first.down, Tensor):
+        return False
+    return fixed.down is first.down or fixed.dtype != first.dtype
+
+
+def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
+    """2**-DEFAULT_BITS or more, by the largest value (rule 5 of NOTE [ Words and floats ])."""
+    sizes = [largest(t).float() for t in state if t.numel()]
+    size = functools.reduce(torch.maximum, sizes) if sizes else state[0].new_zeros(()).float()
+    size = size.clamp_min(_EXPECTED_RANGE)
+    mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
+    return size / mantissa * (2.0**-DEFAULT_BITS / (2 * _EXPECTED_RANGE))
+
+
+def largest(t: Tensor) -> Tensor:
+    """The largest magnitude in ``t``, which is not empty; NaN where there is one."""
+    low, high = torch.aminmax(t.detach())  # ten times as fast as torch.linalg.vector_norm on a CPU
+    return torch.maximum(-low, high)
+
+
+class _Rounded(torch.autograd.Function):
+    """The float tensor of words that stand for ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
+        return _with_words(fixed)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def _entered(x: Tensor, unit: Scale) -> Tensor:
+    words = torch.empty_like(x, dtype=_WORDS[x.dtype])
+    up = 1 / unit
+    _in_chunks(_quantise, (x.detach(), words), up)
+    peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
+    entered: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak))
+    return entered
+
+
+class _Sum(torch.autograd.Function):
+    """``x + sign * value`` on the words of ``x``."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
+        ctx.sign, ctx.dtype = sign, value.dtype
+        words = torch.empty_like(fixed.words)
+        total = torch.empty_like(words, dtype=x.dtype)
+        up, down, peak = 1 / fixed.down, fixed.down, None
+        if value.numel():
+            peak = largest(value).to(_computed_in(words)) * up
+            if fixed.peak is not None:
+                peak = torch.maximum(peak, fixed.peak)
+            down = torch.where(peak < fixed.limit, down, math.nan)  # rule 6
+        _in_chunks(_add if sign > 0 else _take_away, (fixed.words, value, words, total), up, down)
+        if peak is not None:  # NaN, if it was made here, hides the value that it was made for
+            peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
+        _set_words(total, Fixed(words, fixed.down, x.dtype, peak))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
+
+
+def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
+    """``x + sign * value``, rounded to the grid of ``x``; it has words, too.
+
+    Args:
+        x: a stream whose words are ``fixed``.
+        value: of the same shape.
+        fixed: see there.
+        sign: 1 or -1.
+    """
+    total: Tensor = _Sum.apply(x, value, fixed, sign)
+    return total
+
+
+def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """``fn(*state)``, of which the words go where the values go.
+
+    Args:
+        fn: moves values only, of tensors of any type; returns a tuple.
+        state: each stream with words, or all without.
+    """
+    outputs: tuple[Tensor, ...] = tuple(fn(*state))
+    if keeps_words():
+        move_words(fn, state, outputs)
+    return outputs
+
+
+def move_words(
+    fn: Callable[..., Any], state: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
+) -> None:
+    """Give the ``outputs`` that ``fn`` made of ``state`` by moving its values their words."""
+    fixed = [fixed_of(t) for t in state]
+    if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
+        return
+    for t, f in zip(outputs, words_through(fn, [f for f in fixed if f is not None]), strict=True):
+        if fixed_of(t) is None:
+            _set_words(t, f)
+
+
+def words_through(fn: Callable[..., Any], state: Sequence[Fixed]) -> tuple[Fixed, ...]:
+    """The state whose values ``fn`` has moved.
+
+    Raises:
+        ValueError: ``fn`` does not work on integers.
+    """
+    try:
+        with torch.no_grad():
+            outputs = fn(*[f.words for f in state])
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        kinds = {t.dtype for t in outputs}
+    except RuntimeError as error:
+        raise ValueError(f"{_NOT_MOVED}: {error}") from error
+    if kinds != {state[0].words.dtype}:
+        raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
+    peaks = [f.peak for f in state if f.peak is not None]
+    peak = functools.reduce(torch.maximum, peaks) if peaks else None
+    return tuple(Fixed(t, state[0].down, state[0].dtype, peak) for t in outputs)
+
+
+_NOT_MOVED = (
+    "a step with exact = True must give integers the places that it gives floats, and got "
+    "integers; expected forward and inverse to move values only. Use AdditiveCoupling for sums, or "
+    "leave exact = False"
+)
+
+
+def _computed_in(words: Tensor) -> torch.dtype:
+    return torch.float64 if words.dtype == torch.int64 else torch.float32
+
+
+def _quantise(x: Tensor, words: Tensor, scratch: Tensor, up: Scale) -> None:
+    if x.dtype == scratch.dtype:
+        torch.mul(x, up, out=scratch)
+    else:
+        scratch.copy_(x).mul_(up)
+    words.copy_(scratch.round_())
+
+
+def _read(words: Tensor, floats: Tensor, scratch: Tensor, down: Scale) -> None:
+    if floats.dtype == scratch.dtype:
+        floats.copy_(words).mul_(down)
+    else:
+        floats.copy_(scratch.copy_(words).mul_(down))
+
+
+def _subtract(words: Tensor, value: Tensor, out: Tensor, scratch: Tensor, up: Scale) -> None:
+    _quantise(value, out, scratch, up)
+    torch.sub(words, out, out=out)
+
+
+def _add(
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
+) -> None:
+    _quantise(value, words, scratch, up)
+    torch.add(x, words, out=words)
+    _read(words, total, scratch, down)
+
+
+def _take_away(
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
+) -> None:
+    _subtract(x, value, words, scratch, up)
+    _read(words, total, scratch, down)
+
+
+def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Scale) -> None:
+    """``fn(*tensors, scratch, *scales)``, in pieces, for which a small scratch does."""
+    words = next(t for t in tensors if not t.is_floating_point())
+    kind, count = _computed_in(words), words.numel()
+    chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
+    if count <= chunk or not _lie_alike(tensors):
+        fn(*tensors, torch.empty_like(words, dtype=kind), *scales)
+        return
+    flat = [t.as_strided((count,), (1,)) for t in tensors]
+    scratch = torch.empty(chunk, dtype=kind, device=words.device)
+    for start in range(0, count, chunk):
+        pieces = [t[start : start + chunk] for t in flat]
+        fn(*pieces, scratch[: len(pieces[0])], *scales)
+
+
+def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+    first = tensors[0]
+    if any(type(t) is not Tensor for t in tensors):
+        return False
+    dense = first.is_contiguous() or (
+        first.dim() in (4, 5)
+        and first.is_contiguous(
+            memory_format=torch.channels_last if first.dim() == 4 else torch.channels_last_3d
+        )
+    )
+    return dense and has_values(first) and all(t.stride() == first.stride() for t in tensors)
 
 
 class _Round(torch.autograd.Function):
@@ -57,76 +436,7 @@ class _Round(torch.autograd.Function):
 def round_to_grid(x: Tensor, bits: int) -> Tensor:
     """``x`` rounded, half to even, to multiples of ``2**-bits``; same shape and dtype.
 
-    The gradient passes through unchanged.
+    The gradient passes through unchanged. A narrow type keeps its own precision.
     """
     rounded: Tensor = _Round.apply(x, 2.0**bits)
     return rounded
-
-
-def round_to_grid_(x: Tensor, bits: int) -> Tensor:
-    """As :func:`round_to_grid`, in place and without gradient."""
-    return x.mul_(2.0**bits).round_().mul_(2.0**-bits)
-
-
-def range_of(dtype: torch.dtype, bits: int) -> float:
-    """Sums of grid values of smaller magnitude are exact.
-
-    Raises:
-        ValueError: no grid in ``dtype``: its mantissa is too short.
-    """
-    if dtype not in _MANTISSA:
-        raise ValueError(
-            f"memory mode 'exact' got a stream of {dtype}: expected float32 or float64. Keep the "
-            "model in float32 and compute the branches in the narrow type under torch.autocast"
-        )
-    return 2.0 ** (_MANTISSA[dtype] - bits)
-
-
-def check_bits(bits: int) -> int:
-    """Return ``bits``, or raise a ValueError that says what a grid may be."""
-    if isinstance(bits, bool) or not isinstance(bits, int) or not 0 <= bits <= 23:
-        raise ValueError(
-            f"grid={bits!r}: expected the number of fractional bits, 0 to 23 (default "
-            f"{DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (24 - DEFAULT_BITS)})"
-        )
-    return bits
-
-
-_on_grid: Any = WeakTensorKeyDictionary()  # bits of the grid, version of the tensor
-
-
-def put_on_grid(state: State, bits: int) -> State:
-    """The state rounded to the grid, but for streams that are known to lie on it."""
-    for t in state:
-        range_of(t.dtype, bits)
-    return tuple(t if _is_on_grid(t, bits) else round_to_grid(t, bits) for t in state)
-
-
-def _is_on_grid(t: Tensor, bits: int) -> bool:
-    marked, version = _on_grid.get(t, (bits + 1, 0))
-    return marked <= bits and version == version_of(t)
-
-
-def mark_on_grid(state: State, bits: int) -> State:
-    """Remember that the streams lie on the grid."""
-    for t in state:
-        _on_grid[t] = bits, version_of(t)
-    return state
-
-
-class Extremes(NamedTuple):
-    """How far a stream goes, on its device, and how far its sums are exact."""
-
-    low: Tensor
-    high: Tensor
-    limit: float
-
-
-def extremes(inputs: State, outputs: State, bits: int) -> list[Extremes]:
-    """Those of each stream that a step has computed."""
-    passed = {id(t) for t in inputs}
-    return [
-        Extremes(*torch.aminmax(t.detach()), range_of(t.dtype, bits))
-        for t in outputs
-        if id(t) not in passed and has_values(t)
-    ]

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import Extremes, extremes
+from revzoo.core.fixedpoint import Fixed, Scale, Streams, fixed_or_not, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.layout import has_values
 from revzoo.core.replay import address
@@ -100,28 +100,59 @@ class _Drift:
 
     __slots__ = ("actual", "ends", "limit", "name", "samples", "step", "used")
 
-    def __init__(self, step: Step, name: str, limit: float, samples: Samples, computed: Tensor):
+    def __init__(
+        self, step: Step, name: str, limit: float, samples: Samples, computed: Tensor | Fixed
+    ) -> None:
         self.step = step
         self.name = name
         self.limit = limit
         self.samples = samples
         self.actual = _taken(computed, samples.plan.places)
-        self.ends = [_ends(computed, channels.dim) for channels in samples.plan.channels]
+        self.ends = (
+            []
+            if isinstance(computed, Fixed)
+            else [_ends(computed, channels.dim) for channels in samples.plan.channels]
+        )
         self.used = False
 
 
-class _Peak(NamedTuple):
+class Peak(NamedTuple):
+    """How far a stream in fixed point goes, and its units."""
+
     step: Step
     name: str
-    extremes: Extremes
+    units: Tensor
+    limit: float
+    unit: Scale
 
 
-def sample(computed: State, known: State) -> list[Samples]:
+def peaks_of(step: Step, name: str, inputs: Streams, outputs: Streams) -> list[Peak]:
+    """Those of the streams that a step has computed."""
+    return [
+        Peak(step, name, t.peak, t.limit, t.down)
+        for t in outputs
+        if isinstance(t, Fixed)
+        and t.peak is not None
+        and has_values(t.words)
+        and not _among(t, inputs)
+    ]
+
+
+def sample(computed: Streams, known: Streams) -> list[Samples]:
     """A few values of each stream that the step does not pass on as it is."""
-    operands = [t for t in known if _comparable(t) and not _among(t, computed)]
+    operands = [
+        t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
+    ]
     found = []
     for i, t in enumerate(computed):
-        if _comparable(t) and not _among(t, known):
+        if _among(t, known):
+            continue
+        if isinstance(t, Fixed):  # must be the very same: no channel can be lost in rounding
+            if has_values(t.words):
+                plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
+                values = _taken(t, plan.places)
+                found.append(Samples(i, values, values, plan))
+        elif _comparable(t):
             # what the stream was computed with has its shape; where nothing has, it is moved alone
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
             plan = _draw.choice(_plans(t.shape, t.is_complex(), t.device))
@@ -130,7 +161,7 @@ def sample(computed: State, known: State) -> list[Samples]:
     return found
 
 
-def _among(t: Tensor, state: State) -> bool:
+def _among(t: Tensor | Fixed, state: Streams) -> bool:
     return any(t is other for other in state)
 
 
@@ -139,7 +170,9 @@ def _comparable(t: Tensor) -> bool:
     return values and t.layout is torch.strided and has_values(t)
 
 
-def _taken(t: Tensor, places: Tensor) -> Tensor:
+def _taken(t: Tensor | Fixed, places: Tensor) -> Tensor:
+    if isinstance(t, Fixed):
+        return torch.take(t.words, places).double() * t.down
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return torch.take(t.detach(), places)
 
@@ -199,12 +232,12 @@ class Guard:
 
     def __init__(self) -> None:
         self._task = -1
-        self._start: list[Extremes] = []
+        self._start: list[Tensor] = []
         self._drifts: list[_Drift] = []
-        self._peaks: list[_Peak] = []
+        self._peaks: list[Peak] = []
         self._waiting: list[tuple[int, _Drift]] = []  # not yet used, by address
 
-    def begin(self, state: State) -> None:
+    def begin(self, state: Streams) -> None:
         """Note the state that a backward pass starts from, unless it is under way already."""
         # Figures of a backward pass that an exception ended are dropped.
         task: int = torch._C._current_graph_task_id()
@@ -212,36 +245,39 @@ class Guard:
             self._task, self._drifts, self._peaks, self._waiting = task, [], [], []
             if task != -1:
                 self._start = [
-                    Extremes(*torch.aminmax(t), math.inf)
+                    largest(t)
                     for t in state
-                    if t.is_floating_point() and has_values(t)
+                    if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
                 ]
                 Variable._execution_engine.queue_callback(self.check)
 
     def compare(
-        self, step: Step, name: str, limit: float, samples: list[Samples], computed: State
+        self, step: Step, name: str, limit: float, samples: list[Samples], computed: Streams
     ) -> None:
         """Note a replay's samples beside the forward pass's."""
         for sampled in samples:
             t = computed[sampled.stream]
             drift = _Drift(step, name, limit, sampled, t)
             self._drifts.append(drift)
-            self._waiting.append((address(t), drift))
+            if isinstance(t, Tensor):
+                self._waiting.append((address(t), drift))
 
-    def note_uses(self, used: Sequence[Tensor], state: State) -> None:
+    def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
         """Note the streams that a replay computed from; ``state`` is what the next one starts from.
 
         See NOTE [ Channels that are lost in rounding ].
         """
+        if not self._waiting:
+            return
         addresses = {address(t) for t in used}
         for at, drift in self._waiting:
             drift.used |= at in addresses
-        addresses = {address(t) for t in state}
+        addresses = {address(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
-    def bound(self, step: Step, name: str, values: Extremes) -> None:
-        """Note how far a stream went, which must be less than its limit."""
-        self._peaks.append(_Peak(step, name, values))
+    def bound(self, peaks: list[Peak]) -> None:
+        """Note how far streams went, which must be less than their limits."""
+        self._peaks += peaks
 
     def check(self) -> None:
         """Read the figures and note each step's drift.
@@ -255,43 +291,51 @@ class Guard:
         # A forward pass that overflowed is no fault of the reconstruction, nor of the streams that
         # are recomputed from infinity. Training in float16 skips such a step: its gradients are
         # not finite either.
-        if not all(map(math.isfinite, _magnitudes(start))):
+        if not all(map(math.isfinite, _read(start))):
             return
-        _check_peaks(peaks)
-        _check_drifts(drifts)
+        if (found := _beyond(peaks)) is None:
+            _check_drifts(drifts)
+        elif math.isfinite(found[1]):
+            raise RangeError(_explain_range(*found))
 
 
 def check_range(step: Step, state: State) -> None:
-    """Raise a RangeError if sums on the step's grid would not have been exact (host sync)."""
-    if step.grid is not None:
-        _check_peaks([_Peak(step, name_of(step), e) for e in extremes((), state, step.grid)])
+    """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
+    found = _beyond(peaks_of(step, name_of(step), (), fixed_or_not(state)))
+    if found is not None:
+        raise RangeError(_explain_range(*found))
 
 
-def _magnitudes(found: Sequence[Extremes]) -> list[float]:
-    """Largest magnitudes, in one transfer per device; NaN where there is one."""
-    values = [torch.maximum(-e.low, e.high).double() for e in found]
+def _read(found: Sequence[Tensor]) -> list[float]:
+    """Their values, in one transfer per device."""
+    values = [v.double() for v in found]
     devices = {v.device for v in values}
     if len(devices) > 1:
         return [v.item() for v in values]
     return torch.stack(values).tolist() if values else []
 
 
-def _check_peaks(peaks: list[_Peak]) -> None:
-    values = _magnitudes([peak.extremes for peak in peaks])
-    for peak, value in zip(peaks, values, strict=True):
-        limit = peak.extremes.limit
-        if not value < limit:
-            excess = math.ceil(math.log2(value / limit)) + 1 if math.isfinite(value) else None
-            bits = (peak.step.grid or 0) - (excess or 0)
-            remedy = (
-                f"choose grid={bits} or fewer bits"
-                if excess and bits >= 0
-                else "normalise the branches, or lower the learning rate if the training diverges"
-            )
-            raise RangeError(
-                f"{peak.name}: a stream reached {value:.3g}, but with grid={peak.step.grid} sums "
-                f"are exact only below {limit:g}; {remedy}"
-            )
+def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
+    """The first in the forward pass, the last replayed, that reached its limit; and how far."""
+    values = _read([peak.units for peak in peaks])
+    pairs = zip(reversed(peaks), reversed(values), strict=True)
+    return next(((peak, value) for peak, value in pairs if not value < peak.limit), None)
+
+
+def _explain_range(peak: Peak, value: float) -> str:
+    unit = float(peak.unit)
+    words = 32 if peak.limit < 2.0**32 else 64
+    bits = round(-math.log2(unit)) - (29 if words == 64 else 0)
+    excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else bits + 1
+    remedy = (
+        f"choose grid={bits - excess} or fewer bits"
+        if excess <= bits
+        else "normalise the branches, or lower the learning rate if the training diverges"
+    )
+    return (
+        f"{peak.name}: a stream or a value added to it reached {value * unit:.3g}, but with grid="
+        f"{bits} sums are exact only below {peak.limit * unit:g}; {remedy}"
+    )
 
 
 def _check_drifts(drifts: list[_Drift]) -> None:

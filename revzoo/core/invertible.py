@@ -8,7 +8,7 @@ backward pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
@@ -79,16 +79,24 @@ class Step(nn.Module):
     itself; change it with :func:`revzoo.set_memory`."""
 
     exact: bool = False
-    """Whether the step maps grid values to grid values and back without error."""
+    """Whether the step only moves values, so that ``forward`` and ``inverse`` work on integers as
+    on floats: it fits mode ``exact``."""
+
+    sums: bool = False
+    """Whether an exact step adds to its streams by :func:`revzoo.core.fixedpoint.add` instead."""
+
+    loose: int = 0
+    """How many of an exact step's streams, the last ones, stay in floating point."""
 
     inexact: str = (
-        "does not say that it is exact on fixed-point streams (if it only moves values or adds "
-        "multiples of the grid, set exact = True on its class)"
+        "does not say that it is exact on fixed-point streams (if it only moves values, so that it "
+        "works on integers as well, set exact = True on its class)"
     )
     """Why it does not, as the end of a sentence that begins with the step's name."""
 
-    grid: int | None = None
-    """Fractional bits of the grid that the streams are rounded to; None for no rounding."""
+    grid: int | str | None = None
+    """Fractional bits of the fixed-point streams; ``"auto"`` for those that the input needs; None
+    for floating-point streams."""
 
     drift_limit: float = 1e-3
     """Largest relative error of a reconstruction; see :mod:`revzoo.core.guard`."""
@@ -180,6 +188,9 @@ class Invertible(Step):
         """True; a container answers for its members."""
         return True
 
+    reads_words: bool = False
+    """Whether :meth:`replay` takes streams in fixed point as their words."""
+
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs``, the streams, and record the step once more.
 
@@ -242,7 +253,7 @@ def streams_of(outputs: Any, step: Step) -> State:
     return state[: len(state) - step.extras] if step.extras else state
 
 
-def check_inputs(step: Step, inputs: State, count: int) -> None:
+def check_inputs(step: Step, inputs: Sequence[Any], count: int) -> None:
     """Raise a ValueError unless an inverse returned ``count`` streams; names ``step``."""
     if len(inputs) != count:
         raise ValueError(

@@ -24,18 +24,10 @@ import torch
 from torch import nn
 
 from revzoo.core.checkpoint import differentiates, record
-from revzoo.core.fixedpoint import DEFAULT_BITS, check_bits, mark_on_grid, put_on_grid
-from revzoo.core.invertible import (
-    State,
-    Step,
-    as_state,
-    is_container,
-    name_of,
-    plain_call,
-    streams_of,
-)
+from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
+from revzoo.core.invertible import State, Step, as_state, is_container, name_of, plain_call
 from revzoo.core.offload import offloaded
-from revzoo.core.recording import explained, refuse_changed_inputs, versions_of
+from revzoo.core.recording import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.replay import beside_replays
 
 
@@ -49,13 +41,13 @@ class Mode:
     """Whether the step's inputs are recovered from its outputs."""
     elsewhere = False
     """Whether it keeps as much as ``store`` does, in another memory."""
-    grid: int | None = None
-    """Fractional bits of the streams' grid where the user gives none; None for no rounding."""
+    grid: Grid | None = None
+    """The streams' grid where the user gives none; None for floating-point streams."""
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         """Call ``step`` so that its backward pass will find its activations, now or recomputed."""
         with beside_replays(step):
-            return plain_call(step, *state, **context)
+            return call_on_grid(plain_call, step, state, context)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         """Raise a ValueError if the mode cannot apply to any of the ``steps`` of ``module``."""
@@ -73,7 +65,7 @@ class _Offload(Mode):
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         with beside_replays(step), offloaded(step), explained(name_of(step)):
-            return plain_call(step, *state, **context)
+            return call_on_grid(plain_call, step, state, context)
 
 
 class _Recompute(Mode):
@@ -103,8 +95,8 @@ class _Invert(_Recompute):
 
 class _Exact(_Invert):
     name = "exact"
-    costs = "as invert, and branch values rounded to the grid"
-    grid = DEFAULT_BITS
+    costs = "as invert, and sums of integers"
+    grid = AUTO
 
     def drift_limit(self, step: Step) -> float:
         return 0.0
@@ -136,8 +128,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
 
     Raises:
         RuntimeError: the step changed its input in place, or a hook on it changed its streams.
-        ValueError: the step takes another number of streams; a grid is set and a stream is neither
-            float32 nor float64.
+        ValueError: the step takes another number of streams.
     """
     return as_state(run_alone(step, state, context), step)
 
@@ -150,19 +141,28 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
             f"or set streams = {len(state)} on the step"
         )
     mode = mode_of(step.memory) if differentiates(step, state, context) else MODES["store"]
-    if step.grid is not None:
-        state = put_on_grid(state, step.grid)
+    state = on_grid_of(step, state)
+    if mode.grid is not None and not can_have_words(state):  # complex streams, say
+        mode = MODES["invert"]
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = versions_of(watched)
     outputs = mode.run(step, state, context)
     refuse_changed_inputs(name_of(step), watched, versions)
-    if step.grid is not None:
-        mark_on_grid(streams_of(outputs, step), step.grid)
     return outputs
 
 
+def on_grid_of(step: Step, state: State) -> State:
+    """The state as the step's grid has it, if it is on one."""
+    if step.grid is None or not keeps_words():
+        return state
+    cut = len(state) - step.loose
+    if not can_have_words(state[:cut]):
+        return state
+    return (*put_on_grid(state[:cut], step.grid), *state[cut:])
+
+
 def set_memory(
-    module: nn.Module, mode: str | Mapping[str, str], *, grid: int | None = None
+    module: nn.Module, mode: str | Mapping[str, str], *, grid: Grid | None = None
 ) -> None:
     """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
 
@@ -174,10 +174,9 @@ def set_memory(
         mode: a name in :data:`MODES`; or a plan, which maps paths in ``module`` to such names
             (``{"stages.0": "invert", "stages.1": "store"}``): of a path and one inside it, the
             later counts. Steps that a plan does not mention stay as they are.
-        grid: fractional bits of the fixed-point streams. Mode ``exact`` takes
-            :data:`~revzoo.core.fixedpoint.DEFAULT_BITS` for None; the other modes round only if
-            it is given, to what ``exact`` computes. Where a plan has a step in ``exact``, all its
-            steps round: what the model computes does not depend on the plan.
+        grid: fractional bits of the fixed-point streams, ``2**(30 - grid)`` being their range; or
+            ``"auto"``, which mode ``exact`` takes for None: 23, fewer where the input is large. The
+            other modes compute in floating point unless it is given; then as ``exact`` does.
 
     Raises:
         ValueError: unknown mode, path or grid; no step in ``module``; ``invert`` where nothing has
@@ -188,10 +187,8 @@ def set_memory(
     for each, steps in chosen:
         if isinstance(mode, str):
             each.check(module, steps)
-        if grid is None:
-            grid = each.grid
-    if grid is not None:
-        _check_grid(grid, [step for _, steps in chosen for step in steps])
+        if (bits := each.grid if grid is None else grid) is not None:
+            _check_grid(bits, steps)
     for each, steps in chosen:
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
@@ -199,7 +196,7 @@ def set_memory(
             # what splits and merges its streams goes with the first step
             steps = [m for m in container.modules() if isinstance(m, Step) and not is_container(m)]
             if steps:
-                container.memory = steps[0].memory
+                container.memory, container.grid = steps[0].memory, steps[0].grid
 
 
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
@@ -220,7 +217,12 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     return steps
 
 
-def assign_memory(steps: Sequence[Step], mode: str, *, grid: int | None = None) -> None:
+def default_mode(steps: Sequence[Step]) -> str:
+    """``exact`` if each of the steps that has an inverse fits it, else ``invert``."""
+    return "exact" if all(step.exact for step in steps if step.invertible) else "invert"
+
+
+def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None) -> None:
     """What :func:`set_memory` does to the steps, where some of them may have no inverse.
 
     Raises:
@@ -234,7 +236,7 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: int | None = None) 
         step.grid = grid if step.invertible else None
 
 
-def _check_grid(grid: int, steps: Sequence[Step]) -> None:
+def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
     check_bits(grid)
     for step in reversed(steps):  # what a container holds comes before the container
         if step.invertible and not step.exact:

@@ -18,8 +18,18 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.fixedpoint import Extremes, extremes
-from revzoo.core.guard import Guard, Samples, sample
+from revzoo.core.fixedpoint import (
+    Fixed,
+    Streams,
+    fixed_or_not,
+    floats,
+    held_in,
+    keeps_words,
+    move_words,
+    moved,
+    words_through,
+)
+from revzoo.core.guard import Guard, Peak, Samples, peaks_of, sample
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -28,6 +38,7 @@ from revzoo.core.invertible import (
     check_inputs,
     name_of,
     plain_call,
+    streams_of,
 )
 from revzoo.core.layout import fills_its_memory, laid_out
 from revzoo.core.replay import Conditions, address, version_of
@@ -114,24 +125,30 @@ def outside_recordings() -> Iterator[None]:
         _thread.hooks = outer
 
 
+_NONE = torch.empty(0, device="cpu")
+
+
 class Kept:
     """A state that a tape keeps: as it is, or as activations of the step around it."""
 
-    __slots__ = ("_packed", "_unpack", "_versions")
+    __slots__ = ("_packed", "_state", "_unpack", "_versions")
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: Streams) -> None:
         hooks = getattr(_thread, "hooks", None)
         self._unpack: _Unpack | None = None
-        self._packed: tuple[Any, ...] = state
-        self._versions = versions_of(state)
+        self._state = state
+        self._packed: tuple[Any, ...] = held_in(state)
+        self._versions = versions_of(self._packed)
         if hooks is not None:
             pack, self._unpack = hooks
-            self._packed = tuple(map(pack, state))
+            self._packed = tuple(map(pack, self._packed))
+            self._state = tuple(t.moved(_NONE) if isinstance(t, Fixed) else _NONE for t in state)
 
-    def state(self, name: str) -> State:
+    def state(self, name: str) -> Streams:
         """The state, unless it was changed in place since; ``name`` is the last step's."""
         if self._unpack is not None:
-            return tuple(map(self._unpack, self._packed))
+            unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
+            return tuple(t.moved(held) if isinstance(t, Fixed) else held for held, t in unpacked)
         for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
             if version_of(t) != version:
                 raise RuntimeError(
@@ -141,7 +158,7 @@ class Kept:
                     f"expected version {version} instead. Make the operation that follows out of "
                     "place"
                 )
-        return self._packed
+        return self._state
 
 
 @contextlib.contextmanager
@@ -156,6 +173,18 @@ def explained(name: str) -> Iterator[None]:
             f"{name} runs a torch.func transform inside its forward, which torch refuses while "
             "activations are recomputed or offloaded: use memory='store' for this step"
         ) from error
+
+
+def call_on_grid(
+    call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
+) -> Any:
+    """``call(step, *state, **context)``; words go where a step moves the values."""
+    returned = call(step, *state, **context)
+    # A hook may change what plain_call returns.
+    hooked = call is plain_call and (step._forward_hooks or step._forward_pre_hooks)
+    if step.exact and not step.sums and step.grid is not None and not hooked and keeps_words():
+        move_words(functools.partial(step.forward, **context), state, streams_of(returned, step))
+    return returned
 
 
 def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
@@ -249,9 +278,9 @@ def unshared(t: Tensor) -> bool:
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
 
 
-def versions_of(state: State) -> list[int]:
+def versions_of(state: Streams) -> list[int]:
     """To be compared after a call that must not change ``state`` in place."""
-    return [version_of(t) for t in state]
+    return [version_of(t) for t in held_in(state)]
 
 
 def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
@@ -265,10 +294,10 @@ def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None
     )
 
 
-def refuse_changed_outputs(name: str, outputs: State, versions: list[int]) -> None:
+def refuse_changed_outputs(name: str, outputs: Streams, versions: list[int]) -> None:
     """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
     _refuse_changed(
-        outputs,
+        held_in(outputs),
         versions,
         f"the inverse of {name} changed its input stream",
         "the caller may still hold that tensor, as an output of the forward pass. Make the "
@@ -288,10 +317,10 @@ class Entry:
     __slots__ = (
         "conditions",
         "context",
-        "extremes",
         "limit",
         "name",
         "needs",
+        "peaks",
         "samples",
         "saved",
         "step",
@@ -312,29 +341,23 @@ class Entry:
         self.limit = drift_limit
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
-        self.extremes: list[Extremes] = []
+        self.peaks: list[Peak] = []
         self.witness = _Witness() if step.early_stop else None
 
-    def observe(self, known: State, computed: State) -> None:
-        """Note what the guard will compare: values of what is ``computed`` from what is known."""
-        self.samples = sample(computed, known)
+    def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
+        """Note what the guard will compare: values of what will be recomputed, and the range."""
+        got, returned = fixed_or_not(inputs), fixed_or_not(outputs)
+        if inverts:
+            self.samples = sample(got, returned)
+        else:
+            self.samples = sample(returned if self.witness is None else self.witness.take(), got)
+        self.peaks = peaks_of(self.step, self.name, got, returned)
 
-    def observe_recomputed(self, outputs: State, inputs: State) -> None:
-        """Note values of what a replay from the inputs recomputes."""
-        computed = outputs if self.witness is None else self.witness.take()
-        self.observe(inputs, computed)
-
-    def observe_outputs(self, inputs: State, outputs: State) -> None:
-        """Note the range of the outputs, if the step is on a grid."""
-        if self.step.grid is not None:
-            self.extremes = extremes(inputs, outputs, self.step.grid)
-
-    def report(self, guard: Guard, computed: State) -> None:
+    def report(self, guard: Guard, computed: Streams) -> None:
         """Hand the guard what the replay computed."""
         if self.samples:
             guard.compare(self.step, self.name, self.limit, self.samples, computed)
-        for values in self.extremes:
-            guard.bound(self.step, self.name, values)
+        guard.bound(self.peaks)
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
@@ -365,44 +388,69 @@ class Entry:
         slots = (ref() for ref in self.saved if ref is not None)
         return any(slot is not None and slot.value is None for slot in slots)
 
-    def invert(self, outputs: State) -> State:
+    def invert(self, outputs: Streams) -> Streams:
         """The step's inputs, without recording."""
-        assert isinstance(self.step, Invertible)
         versions = versions_of(outputs)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            inputs = self.step.inverse(*outputs, **self.context)
+            inputs = self.inverted(outputs)
         refuse_changed_outputs(self.name, outputs, versions)
-        state = as_state(inputs, self.step)
-        check_inputs(self.step, state, len(self.needs))
-        return self.laid_out(state)
+        return self.laid_out(inputs)
 
-    def laid_out(self, inputs: State) -> State:
+    def inverted(self, outputs: Streams) -> Streams:
+        """What the step's inverse returns, under the conditions that hold."""
+        assert isinstance(self.step, Invertible)
+        inverse = functools.partial(self.step.inverse, **self.context)
+        if self.moves(outputs):
+            fixed = tuple(t for t in outputs if isinstance(t, Fixed))
+            inputs: Streams = words_through(inverse, fixed)
+        else:
+            inputs = fixed_or_not(as_state(inverse(*floats(outputs)), self.step))
+        check_inputs(self.step, inputs, len(self.needs))
+        return inputs
+
+    def moves(self, outputs: Streams) -> bool:
+        """Whether the step runs on words alone."""
+        step = self.step
+        return step.exact and not step.sums and all(isinstance(t, Fixed) for t in outputs)
+
+    def laid_out(self, inputs: Streams) -> Streams:
         """The inputs with the strides of the forward pass, see :mod:`revzoo.core.layout`.
 
         They are the outputs of the step before, so every state that the tape walks over has them.
         """
-        return tuple(
-            laid_out(t, stride) if t.dim() == len(stride) else t  # a wrong inverse: named later
-            for t, stride in zip(inputs, self.strides, strict=True)
-        )
+        return tuple(map(_laid_out, inputs, self.strides))
 
-    def record_from_inputs(self, inputs: State) -> tuple[State, Replayed]:
-        """Replay the step forwards; returns what :meth:`observe_recomputed` noted values of."""
+    def record_from_inputs(self, inputs: Streams) -> tuple[Streams, Replayed]:
+        """Replay the step forwards; returns what :meth:`observe` noted values of."""
         stops = self.step.early_stop
         replayed = Replayed(self, stops=stops)
         with self.conditions.restored(whole=not stops):
-            call = functools.partial(plain_call, self.step)
-            outputs = replayed(call, inputs, self.needs, self.context)
+            outputs = replayed(self._forward, floats(inputs), self.needs, self.context)
         replayed.check()
-        return outputs if self.witness is None else replayed.value_of(self.witness), replayed
+        if self.witness is not None:
+            return replayed.value_of(self.witness), replayed
+        return fixed_or_not(outputs), replayed
 
-    def record_from_outputs(self, outputs: State) -> tuple[State, Replayed]:
+    def _forward(self, *state: Tensor, **context: Any) -> Any:
+        return call_on_grid(plain_call, self.step, state, context)
+
+    def record_from_outputs(self, outputs: Streams) -> tuple[Streams, Replayed]:
         """Replay the step while inverting it; returns its inputs."""
-        assert isinstance(self.step, Invertible)
+        step = self.step
+        assert isinstance(step, Invertible)
         replayed = Replayed(self)
         versions = versions_of(outputs)
         with self.conditions.restored():
-            inputs = self.step.replay(outputs, replayed, self.context)
+            if step.reads_words:
+                inputs: Streams = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
+            elif self.moves(outputs):
+                with torch.no_grad(), self.conditions.restored(inverting=True):
+                    inputs = self.inverted(outputs)
+                if self.saved:
+                    laid = self.laid_out(inputs)
+                    replayed(step.forward, floats(laid), self.needs, self.context)
+            else:
+                inputs = fixed_or_not(step.replay(floats(outputs), replayed, self.context))
         refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
         return self.laid_out(inputs), replayed
@@ -429,6 +477,17 @@ class _Witness:
 
 class _EnoughRecordedError(BaseException):
     """Ends a replay; no ``except Exception`` in a branch catches it."""
+
+
+def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
+    held = t.words if isinstance(t, Fixed) else t
+    if held.dim() != len(stride):
+        return t  # a wrong inverse: named later
+    if held.stride() == stride:
+        return t
+    if isinstance(t, Fixed):
+        return t.moved(laid_out(held, stride))
+    return moved(lambda x: (laid_out(x, stride),), (t,))[0]
 
 
 class Replayed:
@@ -460,7 +519,7 @@ class Replayed:
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
             return as_state(inverse(*outputs, **context), self._entry.step)
 
-    def laid_out(self, inputs: State) -> State:
+    def laid_out(self, inputs: Streams) -> Any:
         """See :class:`revzoo.core.invertible.Recording`."""
         return self._entry.laid_out(inputs)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import round_to_grid, round_to_grid_
+from revzoo.core.fixedpoint import Fixed, add, fixed_of, floats, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recording, State, name_of
 from revzoo.core.recording import unshared
 from revzoo.layers.streams import no_change_of_volume
@@ -39,6 +39,10 @@ class Coupling(Invertible):
             cls.log_det = Invertible.log_det
         if ("combine" in own or "log_det" in own) and "forward_with_log_det" not in own:
             cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
+        if ("combine" in own or "uncombine" in own) and "exact" not in own:
+            cls.exact = False
+        if "replay" in own and "reads_words" not in own:
+            cls.reads_words = False
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
@@ -50,7 +54,7 @@ class Coupling(Invertible):
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
-    def recover(self, y2: Tensor, value: Tensor) -> Tensor:
+    def recover(self, y2: Any, value: Tensor) -> Any:
         """As :meth:`uncombine`, where :meth:`combine` saved nothing; may overwrite ``value``."""
         return self.uncombine(y2, value)
 
@@ -80,11 +84,12 @@ class Coupling(Invertible):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs
         need1, need2 = record.needs
-        value, *_ = record(self.branch, (x2,), (need2,), context)
+        value, *_ = record(self.branch, floats((x2,)), (need2,), context)
         with torch.no_grad():
-            x1 = (self.recover if record.complete else self.uncombine)(y2, value)
+            done = record.complete or isinstance(y2, Fixed)  # an addition saves nothing
+            x1 = (self.recover if done else self.uncombine)(y2, value)
         x1, x2 = record.laid_out((x1, x2))
-        if not record.complete:  # an addition saves nothing
+        if not done:
             record(self.combine, (x1, value), (need1, value.requires_grad), {})
         return x1, x2
 
@@ -100,35 +105,48 @@ class AdditiveCoupling(Coupling):
     """
 
     exact = True
+    sums = True
+    reads_words = True
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         return no_change_of_volume(x1)
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
+        self._check_shape(value, x1)
+        if (fixed := self._words(x1)) is not None:
+            return add(x1, value, fixed)
         return x1 + self._fitting(value, x1)
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
+        self._check_shape(value, y2)
+        if (fixed := self._words(y2)) is not None:
+            return add(y2, value, fixed, sign=-1)
         return y2 - self._fitting(value, y2)
 
-    def recover(self, y2: Tensor, value: Tensor) -> Tensor:
+    def recover(self, y2: Tensor | Fixed, value: Tensor) -> Tensor | Fixed:
+        if isinstance(y2, Fixed):
+            return y2.minus(value, overwrite=unshared(value))
         plain = type(self).uncombine is AdditiveCoupling.uncombine
         if not plain or value.dtype != y2.dtype or value.shape != y2.shape or not unshared(value):
             return self.uncombine(y2, value)
-        if self.grid is not None:
-            round_to_grid_(value, self.grid)
         return torch.sub(y2, value, out=value)  # one stream less at the peak
 
-    def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
+    def _words(self, stream: Tensor) -> Fixed | None:
+        return fixed_of(stream) if self.grid is not None and keeps_words() else None
+
+    def _check_shape(self, value: Tensor, stream: Tensor) -> None:
         if value.shape != stream.shape:
             raise ValueError(
                 f"{type(self.branch).__name__} returned shape {tuple(value.shape)} for a stream of "
                 f"shape {tuple(stream.shape)}: the residual function of an additive coupling must "
                 "keep the shape"
             )
+
+    def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
         # A wider value would widen the stream; its inverse would not have the input's dtype.
         wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
-        value = value.to(stream.dtype) if wider or self.grid is not None else value
-        return value if self.grid is None else round_to_grid(value, self.grid)
+        value = value.to(stream.dtype) if wider else value
+        return round_to_grid(value, self.grid) if isinstance(self.grid, int) else value
 
 
 class AffineCoupling(Coupling):

@@ -9,12 +9,14 @@ log-determinant are recomputed in the backward pass too and a flow trains in con
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from revzoo.core.fixedpoint import keeps_words, move_words
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
 from revzoo.core.modes import mode_of
 from revzoo.core.recording import call_without_changing_hooks
@@ -34,6 +36,9 @@ class WithLogDet(Invertible):
     Raises:
         NotImplementedError: the step has no log-determinant; names the step.
     """
+
+    sums = True
+    loose = 1  # the total
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -56,6 +61,8 @@ class WithLogDet(Invertible):
             outputs, log_det = step.forward_with_log_det(*streams, **context)
         given = as_state(outputs)
         cut = len(given) - self.extras
+        if self.grid is not None and step.exact and not step.sums and keeps_words():
+            move_words(functools.partial(step.forward, **context), tuple(streams), given[:cut])
         return *given[:cut], total + log_det, *given[cut:]
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
@@ -66,6 +73,8 @@ class WithLogDet(Invertible):
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         *ended, total = outputs
         streams = record.inverted(self.step.inverse, tuple(ended), context)
+        if self.step.exact and not self.step.sums:
+            move_words(functools.partial(self.step.inverse, **context), tuple(ended), streams)
         inputs = record.laid_out((*streams, torch.zeros_like(total)))
         recorded = record(self.forward, inputs, record.needs, context)
         log_det = recorded[len(outputs) - 1]

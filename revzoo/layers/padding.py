@@ -80,7 +80,7 @@ class ChannelPadding(Invertible):
                 f"the inverse of ChannelPadding({self.extra}) got a stream of shape "
                 f"{tuple(y.shape)}: expected (B, C, H, W) with more than {self.extra} channels"
             )
-        if self.tolerance is not None:
+        if self.tolerance is not None and y.is_floating_point():
             self._check_zero(y[:, -self.extra :], self.tolerance)
         return (y[:, : -self.extra],)
 
@@ -194,7 +194,7 @@ class PaddedCoupling(AdditiveCoupling):
         vars(self)["memory"] = mode
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
-        if self.filled is not None:
+        if self.filled is not None and self.grid is None:
             y1 = y1.clone()
             y1[:, self.filled :] = 0
         return super().inverse(y1, y2, **context)

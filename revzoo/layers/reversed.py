@@ -81,7 +81,7 @@ class ReversedStep(Invertible):
         super().__init__()
         self.step = step
         self.streams = step.outputs
-        self.exact = step.exact
+        self.exact, self.sums = step.exact, step.sums
         self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
 
     @property

@@ -6,11 +6,13 @@ The streams stay separate tensors through the whole sequence: no block concatena
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, overload
 
 from torch import Tensor, nn
 
+from revzoo.core.fixedpoint import move_words, moved
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -21,7 +23,7 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.modes import assign_memory, mode_of, run_step
+from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
 from revzoo.core.recording import refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
@@ -49,7 +51,8 @@ class ReversibleSequence(Invertible):
             allowed: it is recomputed from its input where the mode is ``invert``, and
             :meth:`inverse` refuses.
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
-            changes it later. Whatever mode a member had is replaced; None keeps it.
+            changes it later. Whatever mode a member had is replaced; None keeps it. ``"auto"``:
+            ``exact`` if each step that has an inverse allows it, else ``invert``.
         dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
         split: relative sizes of the two streams that it is split in, and merged from: ``(1, 2)``
             makes 1 and 2 of 3 channels.
@@ -70,7 +73,7 @@ class ReversibleSequence(Invertible):
         self,
         steps: Iterable[Step] | Mapping[str, Step],
         *,
-        memory: str | None = "invert",
+        memory: str | None = "auto",
         dim: int = 1,
         split: tuple[int, int] = HALVES,
     ) -> None:
@@ -81,7 +84,8 @@ class ReversibleSequence(Invertible):
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
         self._set_steps([(_checked_name(name), step) for name, step in named])
         if memory is not None:
-            assign_memory([m for m in self.modules() if isinstance(m, Step)], memory)
+            members = [m for m in self.modules() if isinstance(m, Step)]
+            assign_memory(members, default_mode(members) if memory == "auto" else memory)
 
     @property
     def streams(self) -> int:  # type: ignore[override]
@@ -227,18 +231,23 @@ class ReversibleSequence(Invertible):
         self._check_invertible()
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
-        state = Split(self.dim, self.split)(*state) if merge else state
+        state = moved(Split(self.dim, self.split).forward, state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
                 state = as_state(step.inverse(*state, **context))
             else:
+                state = on_grid_of(step, state)
                 check_range(step, state)
                 versions = versions_of(state)
+                assert isinstance(step, Invertible)
+                inverse = functools.partial(step.inverse, **context)
                 with Conditions(step, state).restored():
-                    inputs = as_state(step.inverse(*state, **context))  # type: ignore[operator]
+                    inputs = as_state(inverse(*state))
                 refuse_changed_outputs(name_of(step), state, versions)
+                if step.grid is not None and step.exact and not step.sums:
+                    move_words(inverse, state, inputs)
                 state = inputs
-        state = Merge(self.dim, self.split)(*state) if merge else state
+        state = moved(Merge(self.dim, self.split).forward, state) if merge else state
         return state[0] if len(state) == 1 else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
@@ -308,7 +317,7 @@ def _advance(
 
 def _like(neighbour: Step, edge: Step) -> Step:
     """Splitting and merging join the chain of the step beside them, if that is inverted."""
-    edge.memory = "invert" if mode_of(neighbour.memory).inverts else "store"
+    edge.memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
     edge.grid = neighbour.grid
     return edge
 
@@ -355,6 +364,6 @@ class ReversibleBlock(ReversibleSequence):
         memory: see :class:`ReversibleSequence`.
     """
 
-    def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "invert") -> None:
+    def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "auto") -> None:
         g = copy.deepcopy(f) if g is None else g
         super().__init__([AdditiveCoupling(f), AdditiveCoupling(g)], memory=memory)

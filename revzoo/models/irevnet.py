@@ -182,7 +182,7 @@ class IRevNet(ConvolutionalClassifier):
         True
     """
 
-    default_memory: ClassVar[str] = "invert"
+    default_memory: ClassVar[str] = "exact"
     size_reason: ClassVar[str] = "squeezes them"
 
     def __init__(

@@ -16,6 +16,7 @@ Shapes: B batch, C channels of all streams together, H, W height and width.
 
 from __future__ import annotations
 
+import functools
 import math
 from abc import ABC, abstractmethod
 from collections import deque
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability, is_count
+from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,
@@ -274,7 +276,8 @@ class ImageNetwork(Saved, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        return torch.cat(deque(self.stage_states(x), maxlen=1).pop(), dim=self.channel_dim)
+        last = deque(self.stage_states(x), maxlen=1).pop()
+        return moved(lambda *state: (torch.cat(state, dim=self.channel_dim),), last)[0]
 
     def inverse(self, z: Tensor) -> Tensor:
         """The images ``(B, in_chans, H, W)`` whose representation :meth:`encode` gives as ``z``.
@@ -286,7 +289,9 @@ class ImageNetwork(Saved, ABC):
         """
         self._check_invertible()
         # dense, as in the forward pass: kernels sum views in another order
-        state = halves(z, self.channel_dim) if self.streams == 2 else (z,)
+        state: State = (z,)
+        if self.streams == 2:
+            state = moved(functools.partial(halves, dim=self.channel_dim), state)
         for sequence in reversed([self.stem, *self.stages]):
             assert isinstance(sequence, ReversibleSequence)
             state = as_state(sequence.inverse(*state))

@@ -173,7 +173,7 @@ def create_model(
         table: where names of weights are looked up; None for the package's own.
         allow_nonfinite: load weights with NaN or Inf, too, which are refused otherwise.
         keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
-            default: ``"invert"`` for reversible models, ``"store"`` for others), ``drop_rate``
+            default: ``"exact"`` for reversible models, ``"store"`` for others), ``drop_rate``
             (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
             (of dropping the last branch's value), ``dropout`` (inside the residual functions),
             ``global_pool`` (``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for

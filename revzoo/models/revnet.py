@@ -62,7 +62,7 @@ class RevNet(StagedNetwork):
         torch.Size([2, 10])
     """
 
-    default_memory: ClassVar[str] = "invert"
+    default_memory: ClassVar[str] = "exact"
     streams: ClassVar[int] = 2
 
     @staticmethod

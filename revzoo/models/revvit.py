@@ -144,7 +144,7 @@ class RevViT(ImageNetwork):
         torch.Size([2, 10])
     """
 
-    default_memory: ClassVar[str] = "invert"
+    default_memory: ClassVar[str] = "exact"
     channel_dim: ClassVar[int] = -1
     places: ClassVar[tuple[int, ...]] = (1,)
     output_formats: ClassVar[tuple[str, ...]] = ("NCHW", "NLC")

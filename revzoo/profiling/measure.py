@@ -63,8 +63,7 @@ def measure(
     modes = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
     if any(step.invertible for step in steps):
         modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
-    grid = mode_of(inverting).grid  # then every step rounds, whatever its mode
-    return {mode: trace_in_mode(model, shape, mode, grid=grid, device=device) for mode in modes}
+    return {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
 
 
 def leaves(model: nn.Module) -> list[Step]:
@@ -73,16 +72,11 @@ def leaves(model: nn.Module) -> list[Step]:
 
 
 def trace_in_mode(
-    model: nn.Module,
-    shape: Sequence[int],
-    mode: str,
-    *,
-    grid: int | None = None,
-    device: torch.device | None = None,
+    model: nn.Module, shape: Sequence[int], mode: str, *, device: torch.device | None = None
 ) -> Trace:
     """One fake training step with every step in ``mode``."""
     twin = fake_twin(model, device)
-    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode, grid=grid)
+    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
     return trace_step(twin, images_for(twin, shape))
 
 

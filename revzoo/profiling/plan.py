@@ -181,8 +181,6 @@ class Planner:
         """The plan, its peak counted once more with the modes together."""
         pairs = zip(self.chain.links, choices, strict=True)
         modes = {link.name: choice.mode for link, choice in pairs if link.name}
-        if mode_of(self.inverting).grid is not None:  # every step rounds, even if none is inverted
-            modes = {"": self.inverting, **modes}
         twin = fake_twin(self.model, self.device)
         set_memory(twin, modes)
         peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra

@@ -14,6 +14,7 @@ from revzoo import (
     Step,
     check_inverse,
     is_invertible,
+    set_memory,
 )
 
 
@@ -28,7 +29,8 @@ class OffBy(Invertible):
 
 
 def test_rows_per_step_and_dtype():
-    net = ReversibleSequence([Squeeze(2), AdditiveCoupling(nn.Conv2d(8, 8, 1))])
+    steps = [Squeeze(2), AdditiveCoupling(nn.Conv2d(8, 8, 1))]
+    net = ReversibleSequence(steps, memory="invert")
     before = [p.clone() for p in net.parameters()]
     report = check_inverse(net, torch.randn(2, 4, 4, 4))
     assert [row.name for row in report[:3]] == ["whole", "0 Squeeze", "1 AdditiveCoupling"]
@@ -37,6 +39,8 @@ def test_rows_per_step_and_dtype():
     assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert "bfloat16  0 Squeeze" in str(report)
+    set_memory(net, "exact")
+    assert all(row.absolute == 0 for row in check_inverse(net, torch.randn(2, 4, 4, 4)))
 
 
 def test_a_wrong_inverse_is_found_at_its_step():
@@ -68,7 +72,7 @@ class Conditioned(nn.Module):
 
 
 def test_a_condition_is_given_to_every_step_in_its_dtype():
-    net = ReversibleSequence([AdditiveCoupling(Conditioned()) for _ in range(2)])
+    net = ReversibleSequence([AdditiveCoupling(Conditioned()) for _ in range(2)], memory="invert")
     report = check_inverse(net, torch.randn(30, 40), condition=torch.full((1, 20), 0.3))
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14 < report.worst(torch.float32)

@@ -237,7 +237,7 @@ def test_a_fork_of_two_chains():
 
 
 def test_the_output_changed_in_place_is_an_error():
-    net = linear_net()
+    net = twin(linear_net(), "invert")
     y = net(vectors())
     y.mul_(2)
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation.*expected version"):

@@ -11,6 +11,9 @@ import revzoo
 from revzoo import set_memory
 from revzoo.core.modes import MODES
 
+# What is exported has floating-point streams.
+ROUNDING = {mode: 1e-15 if mode == "exact" else 0 for mode in MODES}
+
 
 def evaluated(mode):
     net = conv_net(depth=1, dropout=0.5).eval()
@@ -29,7 +32,7 @@ def test_export_equals_eager(mode, context):
     with context():
         exported = torch.export.export(net, (x,))
     other = images(size=4, seed=5)
-    assert torch.equal(exported.module()(other), net(other))
+    assert error([exported.module()(other)], [net(other)]) <= ROUNDING[mode]
 
 
 def test_the_exported_graph_holds_no_bookkeeping():
@@ -71,7 +74,7 @@ def test_jit_trace_equals_eager(mode):
     net = evaluated(mode)
     traced = torch.jit.trace(net, (images(size=4),))
     other = images(size=4, seed=5)
-    assert torch.equal(traced(other), net(other))
+    assert error([traced(other)], [net(other)]) <= ROUNDING[mode]
 
 
 @pytest.mark.parametrize("mode", ["store", "invert"])

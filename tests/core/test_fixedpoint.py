@@ -117,15 +117,13 @@ def test_the_grid_is_a_parameter():
 def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
     net = ReversibleSequence([AdditiveCoupling(nn.Softplus()) for _ in range(6)])
     x = torch.full((2, 4), 100.0, requires_grad=True)
-    set_memory(net, "exact", grid=15)  # exact below 512
+    set_memory(net, "exact", grid=22)  # exact below 256
     y = net(x)
-    with pytest.raises(RangeError, match="a stream reached"):
+    with pytest.raises(RangeError, match="reached nan"):
         net.inverse(y)
-    with pytest.raises(
-        RangeError, match=r"steps\.\d Add\w+: a stream reached .*choose grid=1\d or"
-    ):
+    with pytest.raises(RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*choose grid=\d\d or"):
         y.sum().backward()
-    set_memory(net, "exact", grid=12)
+    set_memory(net, "exact", grid=15)
     net(x).sum().backward()
 
 
@@ -146,14 +144,7 @@ def test_refused_where_arithmetic_is_not_exact():
         set_memory(ReversibleSequence([Swap()]), "exact")
 
 
-def test_refused_on_narrow_streams():
-    net = linear_net().bfloat16()
-    set_memory(net, "exact")
-    with pytest.raises(ValueError, match=r"stream of torch.bfloat16: expected float32 or float64"):
-        net(torch.randn(2, 8, dtype=torch.bfloat16))
-
-
-@pytest.mark.parametrize("bits", [-1, 24, 3.0, True])
+@pytest.mark.parametrize("bits", [-1, 30, 3.0, True, "fine"])
 def test_impossible_grids(bits):
     with pytest.raises(ValueError, match="expected the number of fractional bits"):
         set_memory(linear_net(), "exact", grid=bits)

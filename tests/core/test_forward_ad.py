@@ -70,7 +70,7 @@ def test_forward_over_reverse_equals_store(mode, compute):
     net = linear_net(depth=2)
     results = []
     for m in (mode, "store"):
-        set_memory(net, m, grid=14 if mode == "exact" else None)
+        set_memory(net, m, grid="auto" if mode == "exact" else None)
         results.append(compute(net))
     assert all(r is not None for r in results[0])
     assert error(*results) < 1e-12

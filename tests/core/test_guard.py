@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from compare import conv_net, images, linear_net
+from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
@@ -26,7 +26,7 @@ def run(net, x):
 
 
 def test_drift_is_available_per_step():
-    net = conv_net(depth=2).float()
+    net = twin(conv_net(depth=2).float(), "invert")
     assert drift(net) == {}
     run(net, images().float())
     figures = drift(net)
@@ -50,7 +50,9 @@ def exploding_net():
             layer.weight.mul_(100)
         return layer
 
-    return ReversibleSequence([ReversibleBlock(branch(), branch()) for _ in range(6)])
+    return ReversibleSequence(
+        [ReversibleBlock(branch(), branch()) for _ in range(6)], memory="invert"
+    )
 
 
 def test_fires_on_an_exploding_net():
@@ -64,13 +66,13 @@ def test_fires_on_an_exploding_net():
 
 
 def test_fires_on_narrow_streams():
-    net = conv_net().bfloat16()
+    net = twin(conv_net(), "invert").bfloat16()
     with pytest.raises(DriftError, match=r"limit 0\.001"):
         run(net, images().bfloat16())
 
 
 def test_the_limit_is_a_setting():
-    net = conv_net().bfloat16()
+    net = twin(conv_net(), "invert").bfloat16()
     set_drift_limit(net, float("inf"))
     run(net, images().bfloat16())
     assert max(drift(net).values()) > 1e-3  # measured all the same

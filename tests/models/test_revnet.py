@@ -54,7 +54,7 @@ def test_memcnns_transitions_train_as_stored(branch, mode):
     torch.manual_seed(0)
     model = create_model("revnet38_memcnn", units=(2, 2, 1), branch=branch, memory="store").double()
     other = twin(model, mode)
-    set_memory(model, "store", grid=14 if mode == "exact" else None)
+    set_memory(model, "store", grid="auto" if mode == "exact" else None)
     x = torch.randn(4, 3, 9, 10, dtype=torch.float64)
     for net in (model, other):
         torch.nn.functional.cross_entropy(net(x), torch.arange(4)).backward()

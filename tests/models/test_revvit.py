@@ -55,7 +55,7 @@ def test_training_equals_store_with_stochastic_depth_and_dropout(mode):
     torch.manual_seed(0)
     model = create_model("revvit_cifar", **TINY, drop_path_rate=0.5, dropout=0.2).double()
     other = twin(model, mode)
-    set_memory(model, "store", grid=14 if mode == "exact" else None)
+    set_memory(model, "store", grid="auto" if mode == "exact" else None)
     x, labels = torch.randn(4, 3, 8, 8, dtype=torch.float64), torch.arange(4)
     losses = []
     for net in (model, other):

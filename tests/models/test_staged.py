@@ -92,7 +92,7 @@ def test_default_and_chosen_memory_modes():
     def modes(model):
         return {m.memory for m in model.modules() if hasattr(m, "memory")}
 
-    assert modes(create_model("revnet38")) == {"invert"}
+    assert modes(create_model("revnet38")) == {"exact"}
     assert modes(create_model("resnet32")) == {"store"}
     assert modes(create_model("revnet38", memory="recompute")) == {"recompute"}
 
