@@ -67,16 +67,9 @@ def memory_mode(config: Mapping[str, Any]) -> str | None:
     """The memory mode in which a run's model is made; None for the model's own.
 
     That is also where ``auto`` and ``budget`` start from (:mod:`revzoo.cli.run.memory`).
-
-    Under autocast to a narrow type, reversible models run in ``exact`` instead of their own
-    ``invert``: their reconstruction would drift towards the limit at which the run ends.
     """
     mode: str | None = config["memory"]["mode"]
-    entry = MODELS.get(str(config["model"].get("name")).partition(".")[0])
-    reversible = entry is not None and mode_of(entry.network.default_memory).inverts
-    narrow = str(config["precision"].get("trainer")).endswith("-mixed")
-    mode = None if mode in PLANNED else mode
-    return "exact" if mode is None and reversible and narrow else mode
+    return None if mode in PLANNED else mode
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:
