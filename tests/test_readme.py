@@ -34,7 +34,7 @@ def with_code() -> list[Any]:
 
 def check_readme(names: dict[str, Any], printed: str) -> None:
     assert all(p.grad is not None for p in names["model"].parameters())
-    assert torch.equal(names["back"], (names["x"] * 2**14).round() / 2**14)
+    assert torch.equal(names["back"], (names["x"] * 2**23).round() / 2**23)
 
 
 def check_weights(names: dict[str, Any], printed: str) -> None:

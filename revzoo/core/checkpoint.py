@@ -205,9 +205,9 @@ class Tape:
         if len(self.entries) > COMPARED * self._stride:
             self._stride *= 2
             for entry in self.entries[:: self._stride // 2][1::2]:
-                entry.samples = []
+                entry.samples, entry.peaks = [], []
         if (len(self.entries) - 1) % self._stride:
-            self.entries[-1].samples = []
+            self.entries[-1].samples, self.entries[-1].peaks = [], []
 
     def close(self) -> None:
         """Let no further step join until one is appended."""

@@ -40,6 +40,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -393,14 +394,15 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
         return
     flat = [t.as_strided((count,), (1,)) for t in tensors]
     scratch = torch.empty(chunk, dtype=kind, device=words.device)
-    for start in range(0, count, chunk):
+    # Of tensors without values the first piece tells what memory it takes.
+    for start in range(0, count if has_values(words) else 1, chunk):
         pieces = [t[start : start + chunk] for t in flat]
         fn(*pieces, scratch[: len(pieces[0])], *scales)
 
 
 def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
     first = tensors[0]
-    if any(type(t) is not Tensor for t in tensors):
+    if any(type(t) not in (Tensor, FakeTensor) for t in tensors):
         return False
     dense = first.is_contiguous() or (
         first.dim() in (4, 5)
@@ -408,7 +410,7 @@ def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
             memory_format=torch.channels_last if first.dim() == 4 else torch.channels_last_3d
         )
     )
-    return dense and has_values(first) and all(t.stride() == first.stride() for t in tensors)
+    return dense and first.numel() > 0 and all(t.stride() == first.stride() for t in tensors)
 
 
 class _Round(torch.autograd.Function):

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import Fixed, Scale, Streams, fixed_or_not, largest
+from revzoo.core.fixedpoint import Fixed, Scale, Streams, fixed_or_not, floats, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.layout import has_values
 from revzoo.core.replay import address
@@ -107,12 +107,14 @@ class _Drift:
         self.name = name
         self.limit = limit
         self.samples = samples
+        if samples.plan.channels:  # a stream that was floating-point in the forward pass
+            (computed,) = floats((computed,))
         self.actual = _taken(computed, samples.plan.places)
-        self.ends = (
-            []
-            if isinstance(computed, Fixed)
-            else [_ends(computed, channels.dim) for channels in samples.plan.channels]
-        )
+        self.ends = [
+            _ends(computed, channels.dim)
+            for channels in samples.plan.channels
+            if isinstance(computed, Tensor)
+        ]
         self.used = False
 
 
@@ -126,15 +128,12 @@ class Peak(NamedTuple):
     unit: Scale
 
 
-def peaks_of(step: Step, name: str, inputs: Streams, outputs: Streams) -> list[Peak]:
-    """Those of the streams that a step has computed."""
+def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
+    """Those of a step's outputs, and of all that these were computed from."""
     return [
         Peak(step, name, t.peak, t.limit, t.down)
         for t in outputs
-        if isinstance(t, Fixed)
-        and t.peak is not None
-        and has_values(t.words)
-        and not _among(t, inputs)
+        if isinstance(t, Fixed) and t.peak is not None and has_values(t.words)
     ]
 
 
@@ -301,7 +300,7 @@ class Guard:
 
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _beyond(peaks_of(step, name_of(step), (), fixed_or_not(state)))
+    found = _beyond(peaks_of(step, name_of(step), fixed_or_not(state)))
     if found is not None:
         raise RangeError(_explain_range(*found))
 

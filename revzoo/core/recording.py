@@ -351,7 +351,7 @@ class Entry:
             self.samples = sample(got, returned)
         else:
             self.samples = sample(returned if self.witness is None else self.witness.take(), got)
-        self.peaks = peaks_of(self.step, self.name, got, returned)
+        self.peaks = peaks_of(self.step, self.name, returned)
 
     def report(self, guard: Guard, computed: Streams) -> None:
         """Hand the guard what the replay computed."""

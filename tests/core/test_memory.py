@@ -31,14 +31,14 @@ def test_also_after_an_exception_and_where_the_mode_is_refused():
     with pytest.raises(KeyError), memory(net, "store"):  # noqa: PT012
         assert modes(net) == [("store", None)] * 6
         raise KeyError
-    assert modes(net) == [("invert", None)] * 6
+    assert modes(net) == [("exact", "auto")] * 6
     with pytest.raises(ValueError, match="unknown memory mode"), memory(net, "other"):
         pass
-    assert modes(net) == [("invert", None)] * 6
+    assert modes(net) == [("exact", "auto")] * 6
 
 
 def test_a_step_that_reads_another_mode_than_was_set():
-    net = ReversibleSequence([PaddedCoupling(nn.Identity(), filled=1)])
+    net = ReversibleSequence([PaddedCoupling(nn.Identity(), filled=1)], memory="invert")
     with memory(net, "store"):
         assert net[0].memory == "store"
     assert net[0].memory == "recompute"

@@ -100,15 +100,15 @@ def test_a_plan_maps_paths_to_modes():
     net = net_of_stages()
     set_memory(net, {"back": "store", "back.1": "recompute"})
     assert [set_modes(part) for part in net["back"]] == [{"store"}, {"recompute"}]
-    assert set_modes(net["front"]) == {"invert"}
+    assert set_modes(net["front"]) == {"exact"}
 
 
-def test_a_plan_with_an_exact_step_rounds_in_every_step():
+def test_a_plan_gives_each_step_the_grid_of_its_mode():
     net = net_of_stages()
     set_memory(net, {"front": "store", "back.0": "exact", "back.1": "recompute"})
-    assert {m.grid for m in net.modules() if isinstance(m, Step)} == {modes.DEFAULT_BITS}
-    set_memory(net, {"": "exact", "front": "store", "back": "store"})
-    assert {m.grid for m in net.modules() if isinstance(m, Step)} == {modes.DEFAULT_BITS}
+    for path, grid in (("front", None), ("back.0", "auto"), ("back.1", None)):
+        steps = [m for m in net.get_submodule(path).modules() if isinstance(m, Step)]
+        assert {m.grid for m in steps} == {grid}
 
 
 @pytest.mark.parametrize(
@@ -123,4 +123,4 @@ def test_a_plan_for_another_model_is_refused(plan, message):
     net = net_of_stages()
     with pytest.raises(ValueError, match=message):
         set_memory(net, plan)
-    assert set_modes(net) == {"invert"}
+    assert set_modes(net) == {"exact"}

@@ -166,7 +166,7 @@ def test_a_slice_is_a_sequence_of_the_same_steps():
     assert isinstance(part, ReversibleSequence)
     assert list(part) == list(seq)[1:4]
     assert [step.label for step in part] == ["steps.1", "steps.2", "steps.3"]
-    assert [step.memory for step in part] == ["invert", "recompute", "invert"]
+    assert [step.memory for step in part] == ["exact", "recompute", "exact"]
     y = seq[4:](*part(*seq[:1](x1, x2)))
     assert all(map(torch.equal, y, seq(x1, x2)))
     assert len(seq[5:]) == 0
@@ -207,12 +207,12 @@ def test_repr_shows_the_mode_of_each_step():
     set_memory(seq[1], "store")
     lines = [line.strip() for line in repr(seq).splitlines() if "Coupling" in line]
     assert lines == [
-        "(0): AdditiveCoupling[invert](",
+        "(0): AdditiveCoupling[exact](",
         "(1): AdditiveCoupling[store](",
-        "(2): AdditiveCoupling[invert](",
+        "(2): AdditiveCoupling[exact](",
     ]
     assert repr(ReversibleSequence([coupling() for _ in range(3)])).count("AdditiveCoupling") == 1
-    assert "(a): AdditiveCoupling[invert](" in repr(ReversibleSequence({"a": coupling()}))
+    assert "(a): AdditiveCoupling[exact](" in repr(ReversibleSequence({"a": coupling()}))
 
 
 @pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])

@@ -119,7 +119,7 @@ def test_state_dicts_are_memcnns(kind):
     assert keys[0] == keys[1]
     wrappers[1].load_state_dict(wrappers[0].state_dict())
     y = [w.eval()._fn(x) for w in wrappers]
-    torch.testing.assert_close(*y, rtol=0, atol=0)
+    torch.testing.assert_close(*y, rtol=0, atol=1e-14)
 
 
 @every_kind

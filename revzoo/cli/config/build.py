@@ -24,7 +24,6 @@ from pytorch_lightning.profilers import (
 )
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.core.modes import mode_of
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS
