@@ -12,7 +12,7 @@ NOTE [ The peak of a chain ]
         backward   K(i) + what the link takes while it is differentiated, replay included
 
     Streams are kept once however many links hold them. A run of links that *join* (inverting
-    modes) holds the streams that leave its last link; on the way back it carries its state along,
+    modes) holds the ``state`` of its last link; on the way back it carries its state along,
     so that the run keeps no more than its links' own ``keeps`` while it is walked.
 
     Both lines grow with ``K`` and with nothing else that earlier links decide, apart from which
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
@@ -43,6 +43,7 @@ class Choice:
         holds: the streams that it keeps from forward to backward; not those of an open run.
         keeps: further bytes that it keeps.
         closes: further bytes of the state after it, kept where its run ends.
+        state: the streams that are kept where its run ends.
         forward: bytes above what is kept and the input, at most, while it runs.
         backward: bytes above what is kept, at most, while it is differentiated.
         cost: nanoseconds of forward and backward pass.
@@ -56,6 +57,7 @@ class Choice:
     forward: int = 0
     backward: int = 0
     cost: int = 0
+    state: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +112,7 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
     kept = chain.base
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
         if i and choices[i - 1].joins and not choice.joins:  # the run before ends
-            held.update(chain.links[i - 1].outputs)
+            held.update(choices[i - 1].state)
             kept += choices[i - 1].closes
         before = kept + chain.bytes_of(held.union(link.inputs))
         held |= choice.holds
@@ -160,9 +162,8 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
                 now = held
                 added = 0
                 if closing and open_run is not None:
-                    left = frozenset(chain.links[i - 1].outputs)
-                    added = open_run.closes + chain.bytes_of(left - held)
-                    now = held | left
+                    added = open_run.closes + chain.bytes_of(open_run.state - held)
+                    now = held | open_run.state
                 entering = added + chain.bytes_of(frozenset(link.inputs) - now) + choice.forward
                 added += choice.keeps + chain.bytes_of(choice.holds - now)
                 most = room - max(entering, added + choice.backward)
@@ -205,10 +206,7 @@ def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
             link.name,
             link.inputs,
             link.outputs,
-            tuple(
-                Choice(c.mode, c.joins, c.holds, c.keeps, c.closes, c.forward, c.backward)
-                for c in link.choices
-            ),
+            tuple(replace(c, cost=0) for c in link.choices),
         )
         for link in links
     )
@@ -218,7 +216,7 @@ def _mentioned(links: Sequence[Link]) -> frozenset[int]:
     """The streams that links enter, leave or hold."""
     found: set[int] = set()
     for link in links:
-        found.update(link.inputs, link.outputs, *(c.holds for c in link.choices))
+        found.update(link.inputs, link.outputs, *(c.holds | c.state for c in link.choices))
     return frozenset(found)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -119,6 +119,11 @@ class _Streams:
         self.inputs = [tuple(map(number, call.inputs)) for call in calls]
         self.outputs = [tuple(map(number, call.outputs)) for call in calls]
 
+    def words_of(self, stream: int, size: int) -> int:
+        """The number of the words of a stream."""
+        self.sizes[-stream - 1] = size
+        return -stream - 1
+
 
 class _Pieces:
     """One trace, cut into its steps and the head; the last of each list is the head's."""
@@ -134,15 +139,27 @@ class _Pieces:
                 *zip(call.outputs, streams.outputs[i], strict=True),
             )
         }
+        self.words: dict[int, int] = {}  # the number of a stream's words, by that of the stream
+        for call in calls:
+            for stream, made in call.words.items():
+                number = self.numbers[stream]
+                self.words[number] = self.numbers[id(made)] = streams.words_of(number, made.size)
         self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
         joins = [call.joins for call in calls]
         holds, keeps = self._kept(joins)
         closes = [self._closing(i) if joins[i] else 0 for i in range(len(calls))]
         modes = [*map(_mode_of, calls), "store"]
+        states = [self._kept_of(streams.outputs[i]) for i in range(len(calls))]
         plain = [
-            Choice(*row)
-            for row in zip(
-                modes, (*joins, False), map(frozenset, holds), keeps, (*closes, 0), strict=True
+            replace(Choice(*row), state=state)
+            for *row, state in zip(
+                modes,
+                (*joins, False),
+                map(frozenset, holds),
+                keeps,
+                (*closes, 0),
+                (*states, frozenset()),
+                strict=True,
             )
         ]
         links = tuple(
@@ -186,8 +203,13 @@ class _Pieces:
         alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
         for i, call in enumerate(calls):
             if i not in saving and not joins[i]:  # autograd does not save what a tape keeps
-                holds[i].update(alive.intersection(self.numbers[id(t)] for t in call.inputs))
+                inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)
+                holds[i].update(alive.intersection(inputs))
         return holds, keeps
+
+    def _kept_of(self, streams: Iterable[int]) -> frozenset[int]:
+        """What a tape keeps of the streams: their words, if they have any."""
+        return frozenset(self.words.get(stream, stream) for stream in streams)
 
     def _at(self, tick: int) -> int:
         """The link during or after whose forward pass an operator ran."""

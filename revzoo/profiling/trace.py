@@ -41,6 +41,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import mode_of
 from revzoo.core.replay import is_replaying
@@ -113,6 +114,7 @@ class StepCall:
         layout: shape, strides, dtype and whether it requires gradient, for each input stream.
         inputs: its input's storages, in the order of the streams; several may be one.
         outputs: likewise.
+        words: the storages of the words of streams in fixed point, by the id of the stream's.
         start: the operator with which its forward pass began.
         end: the operator after it.
     """
@@ -124,6 +126,7 @@ class StepCall:
     layout: tuple[Layout, ...]
     inputs: list[Allocation]
     outputs: list[Allocation] = field(default_factory=list)
+    words: dict[int, Allocation] = field(default_factory=dict)
     end: int = -1
 
 
@@ -157,6 +160,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._names = {id(m): name for name, m in model.named_modules()}
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
+        self._left: list[weakref.ref[Tensor]] = []  # the last step's outputs
         self._numbers: list[int] = [0]  # of nodes, ascending
         self._places: list[tuple[str, int]] = [("", -1)]  # whose nodes begin at those numbers
         self._node = self._place = ("", -1)
@@ -243,6 +247,16 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if self._alive.get(key) is made:
             del self._alive[key]
 
+    def _note_words(self, call: StepCall, state: Iterable[Tensor]) -> None:
+        for t in state:
+            if (fixed := fixed_of(t)) is not None:
+                call.words[id(self.allocation_of(t))] = self.allocation_of(fixed.words)
+
+    def _note_moved_words(self) -> None:
+        """Those of the last step's outputs, which get them after its forward hooks have run."""
+        self._note_words(self.calls[-1], [t for ref in self._left if (t := ref()) is not None])
+        self._left = []
+
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
         outer = self._modules[-1] if name is None else name
@@ -255,7 +269,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             joins = mode_of(module.memory).inverts and module.invertible
             layout = tuple(Layout(t.shape, t.stride(), t.dtype, t.requires_grad) for t in state)
             streams = [self.allocation_of(t) for t in state]
+            if self.calls:
+                self._note_moved_words()
             self.calls.append(StepCall(name, module.memory, joins, self.tick, layout, streams))
+            self._note_words(self.calls[-1], state)
             index = len(self.calls) - 1
         self._current.append(index)
         self._mark()
@@ -268,7 +285,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if index >= 0 and self._current[-1] < 0:
             call = self.calls[index]
             streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-            call.outputs = [self.allocation_of(t) for t in streams if isinstance(t, Tensor)]
+            tensors = [t for t in streams if isinstance(t, Tensor)]
+            call.outputs = [self.allocation_of(t) for t in tensors]
+            self._left = [weakref.ref(t) for t in tensors]
+            self._note_words(call, tensors)
             call.end = self.tick
         self._mark()
 
@@ -279,6 +299,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def turn_back(self) -> None:
         """The forward pass is over: what it made and is alive now is kept for the backward pass."""
         self.turn = self.tick
+        if self.calls:
+            self._note_moved_words()
         for made in self._alive.values():
             if made.kind == "temporary":
                 made.kind = "kept"

@@ -11,7 +11,7 @@ from revzoo.profiling.chain import Chain, Choice, Link, evaluate, fastest, least
 def chain_of(seed: int, length: int) -> Chain:
     """A chain of couplings of any sizes, in which streams pass through and are held by several."""
     draw = random.Random(seed)
-    sizes = {s: draw.randint(1, 30) for s in range(length + 2)}
+    sizes = {s: draw.randint(1, 30) for s in range(-length - 2, length + 2)}
     links = []
     for i in range(length):
         inputs, outputs = (i, i + 1), (i + 1, i + 2)
@@ -37,6 +37,7 @@ def chain_of(seed: int, length: int) -> Chain:
             joins=True,
             keeps=draw.randint(0, 2),
             closes=draw.randint(0, 9),
+            state=frozenset(draw.choice([outputs, (-1 - i, -2 - i)])),
             backward=draw.randint(20, 140),
             **replay,
         )
@@ -52,7 +53,7 @@ def peak_by_hand(chain: Chain, choices) -> int:
     kept = []  # what each link has put aside by its turn
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
         if i and choices[i - 1].joins and not choice.joins:
-            kept += [("stream", s) for s in chain.links[i - 1].outputs]
+            kept += [("stream", s) for s in choices[i - 1].state]
             kept += [("bytes", choices[i - 1].closes, f"{i} closes")]
         alive.append([*kept, *(("stream", s) for s in link.inputs), ("bytes", choice.forward, "")])
         kept += [("stream", s) for s in choice.holds] + [("bytes", choice.keeps, f"{i} keeps")]
