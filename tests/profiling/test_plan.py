@@ -183,7 +183,7 @@ def test_a_step_that_is_called_twice_has_one_mode():
     for plan in Planner(net, (64, 16), clock=False).frontier(2):
         revzoo.set_memory(net, plan)
         assert audit(net, (64, 16), modes=[], real=True).peak_bytes <= plan.budget
-        assert plan["steps.0.steps.0"] == "invert"
+        assert plan["steps.0.steps.0"] == "exact"
 
 
 class Looking(nn.Module):
@@ -238,4 +238,4 @@ def test_few_traces_give_nearly_the_same_plan():
     assert few.pure("exact") == pytest.approx(full.pure("exact"), rel=0.1)
     budget = 2 * full.least
     assert few.plan(budget).seconds <= 1.15 * full.plan(budget).seconds
-    assert "recompute" in few.plan(budget).values()  # the steps without an inverse
+    assert "recompute" in few.plan(few.least + 2**18).values()  # the steps without an inverse
