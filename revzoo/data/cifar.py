@@ -15,7 +15,7 @@ from typing import ClassVar, Unpack
 
 import torch
 from torchvision import datasets
-from torchvision.datasets.utils import check_integrity, download_and_extract_archive
+from torchvision.datasets.utils import check_integrity, download_url
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import TensorImages
@@ -80,9 +80,9 @@ class CIFAR10(ImageData):
         archive = self.root / source.filename
         try:
             with socket_timeout(_TIMEOUT):
-                download_and_extract_archive(
-                    source.url, self.root, filename=source.filename, md5=source.tgz_md5
-                )
+                download_url(source.url, self.root, source.filename, source.tgz_md5)
+            with tarfile.open(archive) as tar:  # torchvision 0.29 unpacks without a filter
+                tar.extractall(self.root, filter="data")
         except _ERRORS as error:
             if not check_integrity(archive, source.tgz_md5):
                 archive.unlink(missing_ok=True)

@@ -46,7 +46,7 @@ class OfFunction(nn.Module):
 
 
 def in_a_coupling(net, x):
-    seq = ReversibleSequence([AdditiveCoupling(OfFunction(lambda t: net(t)))])
+    seq = ReversibleSequence([AdditiveCoupling(OfFunction(lambda t: net(t)))], memory="invert")
     return seq(torch.zeros_like(x), x)[1]
 
 

@@ -106,12 +106,12 @@ class Unrepeatable(pl.Callback):
     """Every forward pass of the network adds another number."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        self.calls = 0
+        calls: list[int] = []  # which a replay does not put back, as it does attributes
         name = change(pl_module, "invert")
 
         def add(module: Any, inputs: Any, output: Any) -> Any:
-            self.calls += 1
-            return tuple(t + self.calls for t in output) if isinstance(output, tuple) else output
+            calls.append(0)
+            return tuple(t + len(calls) for t in output) if isinstance(output, tuple) else output
 
         pl_module.get_submodule(name).branch.register_forward_hook(
             lambda module, inputs, output: output + add(module, inputs, (output * 0,))[0]

@@ -122,7 +122,7 @@ def kept_bytes(module: Classifier, data: ImageData) -> int | None:
         with torch.device("meta"):
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
             return activation_bytes(model, images)
-    except RuntimeError:  # a layer of the user's looks at values
+    except (RuntimeError, MemoryError):  # a layer of the user's looks at values, say
         return None
 
 

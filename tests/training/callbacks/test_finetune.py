@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -106,17 +107,17 @@ def test_what_was_frozen_by_hand_is_unfrozen_in_its_turn(tmp_path: Path) -> None
 
 def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path: Path) -> None:
     module = tiny()
-    calls = dict.fromkeys(BACKBONE, 0)
+    calls: list[str] = []
     for part in parts(module.model)[:-1]:
         convs = [m for root in part.modules for m in root.modules() if isinstance(m, nn.Conv2d)]
 
         def count(*_: Any, name: str = part.name) -> None:
-            calls[name] += 1
+            calls.append(name)
 
         convs[-1].register_forward_hook(count)
     callbacks = [Finetuning(unfreeze={0: "stages.2"})]
     trainer(tmp_path, max_epochs=1, callbacks=callbacks).fit(module, loader())
-    assert calls == {"stem": 4, "stages.0": 4, "stages.1": 4, "stages.2": 8}
+    assert Counter(calls) == {"stem": 4, "stages.0": 4, "stages.1": 4, "stages.2": 8}
 
 
 def kept(first: str, *, depth: int, memory: str) -> int:

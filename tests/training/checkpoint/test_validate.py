@@ -123,7 +123,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: s.pop("hyper_parameters"), "hyper_parameters is missing"),
     (lambda s: s.update(hyper_parameters="x"), "hyper_parameters is str 'x', expected a mapping"),
     (lambda s: s["hyper_parameters"].update(model="x"), r"\['model'\] is str 'x'"),
-    (lambda s: s["hyper_parameters"]["model"].update(num_classes=0), "describe no model"),
+    (lambda s: s["hyper_parameters"]["model"].update(num_classes=-1), "describe no model"),
     (lambda s: s["hyper_parameters"]["model"].update(num_classes=3), r"expected .* \[3, 4\]"),
     (lambda s: s["state_dict"].pop(WEIGHT), r"fc\.weight'\] is missing"),
     (lambda s: s["state_dict"].update({WEIGHT: torch.ones(3)}), r"of shape \[3\], expected a"),
