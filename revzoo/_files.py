@@ -16,6 +16,17 @@ def write_atomically(path: Path, data: bytes) -> None:
         temporary.write_bytes(data)
 
 
+def check_regular(*paths: Path) -> None:
+    """Refuse paths at which there is something else than a file: opening a FIFO waits for ever.
+
+    Raises:
+        ValueError: naming the first of them.
+    """
+    for path in paths:
+        if path.exists() and not path.is_file():
+            raise ValueError(f"{path} is no regular file: expected a file, or nothing; remove it")
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path``, of the same suffix, that takes its place at the end.

@@ -18,6 +18,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from revzoo._files import check_regular
 from revzoo.cli.config.errors import ConfigError, one_line
 
 GROUP = "revzoo.plugins"
@@ -127,7 +128,9 @@ def check_imports(run_dir: Path) -> None:
 
     Raises:
         ConfigError: naming them. They are never imported because a file says so.
+        ValueError: ``sessions.jsonl`` is no regular file.
     """
+    check_regular(run_dir / SESSIONS_FILE)
     try:
         lines = (run_dir / SESSIONS_FILE).read_text().splitlines()
         recorded = json.loads(lines[-1]).get("imports", [])

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from revzoo._files import write_atomically
+from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.errors import ConfigError, one_line
 
 MAX_BYTES = 1 << 20
@@ -52,7 +52,9 @@ def check_growth(path: Path) -> None:
 
     Raises:
         ConfigError: naming the file.
+        ValueError: it is no regular file.
     """
+    check_regular(path)
     sizes: dict[str, int] = {}
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and the nodes counted before it
     count = 0

@@ -21,7 +21,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo._files import write_atomically
+from revzoo._files import check_regular, write_atomically
+from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.yaml_files import read_yaml, write_yaml
 from revzoo.cli.plugins import SESSIONS_FILE, import_arguments, imported
@@ -37,6 +38,7 @@ log = logging.getLogger(__name__)
 
 CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
+LOG_FILE = "train.log"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
 
@@ -81,12 +83,24 @@ def errors_naming(path: Path) -> Iterator[None]:
         ) from error
 
 
+def check_files(run_dir: Path) -> None:
+    """Refuse a folder in which a file that a run reads or appends to is something else, as a FIFO.
+
+    Raises:
+        ValueError: naming it.
+    """
+    names = (CONFIG_FILE, SESSIONS_FILE, SUMMARY_FILE, METRICS_FILE, LOG_FILE, LOCK_FILE)
+    check_regular(*(run_dir / name for name in names))
+
+
 def check_unused(run_dir: Path) -> None:
     """Refuse to begin a run in the folder of another one.
 
     Raises:
         ConfigError: with the command that resumes the other run.
+        ValueError: as :func:`check_files`.
     """
+    check_files(run_dir)
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
             f"{run_dir} already holds a run: resume it with --resume {run_dir}, or give another "

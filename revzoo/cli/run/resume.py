@@ -23,7 +23,7 @@ from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.plugins import check_imports
 from revzoo.cli.run.errors import user_errors
-from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, recorded_config
+from revzoo.cli.run.folder import CONFIG_FILE, LOG_FILE, check_files, errors_naming, recorded_config
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
@@ -36,7 +36,6 @@ from revzoo.training.optim.optimizers import OptimSpec
 
 log = logging.getLogger(__name__)
 
-LOG_FILE = "train.log"
 LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
 
 
@@ -59,6 +58,7 @@ def resume(
     run_dir = run_dir.absolute()
     path = run_dir / CONFIG_FILE
     with user_errors():
+        check_files(run_dir)
         check_imports(run_dir)
         config = recorded_config(run_dir)
         with errors_naming(path):

@@ -34,7 +34,7 @@ def test_a_run_leaves_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
     assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
-    assert "invert" in written["memory"].pop("plan").values()  # memory=auto, as it was planned
+    assert "exact" in written["memory"].pop("plan").values()  # memory=auto, as it was planned
     assert written == compose(*SMALL)
 
 
