@@ -13,20 +13,22 @@ and saves a mask for the backward pass; here leaving the range is an error, and 
 
 NOTE [ Words and floats ]
     1. Streams of up to 32 bits have 32-bit words, 23 fractional bits and a range of +-128 by
-       default: as precise as float32 itself at 1. Streams of float64 have 64-bit words and 29
-       fractional bits more.
+       default: as precise as float32 itself at 1. Where one is float64, all have 64-bit words and
+       29 fractional bits more.
     2. The words belong to the storage of the float tensor, so that an alias has them too
        (``detach()``). They are forgotten with the storage, and ignored where the tensor was changed
-       in place or is another view. A tensor without words is rounded to the grid.
+       in place or is another view. A tensor without words is rounded to the grid. Tensors of
+       inference mode count no changes, so those with words are made outside of it.
     3. The float tensor holds 24 bits of the word. Whoever stores the output of a network elsewhere
        keeps these only, and inverts it with the error of one rounding; with 14 bits or fewer a
        float32 holds the whole word.
     4. A step that only moves values runs on the words as well. Sums are computed here.
     5. Where no ``grid`` is given, the range follows the largest value that enters a chain of steps,
        at least 16 times of it: computed on the device, of this input alone.
-    6. A word wraps around beyond 31 bits. So a value or stream beyond 30 bits turns the sum into
-       NaN, at no synchronisation, and the backward pass raises a RangeError. Where values were
-       infinite or NaN themselves, as in an overflow of float16, that is what remains of them.
+    6. A word wraps around beyond 31 bits. So a value or stream beyond 30 bits turns the stream
+       into NaN, also in a replay, at no synchronisation, and the backward pass raises a RangeError.
+       Where values were infinite or NaN themselves, as in an overflow of float16, NaN is what
+       remains of them.
     7. Inside torch.func transforms, forward-mode AD and graphs that torch captures, there is
        nothing to invert: streams are floats there, with values rounded to a given ``grid``.
 """
@@ -34,8 +36,10 @@ NOTE [ Words and floats ]
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -44,19 +48,14 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.core.layout import has_values
+from revzoo.core.layout import has_values, laid_out
 from revzoo.core.replay import version_of
 
 AUTO = "auto"
 DEFAULT_BITS = 23
 _MOST_BITS = 29
 _EXTRA_BITS = 29  # of float64 streams
-_WORDS = {
-    torch.float32: torch.int32,
-    torch.bfloat16: torch.int32,
-    torch.float16: torch.int32,
-    torch.float64: torch.int64,
-}
+_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; 16 MB of scratch instead of a stream
@@ -72,8 +71,8 @@ class Fixed:
         words: int32, or int64 for float64 streams.
         down: the value of one unit, a power of two; a tensor where it depends on the input.
         dtype: of the float tensor.
-        peak: on the device, the largest magnitude that went into the words, in units; None where
-            they were reconstructed.
+        peak: on the device, the largest magnitude that went into the words, or into those that
+            they were reconstructed from, in units; None for a stream without values.
     """
 
     __slots__ = ("down", "dtype", "peak", "words")
@@ -96,14 +95,15 @@ class Fixed:
         return _limit(self.words.dtype)
 
     def read(self) -> Tensor:
-        """The float tensor, without its words."""
-        floats = torch.empty_like(self.words, dtype=self.dtype)
-        _in_chunks(_read, (self.words, floats), self.down)
-        return floats
+        """The float tensor, without its words; it lies in memory as they do."""
+        with counting_changes():
+            floats = torch.empty_like(self.words, dtype=self.dtype)
+            _in_chunks(_read, (self.words, floats), _down(self.down, self.peak, self.limit))
+            return laid_out(floats, self.words.stride())  # of a view with gaps a copy is dense
 
-    def moved(self, words: Tensor) -> Fixed:
+    def moved(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """The same values in other places."""
-        return Fixed(words, self.down, self.dtype, self.peak)
+        return Fixed(words, self.down, dtype or self.dtype, self.peak)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """The words from before ``value`` was added, into the memory of ``value`` if allowed."""
@@ -111,7 +111,7 @@ class Fixed:
         dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
         _in_chunks(_subtract, (words, value, out), 1 / self.down)
-        return Fixed(out, self.down, self.dtype)
+        return Fixed(out, self.down, self.dtype, self.peak)
 
 
 Streams = tuple[Tensor | Fixed, ...]
@@ -119,6 +119,16 @@ Streams = tuple[Tensor | Fixed, ...]
 
 def _limit(words: torch.dtype) -> float:
     return 2.0 ** (torch.iinfo(words).bits - 2)
+
+
+def _down(down: Scale, peak: Tensor | None, limit: float) -> Scale:
+    """``down``; NaN where the ``peak`` went beyond the limit (rule 6)."""
+    return down if peak is None else torch.where(peak < limit, down, math.nan)
+
+
+def counting_changes() -> AbstractContextManager[Any]:
+    """Where tensors count their changes in place, as those made in inference mode do not."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
 def check_bits(grid: Grid) -> Grid:
@@ -135,7 +145,7 @@ def check_bits(grid: Grid) -> Grid:
 
 def can_have_words(state: Iterable[Tensor]) -> bool:
     """Whether the streams are dense and of a real floating type of 16, 32 or 64 bits."""
-    return all(t.dtype in _WORDS and t.layout is torch.strided for t in state)
+    return all(t.dtype in _TYPES and t.layout is torch.strided for t in state)
 
 
 def keeps_words() -> bool:
@@ -196,27 +206,23 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
 
     The gradient of the rounding is the identity.
     """
-    fixed = [fixed_of(t) for t in state]
-    if all(f is not None and _has_scale(f, fixed[0], grid) for f in fixed):
+    wide = any(t.dtype == torch.float64 for t in state)
+    words = torch.int64 if wide else torch.int32
+    fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == words]
+    if len(fixed) == len(state) and _have_scale(fixed, grid):
         return state
     unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
-    # One tensor for all streams of a type: it tells that they are on the same grid.
-    units = {t.dtype: unit if _bits(t.dtype) == 32 else unit * 2.0**-_EXTRA_BITS for t in state}
-    return tuple(_entered(t, units[t.dtype]) for t in state)
+    # One tensor for all streams: it tells that they are on the same grid.
+    unit = unit * 2.0**-_EXTRA_BITS if wide else unit
+    return tuple(_entered(t, unit, words) for t in state)
 
 
-def _bits(dtype: torch.dtype) -> int:
-    return torch.iinfo(_WORDS[dtype]).bits
-
-
-def _has_scale(fixed: Fixed, first: Fixed | None, grid: Grid) -> bool:
+def _have_scale(fixed: Sequence[Fixed], grid: Grid) -> bool:
+    first = fixed[0]
     if isinstance(grid, int):
-        bits = grid if _bits(fixed.dtype) == 32 else grid + _EXTRA_BITS
-        return isinstance(fixed.down, float) and fixed.down == 2.0**-bits
-    assert first is not None
-    if not isinstance(fixed.down, Tensor) or not isinstance(first.down, Tensor):
-        return False
-    return fixed.down is first.down or fixed.dtype != first.dtype
+        extra = _EXTRA_BITS if first.words.dtype == torch.int64 else 0
+        return all(isinstance(f.down, float) and f.down == 2.0 ** -(grid + extra) for f in fixed)
+    return isinstance(first.down, Tensor) and all(f.down is first.down for f in fixed)
 
 
 def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
@@ -230,7 +236,8 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
 
 def largest(t: Tensor) -> Tensor:
     """The largest magnitude in ``t``, which is not empty; NaN where there is one."""
-    low, high = torch.aminmax(t.detach())  # ten times as fast as torch.linalg.vector_norm on a CPU
+    t = t.detach() if t.is_floating_point() else t.detach().float()
+    low, high = torch.aminmax(t)  # ten times as fast as torch.linalg.vector_norm on a CPU
     return torch.maximum(-low, high)
 
 
@@ -246,8 +253,8 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def _entered(x: Tensor, unit: Scale) -> Tensor:
-    words = torch.empty_like(x, dtype=_WORDS[x.dtype])
+def _entered(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
+    words = torch.empty_like(x, dtype=kind)
     up = 1 / unit
     _in_chunks(_quantise, (x.detach(), words), up)
     peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
@@ -262,13 +269,14 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         words = torch.empty_like(fixed.words)
-        total = torch.empty_like(words, dtype=x.dtype)
+        with counting_changes():
+            total = torch.empty_like(words, dtype=x.dtype)
         up, down, peak = 1 / fixed.down, fixed.down, None
         if value.numel():
             peak = largest(value).to(_computed_in(words)) * up
             if fixed.peak is not None:
                 peak = torch.maximum(peak, fixed.peak)
-            down = torch.where(peak < fixed.limit, down, math.nan)  # rule 6
+            down = _down(down, peak, fixed.limit)
         _in_chunks(_add if sign > 0 else _take_away, (fixed.words, value, words, total), up, down)
         if peak is not None:  # NaN, if it was made here, hides the value that it was made for
             peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
@@ -300,7 +308,8 @@ def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ..
         fn: moves values only, of tensors of any type; returns a tuple.
         state: each stream with words, or all without.
     """
-    outputs: tuple[Tensor, ...] = tuple(fn(*state))
+    with counting_changes():
+        outputs: tuple[Tensor, ...] = tuple(fn(*state))
     if keeps_words():
         move_words(fn, state, outputs)
     return outputs
@@ -313,13 +322,17 @@ def move_words(
     fixed = [fixed_of(t) for t in state]
     if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
         return
-    for t, f in zip(outputs, words_through(fn, [f for f in fixed if f is not None]), strict=True):
+    kinds = [t.dtype for t in outputs]
+    found = words_through(fn, [f for f in fixed if f is not None], kinds)
+    for t, f in zip(outputs, found, strict=True):
         if fixed_of(t) is None:
             _set_words(t, f)
 
 
-def words_through(fn: Callable[..., Any], state: Sequence[Fixed]) -> tuple[Fixed, ...]:
-    """The state whose values ``fn`` has moved.
+def words_through(
+    fn: Callable[..., Any], state: Sequence[Fixed], dtypes: Sequence[torch.dtype]
+) -> tuple[Fixed, ...]:
+    """The state whose values ``fn`` has moved; ``dtypes`` are those of the float tensors.
 
     Raises:
         ValueError: ``fn`` does not work on integers.
@@ -335,7 +348,9 @@ def words_through(fn: Callable[..., Any], state: Sequence[Fixed]) -> tuple[Fixed
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
     peaks = [f.peak for f in state if f.peak is not None]
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
-    return tuple(Fixed(t, state[0].down, state[0].dtype, peak) for t in outputs)
+    first = Fixed(state[0].words, state[0].down, state[0].dtype, peak)
+    pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
+    return tuple(itertools.starmap(first.moved, pairs))
 
 
 _NOT_MOVED = (

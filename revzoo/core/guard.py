@@ -315,10 +315,14 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 
 
 def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
-    """The first in the forward pass, the last replayed, that reached its limit; and how far."""
+    """The first in the forward pass, the last replayed, that reached its limit; and how far.
+
+    A number before what is not finite: from a stream beyond its limit NaN is made.
+    """
     values = _read([peak.units for peak in peaks])
     pairs = zip(reversed(peaks), reversed(values), strict=True)
-    return next(((peak, value) for peak, value in pairs if not value < peak.limit), None)
+    found = [(peak, value) for peak, value in pairs if not value < peak.limit]
+    return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 
 def _explain_range(peak: Peak, value: float) -> str:

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 from revzoo.core.fixedpoint import (
     Fixed,
     Streams,
+    counting_changes,
     fixed_or_not,
     floats,
     held_in,
@@ -179,12 +180,19 @@ def call_on_grid(
     call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
 ) -> Any:
     """``call(step, *state, **context)``; words go where a step moves the values."""
-    returned = call(step, *state, **context)
+    if not moves_words(step):
+        return call(step, *state, **context)
+    with counting_changes():
+        returned = call(step, *state, **context)
     # A hook may change what plain_call returns.
-    hooked = call is plain_call and (step._forward_hooks or step._forward_pre_hooks)
-    if step.exact and not step.sums and step.grid is not None and not hooked and keeps_words():
+    if not (call is plain_call and hooked(step)):
         move_words(functools.partial(step.forward, **context), state, streams_of(returned, step))
     return returned
+
+
+def moves_words(step: Step) -> bool:
+    """Whether the step runs on the words of its streams as well."""
+    return step.exact and not step.sums and step.grid is not None and keeps_words()
 
 
 def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
@@ -193,7 +201,7 @@ def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -
     Raises:
         RuntimeError: one did. The inverse of the step knows nothing of it.
     """
-    if not (step._forward_hooks or step._forward_pre_hooks or _global_hooks()):
+    if not hooked(step):
         return plain_call(step, *state, **context)
     before = _identity(state)
     with _watched(step) as inside:
@@ -253,8 +261,10 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
     return outputs
 
 
-def _global_hooks() -> bool:
-    return bool(module._global_forward_hooks or module._global_forward_pre_hooks)
+def hooked(step: Step) -> bool:
+    """Whether a hook may look at the step's streams, or change them."""
+    own = step._forward_hooks or step._forward_pre_hooks
+    return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def _identity(state: tuple[Any, ...]) -> list[Any]:
@@ -317,6 +327,7 @@ class Entry:
     __slots__ = (
         "conditions",
         "context",
+        "dtypes",
         "limit",
         "name",
         "needs",
@@ -334,6 +345,7 @@ class Entry:
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
+        self.dtypes = tuple(t.dtype for t in inputs)
         self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
@@ -402,7 +414,7 @@ class Entry:
         inverse = functools.partial(self.step.inverse, **self.context)
         if self.moves(outputs):
             fixed = tuple(t for t in outputs if isinstance(t, Fixed))
-            inputs: Streams = words_through(inverse, fixed)
+            inputs: Streams = words_through(inverse, fixed, self.dtypes)
         else:
             inputs = fixed_or_not(as_state(inverse(*floats(outputs)), self.step))
         check_inputs(self.step, inputs, len(self.needs))

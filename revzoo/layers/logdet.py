@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint import keeps_words, move_words
+from revzoo.core.fixedpoint import counting_changes, move_words
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
 from revzoo.core.modes import mode_of
-from revzoo.core.recording import call_without_changing_hooks
+from revzoo.core.recording import call_without_changing_hooks, hooked, moves_words
 
 
 def zero_total(x: Tensor) -> Tensor:
@@ -54,14 +55,16 @@ class WithLogDet(Invertible):
     def forward(self, *state: Tensor, **context: Any) -> State:
         *streams, total = state
         step, inverted = self.step, mode_of(self.memory).inverts
-        if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
-            outputs = call_without_changing_hooks(step, *streams, **context)
-            log_det = step.log_det(*streams, **context)
-        else:
-            outputs, log_det = step.forward_with_log_det(*streams, **context)
+        moves = moves_words(step)
+        with counting_changes() if moves else nullcontext():
+            if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
+                outputs = call_without_changing_hooks(step, *streams, **context)
+                log_det = step.log_det(*streams, **context)
+            else:
+                outputs, log_det = step.forward_with_log_det(*streams, **context)
         given = as_state(outputs)
         cut = len(given) - self.extras
-        if self.grid is not None and step.exact and not step.sums and keeps_words():
+        if moves and (inverted or not hooked(step)):
             move_words(functools.partial(step.forward, **context), tuple(streams), given[:cut])
         return *given[:cut], total + log_det, *given[cut:]
 

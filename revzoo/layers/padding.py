@@ -108,7 +108,7 @@ class SpatialPadding(Streamwise):
         padding: as ``torch.nn.functional.pad`` takes it: two numbers for each padded dimension,
             the last one first, ``(left, right, top, bottom)``; or one number for ``(B, C, H, W)``.
         mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
-        value: of a constant padding; a whole number keeps mode ``exact``.
+        value: of a constant padding; only 0 fits mode ``exact``.
         streams: how many streams the state has.
 
     Raises:
@@ -119,7 +119,7 @@ class SpatialPadding(Streamwise):
         SpatialPadding((1, 2, 0, 0), mode="reflect")(x1, x2)  # two of (B, C, H, W + 3)
     """
 
-    inexact = "is not exact on fixed-point streams, since its value is no multiple of the grid"
+    inexact = "is not exact on fixed-point streams, whose units its value would have to be in"
     log_det = Invertible.log_det
 
     def __init__(
@@ -143,7 +143,7 @@ class SpatialPadding(Streamwise):
             raise ValueError(f"value={value}: expected 0, since mode={mode!r} repeats the image")
         self.mode = mode
         self.value = value
-        self.exact = float(value).is_integer()
+        self.exact = not value
 
     def transform(self, x: Tensor) -> Tensor:
         return functional.pad(x, self.padding, self.mode, self.value or None)

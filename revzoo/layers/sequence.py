@@ -8,11 +8,12 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, overload
 
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import move_words, moved
+from revzoo.core.fixedpoint import counting_changes, move_words, moved
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -24,7 +25,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.recording import refuse_changed_outputs, versions_of
+from revzoo.core.recording import moves_words, refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -241,10 +242,12 @@ class ReversibleSequence(Invertible):
                 versions = versions_of(state)
                 assert isinstance(step, Invertible)
                 inverse = functools.partial(step.inverse, **context)
-                with Conditions(step, state).restored():
+                moves = moves_words(step)
+                noted = counting_changes() if moves else nullcontext()
+                with Conditions(step, state).restored(), noted:
                     inputs = as_state(inverse(*state))
                 refuse_changed_outputs(name_of(step), state, versions)
-                if step.grid is not None and step.exact and not step.sums:
+                if moves:
                     move_words(inverse, state, inputs)
                 state = inputs
         state = moved(Merge(self.dim, self.split).forward, state) if merge else state

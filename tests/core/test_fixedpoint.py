@@ -6,14 +6,17 @@ import pytest
 import torch
 from compare import conv_branch, conv_net, images, linear_net, train, twin
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from revzoo import (
     AdditiveCoupling,
     AffineCoupling,
+    ChannelPermutation,
     Invertible,
     RangeError,
     ReversibleBlock,
     ReversibleSequence,
+    SpatialPadding,
     Squeeze,
     drift,
     set_memory,
@@ -168,3 +171,153 @@ def test_ten_steps_are_bit_equal_to_store(mode, accumulate):
         nets[m] = net.state_dict()
     for key, expected in nets["store"].items():
         assert torch.equal(nets[mode][key], expected), key
+
+
+def tanh_branch(width=4):
+    return nn.Sequential(nn.Linear(width, width), nn.Tanh())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+@pytest.mark.parametrize("mode", ["exact", "recompute"])
+def test_an_input_without_words_is_no_finite_number(mode, bad):
+    net = ReversibleSequence([AdditiveCoupling(tanh_branch())])
+    set_memory(net, mode, grid=20)
+    x1, x2 = torch.randn(3, 4), torch.randn(3, 4).index_put_((torch.tensor(0),), torch.tensor(bad))
+    y1, y2 = net(x1, x2)
+    assert not y1.isfinite().all()
+    assert not y2.isfinite().all()
+    if bad == 1e6:
+        with pytest.raises(RangeError, match="reached 1e\\+06"):
+            y2.sum().backward()
+    else:
+        y2.sum().backward()
+    assert not any(p.grad.isfinite().all() for p in net.parameters())
+
+
+class Values(nn.Module):
+    def __init__(self, fn):
+        super().__init__()
+        self.fn = fn
+
+    def forward(self, x):
+        return self.fn(x)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.full_like(x, 5, dtype=torch.uint8),
+        lambda x: torch.full_like(x, -3, dtype=torch.int8),
+        lambda x: x > 0,
+    ],
+    ids=["uint8", "int8", "bool"],
+)
+def test_values_that_are_whole_numbers(fn):
+    net = ReversibleSequence([AdditiveCoupling(Values(fn)) for _ in range(3)])
+    x = round_to_grid(torch.randn(3, 8), 20).requires_grad_()
+    y = net(x)
+    set_memory(net, "store")
+    assert torch.equal(y, net(x))
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(gradient, torch.ones_like(x))
+
+
+class Swap(Invertible):
+    exact = True
+
+    def forward(self, x1, x2):
+        return x2, x1
+
+    inverse = forward
+
+
+class InFloat32(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = tanh_branch()
+
+    def forward(self, x):
+        return self.layers(x.float()).to(x.dtype)
+
+
+@pytest.mark.parametrize("first", [torch.float32, torch.float64, torch.float16])
+@pytest.mark.parametrize("second", [torch.bfloat16, torch.float64])
+def test_streams_of_two_types(first, second):
+    net = ReversibleSequence([AdditiveCoupling(InFloat32()), Swap(), AdditiveCoupling(InFloat32())])
+    x = torch.randn(3, 4).to(first).requires_grad_(), torch.randn(3, 4).to(second).requires_grad_()
+    results = []
+    for mode in ("exact", "store"):
+        set_memory(net, mode, grid="auto")
+        y = net(*x)
+        assert [t.dtype for t in y] == [second, first]
+        loss = sum(t.double().square().sum() for t in y)
+        results.append(torch.autograd.grad(loss, [*x, *net.parameters()]))
+        back = net.inverse(*(t.detach() for t in y))
+        assert [t.dtype for t in back] == [first, second]
+    assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("last", [None, "permutation"])
+@pytest.mark.parametrize("log_det", [False, True])
+def test_changes_in_place_count_in_inference_mode(last, log_det):
+    def net():
+        torch.manual_seed(0)
+        steps = [ReversibleBlock(tanh_branch(), tanh_branch())]
+        return ReversibleSequence(steps + ([ChannelPermutation(8)] if last else []))
+
+    first, second, x = net(), net(), (torch.randn(3, 4), torch.randn(3, 4))
+    results = []
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            state = first.forward_with_log_det(*x)[0] if log_det else first(*x)
+            state = first.inverse(*(t.relu_() for t in state))
+            results += [*second(*(t.mul_(2) for t in state))]
+            results.append(second(first(torch.cat(x, 1)).relu_()))
+    half = len(results) // 2
+    assert all(torch.equal(a, e) for a, e in zip(results[:half], results[half:], strict=True))
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute"])
+@pytest.mark.parametrize("where", ["step", "log-determinant", "every module"])
+def test_a_hook_that_changes_streams_on_a_grid(mode, where):
+    moves = ChannelPermutation(8)
+    blocks = [ReversibleBlock(tanh_branch(), tanh_branch()) for _ in range(2)]
+    net = ReversibleSequence([blocks[0], moves, blocks[1]])
+
+    def doubled(module, inputs, outputs):
+        return tuple(2 * t for t in outputs) if module is moves else None
+
+    register = register_module_forward_hook if where == "every module" else None
+    handle = (register or moves.register_forward_hook)(doubled)
+    try:
+        x, results = torch.randn(3, 8, requires_grad=True), []
+        for name, grid in ((mode, "auto"), ("store", None)):
+            set_memory(net, name, grid=grid)
+            y = net.forward_with_log_det(x)[0] if where == "log-determinant" else net(x)
+            results.append(torch.autograd.grad(y.square().sum(), x)[0])
+    finally:
+        handle.remove()
+    assert torch.allclose(*results, atol=1e-5)
+
+
+def test_a_padding_that_is_not_zero_is_not_exact():
+    assert SpatialPadding(1).exact
+    net = ReversibleSequence([SpatialPadding(1, value=1.0)])
+    assert net[0].memory == "invert"
+    with pytest.raises(ValueError, match="whose units"):
+        set_memory(net, "exact")
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_streams_that_are_views_with_gaps_are_read_with_their_gaps(seed):
+    # torch sums over them in another order than over dense tensors
+    torch.manual_seed(seed)
+    blocks = [ReversibleBlock(conv_branch(2), conv_branch(2)) for _ in range(2)]
+    net = ReversibleSequence([ChannelPermutation(4), blocks[0], ChannelPermutation(4), blocks[1]])
+    x, results = torch.randn(4, 4, 6, 6, requires_grad=True), []
+    for mode in ("exact", "store"):
+        other = twin(net, mode)
+        set_memory(other, mode, grid="auto")
+        loss = other(x).square().sum()
+        results.append(torch.autograd.grad(loss, [x, *other.parameters()]))
+    assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
