@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -30,12 +31,29 @@ revzoo.register_data("mydata", MyDigits)
 SMALL = ("debug=smoke", "trainer=cpu", "logger=none", "hydra.run.dir=run")
 
 
-def start(cwd: Path, *arguments: str, fails: bool = False) -> str:
-    command = [sys.executable, "-m", "revzoo", *arguments]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
-    assert (done.returncode != 0) == fails, done.stderr
+COMMANDS = """
+import contextlib, io, json, sys
+from revzoo.cli.main import main
+told = []
+for arguments in json.loads(sys.argv[1]):
+    output, status = io.StringIO(), None
+    with contextlib.redirect_stdout(output):
+        try:
+            main(arguments)
+        except SystemExit as end:
+            status = end.code
+    told.append((status, output.getvalue()))
+print(json.dumps(told))
+"""
+
+
+def start(cwd: Path, *commands: tuple[str, ...]) -> list[tuple[Any, str]]:
+    """Status (a message, where the command is refused) and output of each command, in a process."""
+    process = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+    done = subprocess.run(process, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    return done.stderr if fails else done.stdout
+    return [(status, output) for status, output in json.loads(done.stdout)]
 
 
 @pytest.mark.timeout(400)
@@ -43,17 +61,24 @@ def test_a_users_model_and_data_are_trained_resumed_evaluated(tmp_path: Path) ->
     (tmp_path / "mymodels.py").write_text(MODULE)
     given = ("--import", "mymodels")
     chosen = ("model=mynet", "data=mydata", "data.level=2", "memory=exact")
-    assert "mynet: no such option" in start(tmp_path, "train", *chosen, fails=True)
-    hint = start(tmp_path, "train", *given, "model=mynett", fails=True)
-    assert "did you mean 'mynet'" in hint
-    start(tmp_path, "train", *given, *chosen, *SMALL)
+    (unknown, _), (misspelt, _), (trained, _) = start(
+        tmp_path,
+        ("train", *chosen),
+        ("train", *given, "model=mynett"),
+        ("train", *given, *chosen, *SMALL),
+    )
+    assert "mynet: no such option" in unknown
+    assert "did you mean 'mynet'" in misspelt
+    assert trained is None
     (session,) = map(json.loads, (tmp_path / "run" / "sessions.jsonl").read_text().splitlines())
     assert session["imports"] == ["mymodels"]
-    ckpt = "run/checkpoints/best.ckpt"
-    for command in (("train", "--resume", "run"), ("eval", f"ckpt={ckpt}", "trainer=cpu")):
-        assert "add --import mymodels, if they are yours" in start(tmp_path, *command, fails=True)
-        told = start(tmp_path, *command, *given)
-    assert "test/loss " in told
+    resume = ("train", "--resume", "run")
+    evaluate = ("eval", "ckpt=run/checkpoints/best.ckpt", "trainer=cpu")
+    told = start(tmp_path, resume, evaluate, (*resume, *given), (*evaluate, *given))
+    for message, _ in told[:2]:
+        assert "add --import mymodels, if they are yours" in message
+    assert [status for status, _ in told[2:]] == [None, None]
+    assert "test/loss " in told[3][1]
 
 
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

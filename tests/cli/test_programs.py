@@ -17,7 +17,7 @@ from revzoo.cli.main import main
 from revzoo.training.checkpoint.files import read_checkpoint
 
 ROOT = Path(__file__).parents[2]
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def start(*command: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +38,7 @@ def summaries(cwd: Path) -> list[dict[str, object]]:
 
 
 def test_train_py_trains_from_any_folder(tmp_path: Path) -> None:
-    done = start(str(ROOT / "train.py"), *SMALL, cwd=tmp_path)
+    done = start(str(ROOT / "train.py"), *SMALL[:3], cwd=tmp_path)  # memory=auto, too
     assert done.returncode == 0, done.stderr
     (summary,) = summaries(tmp_path)
     assert summary["steps"] == 3
@@ -131,7 +131,7 @@ def test_a_signal_ends_a_search_and_leaves_nothing(
     temporary, cwd = tmp_path / "temporary", tmp_path / "cwd"
     temporary.mkdir()
     cwd.mkdir()
-    options = ("trainer=cpu", SMALL[2], "tuner=lr", "tuner.steps=1000000", "hydra.run.dir=run")
+    options = (*SMALL[1:], "tuner=lr", "tuner.steps=1000000", "hydra.run.dir=run")
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *options],
         cwd=cwd,
@@ -157,7 +157,7 @@ def test_a_signal_ends_a_search_and_leaves_nothing(
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Path) -> None:
     log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
-    options = ("trainer=cpu", SMALL[2], "trainer.max_epochs=1000", "hydra.run.dir=run")
+    options = (*SMALL[1:], "trainer.max_epochs=1000", "hydra.run.dir=run")
     with subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), *options],
         cwd=tmp_path,

@@ -196,7 +196,7 @@ def test_imagenet_recipes_run_on_their_layout(name: str, compose: Any, tmp_path:
 
 @pytest.mark.parametrize("name", ["cifar_revnet", "cifar_irevnet", "cifar_short", "cifar_long"])
 def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
-    shallow = ("data=digits", "+model.units=[1,1,1]", "data.batch_size=32")
+    shallow = ("data=digits", "memory=exact", "+model.units=[1,1,1]", "data.batch_size=32")
     figures = train(compose(f"experiment={name}", *shallow, *SMALL), run_dir=tmp_path)
     assert 0 < figures["test/loss"] < 10
 

@@ -23,6 +23,7 @@ SMALL = (
     "trainer=cpu",
     "trainer.log_every_n_steps=1",
     "+model.units=[1,1,1]",
+    "memory=exact",  # planning takes longer than the run
     "model.norm=none",
     "test=false",
 )

@@ -27,7 +27,14 @@ from revzoo.weights.table import SHIPPED
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 FULL = ("trainer.limit_test_batches=null", "trainer.limit_val_batches=null")
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", *FULL, "logger=none")
+SMALL = (
+    "debug=smoke",
+    "trainer=cpu",
+    "+model.units=[1,1,1]",
+    "memory=exact",
+    *FULL,
+    "logger=none",
+)
 
 
 @pytest.fixture(scope="module")

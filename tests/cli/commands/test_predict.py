@@ -24,8 +24,15 @@ def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
 ) -> None:
     root = image_folder(tmp_path / "images", side=12)
     images = ("data.num_workers=0", "data.image_size=8", f"data.cache_bytes={cache_bytes}")
-    small = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none", "test=false")
-    given = ("data=imagefolder", f"data.root={root}", "data.batch_size=8", *images, *small)
+    small = ("test=false", "debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "logger=none")
+    given = (
+        "data=imagefolder",
+        f"data.root={root}",
+        "data.batch_size=8",
+        *images,
+        *small,
+        "memory=store",
+    )
     train(compose(*given), run_dir=tmp_path / "run")
     checkpoint = tmp_path / "run" / "checkpoints" / "best.ckpt"
     main(["pack", str(checkpoint), "revnet38.dark", "--out", str(tmp_path), *DESCRIPTION])

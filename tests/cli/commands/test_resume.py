@@ -31,6 +31,7 @@ SMALL = (
     "debug=smoke",
     "trainer=cpu",
     "+model.units=[1,1,1]",
+    "memory=exact",  # planning takes longer than the run
     "trainer.max_epochs=2",
     "trainer.limit_train_batches=4",
     "logger=csv",
@@ -54,8 +55,14 @@ def refused(run_dir: Path, *arguments: str) -> str:
 
 
 @pytest.fixture
-def stopped(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run that SIGTERM has stopped in the middle of its second epoch."""
+def stopped(
+    compose: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+) -> Path:
+    """A run that SIGTERM has stopped in the middle of its second epoch; a parameter overrides."""
+    overrides = (*SMALL, *getattr(request, "param", ()))
 
     class StopsInStep5(GracefulStop):
         def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -66,7 +73,7 @@ def stopped(compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     with monkeypatch.context() as patch:
         patch.setattr(train_module, "GracefulStop", StopsInStep5)
         with pytest.raises(SystemExit) as end:
-            train(compose(*SMALL), run_dir=run_dir, overrides=SMALL)
+            train(compose(*overrides), run_dir=run_dir, overrides=overrides)
     assert end.value.code == 143
     return run_dir
 
@@ -235,6 +242,17 @@ def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
     assert config_of(stopped) == {**before, "memory": {"mode": "store"}}
     assert without_times(go_on(stopped)) == without_times(figures)
     assert config_of(stopped)["memory"]["mode"] == "store"
+
+
+@pytest.mark.parametrize("stopped", [("memory=auto",)], indirect=True)
+def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plan = config_of(stopped)["memory"]["plan"]
+    assert plan
+    with caplog.at_level("INFO"):
+        go_on(stopped)
+    assert "resuming at step 6" in caplog.text
+    assert "memory=auto" not in caplog.text, "planned again"
+    assert config_of(stopped)["memory"] == {"mode": "auto", "bytes": None, "plan": plan}
 
 
 def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:

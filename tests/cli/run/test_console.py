@@ -17,7 +17,7 @@ from revzoo.data import Digits
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Classifier
 
-SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]")
+SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
 def record(level: int) -> logging.LogRecord:
@@ -35,7 +35,7 @@ def test_a_run_tells_what_it_is_and_what_came_out(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="revzoo"):
-        figures = train(compose(*SMALL, "memory=exact", "seed=7"), run_dir=tmp_path / "run")
+        figures = train(compose(*SMALL, "seed=7"), run_dir=tmp_path / "run")
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
     told = {line[:8].strip(): line[9:] for line in lines if len(line) > 9 and line[8] == " "}
     assert told["model"].startswith("revnet38, ")
