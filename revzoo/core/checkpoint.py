@@ -62,7 +62,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from revzoo.core.fixedpoint import Fixed, Streams, fixed_or_not, held_in
+from revzoo.core.fixedpoint import Fixed, Streams, fixed_of, fixed_or_not, held_in
 from revzoo.core.guard import COMPARED, Guard
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import (
@@ -104,7 +104,10 @@ def record(
         inverts: whether the tape recovers the input from the output; if not, it keeps the input.
         drift_limit: largest relative error that the guard accepts of a replay.
     """
-    tape = Tape.ending_with(state) if inverts else Tape(state)
+    if not inverts:
+        tape = Tape(state)
+    else:
+        tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     entry = Entry(step, state, context, drift_limit)
     tape.close()  # steps that this one runs on its own input are no part of this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
@@ -115,6 +118,12 @@ def record(
     entry.observe(state, outputs, inverts=inverts)
     tape.append(entry, outputs if inverts else None)
     return returned
+
+
+def _joins(step: Step, state: State) -> bool:
+    """Whether the steps before may be replayed from what an inverse of ``step`` returns."""
+    # A floating-point step would give those on a grid nearly their words.
+    return step.grid is not None or not any(fixed_of(t) is not None for t in state)
 
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:

@@ -48,7 +48,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils.weak import WeakIdKeyDictionary
 
-from revzoo.core.layout import has_values, laid_out
+from revzoo.core.layout import dense, has_values
 from revzoo.core.replay import version_of
 
 AUTO = "auto"
@@ -95,11 +95,11 @@ class Fixed:
         return _limit(self.words.dtype)
 
     def read(self) -> Tensor:
-        """The float tensor, without its words; it lies in memory as they do."""
+        """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-            _in_chunks(_read, (self.words, floats), _down(self.down, self.peak, self.limit))
-            return laid_out(floats, self.words.stride())  # of a view with gaps a copy is dense
+        _in_chunks(_read, (self.words, floats), _down(self.down, self.peak, self.limit))
+        return floats
 
     def moved(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """The same values in other places."""
@@ -309,7 +309,7 @@ def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ..
         state: each stream with words, or all without.
     """
     with counting_changes():
-        outputs: tuple[Tensor, ...] = tuple(fn(*state))
+        outputs: tuple[Tensor, ...] = tuple(dense(t, state[0]) for t in fn(*state))
     if keeps_words():
         move_words(fn, state, outputs)
     return outputs
@@ -350,7 +350,7 @@ def words_through(
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
     first = Fixed(state[0].words, state[0].down, state[0].dtype, peak)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
-    return tuple(itertools.starmap(first.moved, pairs))
+    return tuple(first.moved(dense(t, first.words), dtype) for t, dtype in pairs)
 
 
 _NOT_MOVED = (

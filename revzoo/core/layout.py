@@ -57,15 +57,29 @@ def _overlapping(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     return flat.as_strided(t.shape, stride)
 
 
+def dense(t: Tensor, like: Tensor) -> Tensor:
+    """``t`` without gaps, over which torch sums in another order; channels last as in ``like``."""
+    last = torch.channels_last
+    lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)
+    if lasts and not like.is_contiguous():
+        return t.contiguous(memory_format=last)
+    if t.is_contiguous() or _reach(t) + 1 == t.numel():
+        return t
+    return t.clone(memory_format=torch.preserve_format)
+
+
+def _reach(t: Tensor) -> int:
+    """The place in memory of the last element, if the first one's is 0."""
+    return sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
+
+
 def fills_its_memory(t: Tensor) -> bool:
     """Whether each byte of its storage belongs to exactly one element of ``t``."""
     if t.untyped_storage().nbytes() != t.nbytes:
         return False
     # An expanded row may have a storage of just the size that the tensor seems to have.
     return t.is_contiguous() or (
-        not _overlaps(tuple(t.shape), t.stride())
-        and sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True)) + 1
-        == math.prod(t.shape)
+        not _overlaps(tuple(t.shape), t.stride()) and _reach(t) + 1 == math.prod(t.shape)
     )
 
 

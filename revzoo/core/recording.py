@@ -41,7 +41,7 @@ from revzoo.core.invertible import (
     plain_call,
     streams_of,
 )
-from revzoo.core.layout import fills_its_memory, laid_out
+from revzoo.core.layout import dense, fills_its_memory, laid_out
 from revzoo.core.replay import Conditions, address, version_of
 
 
@@ -183,11 +183,19 @@ def call_on_grid(
     if not moves_words(step):
         return call(step, *state, **context)
     with counting_changes():
-        returned = call(step, *state, **context)
+        returned = _dense(call(step, *state, **context), step, state[0])
     # A hook may change what plain_call returns.
     if not (call is plain_call and hooked(step)):
         move_words(functools.partial(step.forward, **context), state, streams_of(returned, step))
     return returned
+
+
+def _dense(returned: Any, step: Step, like: Tensor) -> Any:
+    """What ``step`` returned, its streams in a layout that its inverse gives back."""
+    if isinstance(returned, Tensor):
+        return dense(returned, like)
+    cut = len(streams_of(returned, step))
+    return *(dense(t, like) for t in returned[:cut]), *returned[cut:]
 
 
 def moves_words(step: Step) -> bool:

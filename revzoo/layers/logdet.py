@@ -19,6 +19,7 @@ from torch import Tensor
 
 from revzoo.core.fixedpoint import counting_changes, move_words
 from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
+from revzoo.core.layout import dense
 from revzoo.core.modes import mode_of
 from revzoo.core.recording import call_without_changing_hooks, hooked, moves_words
 
@@ -62,8 +63,10 @@ class WithLogDet(Invertible):
                 log_det = step.log_det(*streams, **context)
             else:
                 outputs, log_det = step.forward_with_log_det(*streams, **context)
-        given = as_state(outputs)
-        cut = len(given) - self.extras
+            given = as_state(outputs)
+            cut = len(given) - self.extras
+            if moves:
+                given = *(dense(t, streams[0]) for t in given[:cut]), *given[cut:]
         if moves and (inverted or not hooked(step)):
             move_words(functools.partial(step.forward, **context), tuple(streams), given[:cut])
         return *given[:cut], total + log_det, *given[cut:]

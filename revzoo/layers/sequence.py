@@ -24,6 +24,7 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
+from revzoo.core.layout import dense
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
 from revzoo.core.recording import moves_words, refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
@@ -246,6 +247,7 @@ class ReversibleSequence(Invertible):
                 noted = counting_changes() if moves else nullcontext()
                 with Conditions(step, state).restored(), noted:
                     inputs = as_state(inverse(*state))
+                    inputs = tuple(dense(t, state[0]) for t in inputs) if moves else inputs
                 refuse_changed_outputs(name_of(step), state, versions)
                 if moves:
                     move_words(inverse, state, inputs)

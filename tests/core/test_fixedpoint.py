@@ -22,6 +22,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.fixedpoint import round_to_grid
+from revzoo.core.modes import assign_memory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
@@ -321,3 +322,33 @@ def test_streams_that_are_views_with_gaps_are_read_with_their_gaps(seed):
         loss = other(x).square().sum()
         results.append(torch.autograd.grad(loss, [x, *other.parameters()]))
     assert all(torch.equal(a, e) for a, e in zip(*results, strict=True))
+
+
+def test_inverses_are_exact_behind_a_squeeze_with_channels_last():
+    for seed in range(10):
+        torch.manual_seed(seed)
+
+        def branch(c):
+            layers = nn.GroupNorm(1, c), nn.SiLU(), nn.Conv2d(c, c, 1), nn.GroupNorm(1, c)
+            return nn.Sequential(*layers)
+
+        blocks = [ReversibleBlock(branch(c), branch(c)) for c in (6, 24)]
+        net = ReversibleSequence([blocks[0], Squeeze(2), blocks[1]])
+        x = round_to_grid(torch.randn(2, 12, 6, 6), 20).to(memory_format=torch.channels_last)
+        with torch.no_grad():
+            y = net(x)
+            assert y.is_contiguous(memory_format=torch.channels_last)
+            assert torch.equal(net.inverse(y), x)
+
+
+def test_a_plan_with_exact_steps_before_inverted_ones():
+    net = linear_net().float()
+    results = []
+    for modes in (("exact", "invert", "exact"), ("store", "store", "store")):
+        for block, mode, grid in zip(net, modes, ("auto", None, "auto"), strict=True):
+            assign_memory([block, *block], mode, grid=grid)
+        x = torch.ones(3, 8, requires_grad=True)
+        loss = net(x).square().sum()
+        results.append(torch.autograd.grad(loss, [x, *net.parameters()]))
+    assert all(torch.allclose(a, e, atol=1e-5) for a, e in zip(*results, strict=True))
+    assert drift(net)["steps.0.steps.1"] == 0
