@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -248,7 +249,7 @@ class Guard:
                     for t in state
                     if isinstance(t, Tensor) and t.is_floating_point() and has_values(t)
                 ]
-                Variable._execution_engine.queue_callback(self.check)
+                _Pass.of(task).guards.append(self)
 
     def compare(
         self, step: Step, name: str, limit: float, samples: list[Samples], computed: Streams
@@ -278,6 +279,33 @@ class Guard:
         """Note how far streams went, which must be less than their limits."""
         self._peaks += peaks
 
+    def take(self) -> tuple[list[Tensor], list[_Drift], list[Peak]]:
+        """The figures: sizes at the start, drifts, peaks. None are left."""
+        figures = self._start, self._drifts, self._peaks
+        self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
+        return figures
+
+
+class _Pass:
+    """One backward pass: all its chains are checked at once, which costs what one of them does.
+
+    Autograd holds it until the pass is over, done or failed.
+    """
+
+    __slots__ = ("__weakref__", "guards")
+
+    def __init__(self) -> None:
+        self.guards: list[Guard] = []
+
+    @staticmethod
+    def of(task: int) -> _Pass:
+        """That of autograd's graph task, which is under way."""
+        under_way = _passes.get(task)
+        if under_way is None:
+            under_way = _passes[task] = _Pass()
+            Variable._execution_engine.queue_callback(under_way.check)
+        return under_way
+
     def check(self) -> None:
         """Read the figures and note each step's drift.
 
@@ -285,17 +313,23 @@ class Guard:
             RangeError: a stream reached its limit; names the step and a grid that fits.
             DriftError: a drift beyond the step's limit; names the step.
         """
-        start, drifts, peaks = self._start, self._drifts, self._peaks
-        self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
-        # A forward pass that overflowed is no fault of the reconstruction, nor of the streams that
-        # are recomputed from infinity. Training in float16 skips such a step: its gradients are
-        # not finite either.
-        if not all(map(math.isfinite, _read(start))):
-            return
-        if (found := _beyond(peaks)) is None:
-            _check_drifts(drifts)
-        elif math.isfinite(found[1]):
-            raise RangeError(_explain_range(*found))
+        figures = [guard.take() for guard in self.guards]
+        sizes = iter(_read([size for start, _, _ in figures for size in start]))
+        drifts: list[_Drift] = []
+        for start, of_chain, peaks in figures:
+            # A forward pass that overflowed is no fault of the reconstruction, nor of the streams
+            # that are recomputed from infinity. Training in float16 skips such a step: its
+            # gradients are not finite either.
+            if not all([math.isfinite(next(sizes)) for _ in start]):
+                continue
+            if (found := _beyond(peaks)) is None:
+                drifts += of_chain
+            elif math.isfinite(found[1]):
+                raise RangeError(_explain_range(*found))
+        _check_drifts(drifts)
+
+
+_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def check_range(step: Step, state: State) -> None:
@@ -307,11 +341,11 @@ def check_range(step: Step, state: State) -> None:
 
 def _read(found: Sequence[Tensor]) -> list[float]:
     """Their values, in one transfer per device."""
-    values = [v.double() for v in found]
-    devices = {v.device for v in values}
-    if len(devices) > 1:
-        return [v.item() for v in values]
-    return torch.stack(values).tolist() if values else []
+    if len({v.dtype for v in found}) > 1:
+        found = [v.double() for v in found]
+    if len({v.device for v in found}) > 1:
+        return [v.item() for v in found]
+    return torch.stack(tuple(found)).tolist() if found else []
 
 
 def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
@@ -346,10 +380,11 @@ def _check_drifts(drifts: list[_Drift]) -> None:
     lost: dict[_Drift, float] = {}
     for alike in _grouped(drifts):
         _measure(alike, errors, lost)
+    of_step: dict[Step, float] = {}
     for drift in drifts:
-        drift.step.drift = 0.0
-    for drift in drifts:
-        drift.step.drift = max(drift.step.drift or 0.0, errors[drift])
+        of_step[drift.step] = max(of_step.get(drift.step, 0.0), errors[drift])
+    for step, error in of_step.items():
+        step.drift = error
     for drift in drifts:
         if not errors[drift] <= drift.limit:
             raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
@@ -404,7 +439,7 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
 def _explain(drift: _Drift, error: float, worst: float) -> str:
     found = (
         f"{drift.name}: what was recomputed is off by {error:.2g} of its size (limit "
-        f"{drift.limit:g}; {worst:.2g} at worst in this chain), so the gradients are wrong. "
+        f"{drift.limit:g}; {worst:.2g} at worst in this backward pass), so the gradients are wrong. "
     )
     if drift.limit == 0:
         return found + (
