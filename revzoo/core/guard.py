@@ -25,6 +25,7 @@ NOTE [ Channels that are lost in rounding ]
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import random
 import weakref
@@ -320,7 +321,7 @@ class _Pass:
             # A forward pass that overflowed is no fault of the reconstruction, nor of the streams
             # that are recomputed from infinity. Training in float16 skips such a step: its
             # gradients are not finite either.
-            if not all([math.isfinite(next(sizes)) for _ in start]):
+            if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
                 continue
             if (found := _beyond(peaks)) is None:
                 drifts += of_chain
@@ -439,7 +440,8 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
 def _explain(drift: _Drift, error: float, worst: float) -> str:
     found = (
         f"{drift.name}: what was recomputed is off by {error:.2g} of its size (limit "
-        f"{drift.limit:g}; {worst:.2g} at worst in this backward pass), so the gradients are wrong. "
+        f"{drift.limit:g}; {worst:.2g} at worst in this backward pass), so the gradients are "
+        "wrong. "
     )
     if drift.limit == 0:
         return found + (
