@@ -46,7 +46,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
-from torch.utils.weak import WeakIdKeyDictionary
 
 from revzoo.core.layout import dense, has_values
 from revzoo.core.replay import version_of
@@ -158,22 +157,22 @@ def keeps_words() -> bool:
     )
 
 
-_fixed: Any = WeakIdKeyDictionary()  # by storage: Fixed, by where in it the float tensor lies
+_KEY = "_revzoo_fixed"  # attribute of a storage: Fixed, by where in it the float tensor lies
 
 
 def fixed_of(t: Tensor) -> Fixed | None:
     """The words of ``t``, if it has any (rule 2 of NOTE [ Words and floats ])."""
     try:
-        found: dict[Any, Fixed] | None = _fixed.get(t.untyped_storage())
+        found: dict[Any, Fixed] | None = vars(t.untyped_storage()).get(_KEY)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
         return None
     return None if found is None else found.get(_place(t))
 
 
 def _set_words(t: Tensor, fixed: Fixed) -> None:
-    storage = t.untyped_storage()
-    found: dict[Any, Fixed] = _fixed.get(storage, {})
-    _fixed[storage] = {**found, _place(t): fixed}
+    # An attribute: a dictionary with weak keys takes 16 times as long to find them (1.7 us).
+    attributes = vars(t.untyped_storage())
+    attributes[_KEY] = {**attributes.get(_KEY, {}), _place(t): fixed}
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
