@@ -308,7 +308,7 @@ def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ..
         state: each stream with words, or all without.
     """
     with counting_changes():
-        outputs: tuple[Tensor, ...] = tuple(dense(t, state[0]) for t in fn(*state))
+        outputs: tuple[Tensor, ...] = tuple(fn(*state))
     if keeps_words():
         move_words(fn, state, outputs)
     return outputs
