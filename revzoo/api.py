@@ -28,6 +28,7 @@ from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
+from revzoo.layers.side_bits import make_reversible
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import (
@@ -101,6 +102,7 @@ __all__ = [
     "is_replaying",
     "list_models",
     "load_published",
+    "make_reversible",
     "memory",
     "plan_memory",
     "predict",

@@ -71,6 +71,7 @@ from revzoo.core.recording import (
     Kept,
     Recording,
     Slot,
+    asides,
     call_on_grid,
     call_without_changing_hooks,
     explained,
@@ -111,7 +112,8 @@ def record(
     entry = Entry(step, state, context, drift_limit)
     tape.close()  # steps that this one runs on its own input are no part of this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
-    with entry.conditions, packed, explained(entry.name):
+    aside = asides(entry.aside if inverts else None)
+    with entry.conditions, packed, explained(entry.name), aside:
         call = call_without_changing_hooks if inverts else plain_call
         returned = call_on_grid(call, step, state, context)
     outputs = streams_of(returned, step)
@@ -237,7 +239,7 @@ class Tape:
         """Fill the slots of entry ``index``: the package's backward rule."""
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]), outside_recordings():
+        with _in_profiles(self.entries[index]), outside_recordings(), asides(None):
             self._replay(index)
 
     def _replay(self, index: int) -> None:

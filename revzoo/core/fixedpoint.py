@@ -43,7 +43,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -245,7 +245,12 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        return _with_words(fixed)
+        if fixed.peak is None:
+            return _with_words(fixed)
+        down = torch.where(fixed.peak < fixed.limit, fixed.down, math.nan)  # rule 6
+        t = Fixed(fixed.words, down, fixed.dtype).read()
+        _set_words(t, fixed)
+        return t
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -298,6 +303,116 @@ def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
     """
     total: Tensor = _Sum.apply(x, value, fixed, sign)
     return total
+
+
+class _SecondDifference(torch.autograd.Function):
+    """``(1 + b) value - 2 b x + b before`` on the words of ``before``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
+    ) -> Tensor:
+        ctx.b, ctx.dtype = 2.0**-bits, value.dtype
+        words = torch.empty_like(fixed.words)
+        total = torch.empty_like(words, dtype=x.dtype)
+        up, down, peak = 1 / fixed.down, fixed.down, None
+        if value.numel():
+            peak = largest(value).to(_computed_in(words)) * (2 * up)  # with 2 b x, at most 2 b more
+            if fixed.peak is not None:
+                peak = torch.maximum(peak, fixed.peak)
+            down = torch.where(peak < fixed.limit, down, math.nan)  # rule 6
+        _in_chunks(_shift_in, (fixed.words, x, value, words, total), up, down, bits)
+        if peak is not None:
+            peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
+        _set_words(total, Fixed(words, fixed.down, x.dtype, peak))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        b = ctx.b
+        return gradient * b, gradient * (-2 * b), (gradient * (1 + b)).to(ctx.dtype), None, None
+
+
+def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
+    """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, and its words.
+
+    Args:
+        before: a stream whose words are ``fixed``; the product with b drops their low ``bits``.
+        x: the stream that ``value`` was computed from.
+        value: of the same shape.
+        fixed: see there.
+        bits: at least 1.
+    """
+    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
+    return total
+
+
+def undo_second_difference(
+    total: Fixed, x: Tensor, value: Tensor, side: Tensor, bits: int
+) -> Fixed:
+    """The words of ``before``; ``side`` are the bits that :func:`pack_bits` kept of them."""
+    words = torch.empty_like(total.words)
+    _in_chunks(_shift_out, (total.words, x, value, words), 1 / total.down, bits)
+    words |= _unpack_bits(side, words, bits)
+    return Fixed(words, total.down, total.dtype)
+
+
+def _difference(
+    x: Tensor, value: Tensor, words: Tensor, scratch: Tensor, up: Scale, n: int
+) -> None:
+    b = 2.0**-n
+    scratch.copy_(value).mul_(1 + b).sub_(x, alpha=2 * b).mul_(up)
+    words.copy_(scratch.round_())
+
+
+def _shift_in(
+    before: Tensor,
+    x: Tensor,
+    value: Tensor,
+    words: Tensor,
+    total: Tensor,
+    scratch: Tensor,
+    up: Scale,
+    down: Scale,
+    n: int,
+) -> None:
+    _difference(x, value, words, scratch, up, n)
+    words += before >> n
+    _read(words, total, scratch, down)
+
+
+def _shift_out(
+    total: Tensor, x: Tensor, value: Tensor, before: Tensor, scratch: Tensor, up: Scale, n: int
+) -> None:
+    _difference(x, value, before, scratch, up, n)
+    torch.sub(total, before, out=before)
+    before <<= n
+
+
+def pack_bits(words: Tensor, bits: int) -> Tensor:
+    """The low bits of each word, several words a byte where they fit."""
+    low = (words & (2**bits - 1)).to(torch.uint8).flatten()
+    slot = _slot(bits)
+    parts = nn.functional.pad(low, (0, -len(low) % (8 // slot))).view(8 // slot, -1)
+    packed = parts[0].clone()
+    for k, part in enumerate(parts[1:], 1):
+        packed |= part << (slot * k)
+    return packed
+
+
+def _unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
+    slot = _slot(bits)
+    parts = [(packed >> (slot * k)) & (2**bits - 1) for k in range(8 // slot)]
+    return torch.cat(parts)[: words.numel()].view(words.shape).to(words.dtype)
+
+
+def _slot(bits: int) -> int:
+    return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
+
+
+def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
+    """``x`` rounded to the grid of ``fixed``, with words, in its type; the gradient passes."""
+    return _entered(x.to(fixed.dtype), fixed.down)
 
 
 def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -30,6 +30,9 @@ class Recording(Protocol):
     def complete(self) -> bool:
         """Whether every tensor that the forward pass saved has been recorded again."""
 
+    aside: Sequence[Tensor]
+    """What the forward pass kept with :func:`revzoo.core.recording.put_aside`, in its order."""
+
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
     ) -> State:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -176,6 +176,23 @@ def explained(name: str) -> Iterator[None]:
         ) from error
 
 
+def put_aside(t: Tensor) -> None:
+    """Keep ``t`` for the replay of the step that runs, in a mode that inverts it."""
+    aside = getattr(_thread, "aside", None)
+    if aside is not None:
+        aside.append(t)
+
+
+@contextlib.contextmanager
+def asides(kept: list[Tensor] | None) -> Iterator[None]:
+    """Let :func:`put_aside` append to ``kept``; None for nowhere."""
+    outer, _thread.aside = getattr(_thread, "aside", None), kept
+    try:
+        yield
+    finally:
+        _thread.aside = outer
+
+
 def call_on_grid(
     call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
 ) -> Any:
@@ -333,6 +350,7 @@ class Entry:
     """One executed step: what replaying it needs, but no activation and no part of the graph."""
 
     __slots__ = (
+        "aside",
         "conditions",
         "context",
         "dtypes",
@@ -362,6 +380,7 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
+        self.aside: list[Tensor] = []
         self.witness = _Witness() if step.early_stop else None
 
     def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
@@ -412,7 +431,10 @@ class Entry:
         """The step's inputs, without recording."""
         versions = versions_of(outputs)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            inputs = self.inverted(outputs)
+            if self.aside:
+                inputs: Streams = self.step.replay(outputs, _Unrecorded(self), self.context)  # type: ignore[operator]
+            else:
+                inputs = self.inverted(outputs)
         refuse_changed_outputs(self.name, outputs, versions)
         return self.laid_out(inputs)
 
@@ -510,11 +532,31 @@ def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
     return moved(lambda x: (laid_out(x, stride),), (t,))[0]
 
 
+class _Unrecorded:
+    """What :meth:`Invertible.replay` gets where nothing need be recorded."""
+
+    complete = True
+
+    def __init__(self, entry: Entry) -> None:
+        self.needs = entry.needs
+        self.aside = entry.aside
+
+    def __call__(
+        self,
+        fn: Callable[..., Any],
+        inputs: State,
+        needs: tuple[bool, ...],
+        context: Mapping[str, Any],
+    ) -> State:
+        return as_state(fn(*inputs, **context))
+
+
 class Replayed:
     """The tensors that a replay saves, matched one by one with the forward pass's."""
 
     def __init__(self, entry: Entry, *, stops: bool = False) -> None:
         self.needs = entry.needs
+        self.aside: Sequence[Tensor] = entry.aside
         self._entry = entry
         self._count = 0
         self._last = entry.last_wanted() if stops else -1

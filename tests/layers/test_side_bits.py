@@ -1,0 +1,267 @@
+"""Runs of blocks made reversible with side bits: right gradients, the same weights, few bytes."""
+
+import contextlib
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo import RangeError, ReversibleSequence, make_reversible, set_memory
+from revzoo.core.fixedpoint import Fixed, pack_bits, undo_second_difference
+from revzoo.layers.side_bits import SideBits
+from revzoo.profiling.live import LiveMemory
+
+BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+class Block(nn.Module):
+    """Post-activation, as torchvision's, with dropout and a change of channels where asked."""
+
+    def __init__(self, channels=4, out=None, *, dropout=0.1):
+        super().__init__()
+        out = out or channels
+        self.conv1 = nn.Conv2d(channels, out, 3, padding=1)
+        self.bn = nn.BatchNorm2d(out)
+        self.drop = nn.Dropout(dropout)
+        self.conv2 = nn.Conv2d(out, out, 3, padding=1)
+        self.skip = nn.Conv2d(channels, out, 1) if out != channels else nn.Identity()
+
+    def forward(self, x, scale=1.0):
+        return (self.skip(x) + scale * self.conv2(self.drop(self.bn(self.conv1(x)).relu()))).relu()
+
+
+def network(depth=6, *, seed=0, **options):
+    torch.manual_seed(seed)
+    stages = [nn.Sequential(*(Block(**options) for _ in range(depth)))]
+    stages.append(nn.Sequential(Block(4, 6), *(Block(6) for _ in range(2))))
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), *stages, nn.Flatten(), nn.Linear(6 * 64, 5))
+
+
+def pictures(batch=3):
+    return torch.randn(batch, 3, 8, 8, generator=torch.Generator().manual_seed(1))
+
+
+def effects(net, x, *, seed=2, context=contextlib.nullcontext):
+    torch.manual_seed(seed)
+    net.zero_grad(set_to_none=True)
+    with context():
+        y = net(x)
+    y.float().square().sum().backward()
+    gradients = [p.grad.clone() for p in net.parameters()]
+    return [y.detach(), *gradients, *(b.clone() for b in net.buffers())]
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
+@pytest.mark.parametrize("context", [contextlib.nullcontext, lambda: BF16], ids=["fp32", "bf16"])
+def test_gradients_are_bit_equal_to_store(bits, context):
+    found = []
+    for mode, options in (
+        ("exact", {}),
+        ("store", {"grid": "auto"}),
+        ("recompute", {"grid": "auto"}),
+    ):
+        net = make_reversible(network(), bits)
+        set_memory(net, mode, **options)
+        found.append(effects(net, pictures(), context=context))
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+
+
+def test_the_formula():
+    net = make_reversible(network(dropout=0.0).double().eval(), 3)
+    blocks, b = net[1], 1 / 8
+    before = x = net[0](pictures().double())
+    for k, block in enumerate(blocks):
+        value = Block.forward(block, x)
+        following = value if k == 0 else (1 + b) * value - 2 * b * x + b * before
+        before, x = x, following
+    assert (blocks(net[0](pictures().double())) - x).abs().max() < 1e-12
+
+
+def test_the_plain_network_comes_back():
+    net = network()
+    plain, keys = effects(copy.deepcopy(net), pictures()), list(net.state_dict())
+    weights = copy.deepcopy(net.state_dict())
+    make_reversible(net)
+    assert list(net.state_dict()) == keys
+    net.load_state_dict(weights)
+    assert not torch.equal(effects(net, pictures())[0], plain[0])
+    net.load_state_dict(weights)
+    make_reversible(net, None)
+    assert not any(isinstance(m, SideBits) for m in net.modules())
+    assert all(map(torch.equal, effects(net, pictures()), plain))
+
+
+def test_more_bits_change_the_outputs_less():
+    net = network(dropout=0.0).eval()
+    with torch.no_grad():
+        for block in net[1]:
+            block.conv2.weight.mul_(0.1)
+        plain = net(pictures())
+        errors = [
+            ((make_reversible(net, bits)(pictures()) - plain).norm() / plain.norm()).item()
+            for bits in (2, 4, 8)
+        ]
+    assert errors[0] > 2 * errors[1] > 8 * errors[2]
+    assert errors[2] < 0.01
+
+
+def test_a_block_keeps_its_bits_alone():
+    x = torch.randn(16, 4, 16, 16)
+
+    def kept(depth, bits):
+        net = nn.Sequential(*(Block(dropout=0.0) for _ in range(depth)))
+        net = make_reversible(net, bits)
+        with LiveMemory() as memory:
+            y = net(x)
+        return memory.now, y
+
+    for bits, size in ((4, x.numel() // 2), (8, x.numel())):
+        growth = (kept(12, bits)[0] - kept(4, bits)[0]) / 8
+        assert size <= growth < 1.1 * size + 2000  # BatchNorm's own statistics of the batch
+
+
+class Decoder(nn.Module):
+    """As Hugging Face's: keyword arguments, and a tuple back."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden, mask=None, *, positions):
+        value = self.linear(hidden * mask).tanh() + positions
+        return hidden + value, value.mean(-1), None
+
+
+class Decoders(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Decoder() for _ in range(4))
+
+    def forward(self, x, mask, positions):
+        total = 0.0
+        for layer in self.layers:
+            x, attention, nothing = layer(x, mask, positions=positions)
+            assert nothing is None
+            total = total + attention.sum()
+        return x.square().sum() + total
+
+
+def test_tuples_masks_and_positions():
+    found = []
+    for mode in ("exact", "store"):
+        torch.manual_seed(0)
+        net = make_reversible(Decoders(), blocks=["layers"])
+        set_memory(net, mode, grid="auto")
+        x, positions = torch.randn(2, 3, 8), torch.randn(3, 8, requires_grad=True)
+        loss = net(x, torch.ones(2, 3, 1), positions)
+        found.append([loss, *torch.autograd.grad(loss, [positions, *net.parameters()])])
+    assert all(map(torch.equal, *found))
+
+
+def test_graphs_used_twice_and_parts_of_them():
+    net = make_reversible(network(dropout=0.0))
+    loss = net(pictures()).square().sum()
+    weights = [net[1][0].conv1.weight, net[1][4].conv2.weight]
+    parts = [torch.autograd.grad(loss, w, retain_graph=True)[0] for w in weights]
+    both = torch.autograd.grad(loss, weights)
+    assert all(map(torch.equal, parts, both))
+
+
+def test_frozen_blocks_and_inputs_with_gradient():
+    results = []
+    for mode in ("exact", "store"):
+        net = make_reversible(network(dropout=0.0))
+        net[1][2].requires_grad_(False)
+        net[2].requires_grad_(False)
+        set_memory(net, mode, grid="auto")
+        x = pictures().requires_grad_()
+        trained = [p for p in net.parameters() if p.requires_grad]
+        results.append(torch.autograd.grad(net(x).square().sum(), [x, *trained]))
+    assert all(map(torch.equal, *results))
+
+
+def test_copies_work_alone():
+    net = make_reversible(network(dropout=0.0))
+    for twin in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert all(
+            map(torch.equal, effects(twin, pictures()), effects(copy.deepcopy(net), pictures()))
+        )
+        with torch.no_grad():
+            next(twin.parameters()).zero_()
+        assert next(net.parameters()).abs().sum() > 0
+        steps = [m for m in twin.modules() if isinstance(m, SideBits)]
+        assert {id(step.subject) for step in steps} <= {id(m) for m in twin.modules()}
+
+
+def test_an_input_that_was_changed_starts_a_run():
+    net = make_reversible(nn.Sequential(*(Block(dropout=0.0) for _ in range(2)))).eval()
+    x = torch.randn(1, 4, 8, 8)
+    middle = net[0](x)
+    joined, apart = net[1](middle), net[1](net[0](x) * 1)
+    assert not torch.equal(joined, apart)
+    assert (apart - Block.forward(net[1], middle)).abs().max() < 1e-6
+
+
+def test_values_beyond_the_range():
+    class Doubles(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(8.0))
+
+        def forward(self, x):
+            return x * self.scale
+
+    net = make_reversible(nn.Sequential(*(Doubles() for _ in range(6))))
+    y = net(torch.ones(2, 3))
+    assert y.isnan().all()
+    with pytest.raises(RangeError, match="choose grid="):
+        y.sum().backward()
+    set_memory(net, "exact", grid=8)
+    net(torch.ones(2, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("bits", [0, 9, 2.0, True])
+def test_impossible_bits(bits):
+    with pytest.raises(ValueError, match="expected 1 to 8, or None"):
+        make_reversible(network(), bits)
+
+
+def test_what_has_no_run():
+    with pytest.raises(ValueError, match=r"no run of blocks: expected two or more consecutive"):
+        make_reversible(nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+    with pytest.raises(ValueError, match=r"has no nn.Sequential or nn.ModuleList 'layer9'"):
+        make_reversible(network(), blocks=["layer9"])
+
+
+@pytest.mark.parametrize("bits", [1, 3, 4, 5, 8])
+def test_bits_are_packed_and_come_back(bits):
+    words = torch.randint(-(2**30), 2**30, (3, 5, 7), dtype=torch.int32)
+    x, value = torch.randn(2, 3, 5, 7)
+    packed = pack_bits(words, bits)
+    assert len(packed) == -(-words.numel() // {1: 8, 3: 2, 4: 2, 5: 1, 8: 1}[bits])
+    q = (((1 + 2.0**-bits) * value - 2 * 2.0**-bits * x) * 2**23).round().to(torch.int32)
+    total = Fixed(q + (words >> bits), 2.0**-23, torch.float32)
+    back = undo_second_difference(total, x, value, packed, bits)
+    assert (back.words - words).abs().max() <= 2**bits * 64  # by the rounding of q as written here
+    assert torch.equal(back.words & (2**bits - 1), words & (2**bits - 1))
+
+
+def test_inside_a_reversible_sequence_of_a_users_own():
+    """Steps of one network may be of both kinds."""
+    from revzoo import AdditiveCoupling
+
+    def build():
+        torch.manual_seed(0)
+        inner = make_reversible(nn.Sequential(*(Block(dropout=0.0) for _ in range(3))))
+        return ReversibleSequence([AdditiveCoupling(inner) for _ in range(2)])
+
+    found = []
+    for mode in ("exact", "store"):
+        net = build()
+        set_memory(net, mode, grid="auto")
+        x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(3))
+        found.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
+    assert all(map(torch.equal, *found))
