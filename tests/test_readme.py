@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
-SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md")]
+SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md", "how-to/make-reversible.md")]
 PAGES = [README, *SITE, *sorted(GUIDE.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)")
