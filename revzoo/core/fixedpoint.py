@@ -245,12 +245,7 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        if fixed.peak is None:
-            return _with_words(fixed)
-        down = torch.where(fixed.peak < fixed.limit, fixed.down, math.nan)  # rule 6
-        t = Fixed(fixed.words, down, fixed.dtype).read()
-        _set_words(t, fixed)
-        return t
+        return _with_words(fixed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -314,13 +309,14 @@ class _SecondDifference(torch.autograd.Function):
     ) -> Tensor:
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         words = torch.empty_like(fixed.words)
-        total = torch.empty_like(words, dtype=x.dtype)
+        with counting_changes():
+            total = torch.empty_like(words, dtype=x.dtype)
         up, down, peak = 1 / fixed.down, fixed.down, None
         if value.numel():
             peak = largest(value).to(_computed_in(words)) * (2 * up)  # with 2 b x, at most 2 b more
             if fixed.peak is not None:
                 peak = torch.maximum(peak, fixed.peak)
-            down = torch.where(peak < fixed.limit, down, math.nan)  # rule 6
+            down = _down(down, peak, fixed.limit)
         _in_chunks(_shift_in, (fixed.words, x, value, words, total), up, down, bits)
         if peak is not None:
             peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
@@ -354,7 +350,7 @@ def undo_second_difference(
     words = torch.empty_like(total.words)
     _in_chunks(_shift_out, (total.words, x, value, words), 1 / total.down, bits)
     words |= _unpack_bits(side, words, bits)
-    return Fixed(words, total.down, total.dtype)
+    return Fixed(words, total.down, total.dtype, total.peak)
 
 
 def _difference(
@@ -412,7 +408,7 @@ def _slot(bits: int) -> int:
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` rounded to the grid of ``fixed``, with words, in its type; the gradient passes."""
-    return _entered(x.to(fixed.dtype), fixed.down)
+    return _entered(x.to(fixed.dtype), fixed.down, fixed.words.dtype)
 
 
 def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
