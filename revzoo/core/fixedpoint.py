@@ -53,7 +53,7 @@ from revzoo.core.replay import version_of
 AUTO = "auto"
 DEFAULT_BITS = 23
 _MOST_BITS = 29
-_EXTRA_BITS = 29  # of float64 streams
+EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
@@ -212,14 +212,14 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
         return state
     unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
     # One tensor for all streams: it tells that they are on the same grid.
-    unit = unit * 2.0**-_EXTRA_BITS if wide else unit
+    unit = unit * 2.0**-EXTRA_BITS if wide else unit
     return tuple(_entered(t, unit, words) for t in state)
 
 
 def _have_scale(fixed: Sequence[Fixed], grid: Grid) -> bool:
     first = fixed[0]
     if isinstance(grid, int):
-        extra = _EXTRA_BITS if first.words.dtype == torch.int64 else 0
+        extra = EXTRA_BITS if first.words.dtype == torch.int64 else 0
         return all(isinstance(f.down, float) and f.down == 2.0 ** -(grid + extra) for f in fixed)
     return isinstance(first.down, Tensor) and all(f.down is first.down for f in fixed)
 
@@ -261,26 +261,48 @@ def _entered(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
     return entered
 
 
+def _summed(
+    fill: Callable[..., None],
+    fixed: Fixed,
+    parts: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    *options: Any,
+    largest_part: int,
+) -> Tensor:
+    """The float tensor, with words, of a sum that ``fill`` computes of ``parts``, the value last.
+
+    Args:
+        fill: see :func:`_in_chunks`; it gets the parts, the words and the floats to fill.
+        fixed: the stream that is added to.
+        parts: see there.
+        dtype: of the float tensor.
+        *options: passed to ``fill`` behind the scales.
+        largest_part: how many times the value the sum may add.
+    """
+    value, words = parts[-1], torch.empty_like(fixed.words)
+    with counting_changes():
+        total = torch.empty_like(words, dtype=dtype)
+    up, down, peak = 1 / fixed.down, fixed.down, None
+    if value.numel():
+        peak = largest(value).to(_computed_in(words)) * (largest_part * up)
+        if fixed.peak is not None:
+            peak = torch.maximum(peak, fixed.peak)
+        down = _down(down, peak, fixed.limit)
+    _in_chunks(fill, (*parts, words, total), up, down, *options)
+    if peak is not None:  # NaN, if it was made here, hides the value that it was made for
+        peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
+    _set_words(total, Fixed(words, fixed.down, dtype, peak))
+    return total
+
+
 class _Sum(torch.autograd.Function):
     """``x + sign * value`` on the words of ``x``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
-        words = torch.empty_like(fixed.words)
-        with counting_changes():
-            total = torch.empty_like(words, dtype=x.dtype)
-        up, down, peak = 1 / fixed.down, fixed.down, None
-        if value.numel():
-            peak = largest(value).to(_computed_in(words)) * up
-            if fixed.peak is not None:
-                peak = torch.maximum(peak, fixed.peak)
-            down = _down(down, peak, fixed.limit)
-        _in_chunks(_add if sign > 0 else _take_away, (fixed.words, value, words, total), up, down)
-        if peak is not None:  # NaN, if it was made here, hides the value that it was made for
-            peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
-        _set_words(total, Fixed(words, fixed.down, x.dtype, peak))
-        return total
+        fill = _add if sign > 0 else _take_away
+        return _summed(fill, fixed, (fixed.words, value), x.dtype, largest_part=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -308,20 +330,9 @@ class _SecondDifference(torch.autograd.Function):
         ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
-        words = torch.empty_like(fixed.words)
-        with counting_changes():
-            total = torch.empty_like(words, dtype=x.dtype)
-        up, down, peak = 1 / fixed.down, fixed.down, None
-        if value.numel():
-            peak = largest(value).to(_computed_in(words)) * (2 * up)  # with 2 b x, at most 2 b more
-            if fixed.peak is not None:
-                peak = torch.maximum(peak, fixed.peak)
-            down = _down(down, peak, fixed.limit)
-        _in_chunks(_shift_in, (fixed.words, x, value, words, total), up, down, bits)
-        if peak is not None:
-            peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
-        _set_words(total, Fixed(words, fixed.down, x.dtype, peak))
-        return total
+        # With 2 b x, which is at most as large as the stream, a value counts twice.
+        parts = (fixed.words, x, value)
+        return _summed(_shift_in, fixed, parts, x.dtype, bits, largest_part=2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

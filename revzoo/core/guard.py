@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import Fixed, Scale, Streams, fixed_or_not, floats, largest
+from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, fixed_or_not, floats, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.layout import has_values
 from revzoo.core.replay import address
@@ -362,8 +362,7 @@ def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
 def _explain_range(peak: Peak, value: float) -> str:
     unit = float(peak.unit)
-    words = 32 if peak.limit < 2.0**32 else 64
-    bits = round(-math.log2(unit)) - (29 if words == 64 else 0)
+    bits = round(-math.log2(unit)) - (EXTRA_BITS if peak.limit > 2.0**32 else 0)
     excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else bits + 1
     remedy = (
         f"choose grid={bits - excess} or fewer bits"
