@@ -4,7 +4,7 @@ import sys
 from importlib.util import find_spec
 
 if __name__ == "__main__":
-    if not (find_spec("torch") and find_spec("hydra")):  # another Python than that of the install
+    if not (find_spec("torch") and find_spec("hydra")):  # another Python than the installed one
         sys.exit(
             f"revzoo: {sys.executable} lacks revzoo's packages: run '. .venv/bin/activate' after "
             "'make train', or 'pip install -e .'"

@@ -53,7 +53,7 @@ COMMANDS: dict[str, Row] = {
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "options": Row("commands.options", "options of a run, with comments", builds=False),
     "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
-    "audit": Row("commands.audit", "what a training step keeps, and its peak, by memory mode"),
+    "audit": Row("commands.audit", "memory of a training step, by memory mode"),
     "plan": Row("commands.plan", "the fastest memory mode of each step within a budget of bytes"),
     "bench": Row("commands.bench", "time and memory of a training step, by memory mode"),
     "check": Row("commands.check", "check that each image of a folder can be read", builds=False),

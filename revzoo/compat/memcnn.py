@@ -5,8 +5,8 @@
 Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, so these
 differ, each to the better: branches are evaluated once in the backward pass, statistics count a
 batch once, dropout draws the same mask, ``autograd.grad`` and any number of backward passes work,
-hooks on ``Fm`` and ``Gm`` run, autocast is that of the forward pass, and no storage of the caller
-is emptied, so that ``x + f(x)`` is right.
+hooks on ``Fm`` and ``Gm`` run, the backward pass runs under the forward pass's autocast, and no
+storage of the caller is emptied, so ``x + f(x)`` is right.
 
 =========================================  =======================================================
 ``keep_input=False``                       memory mode ``invert``
@@ -321,7 +321,7 @@ def _warn_of_shared(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], nam
     among = {id(t) for t in outputs}
     if len(distinct) < len(inputs) or len(among) < len(outputs) or distinct & among:
         warnings.warn(
-            f"some inputs and outputs of the {name} pass are the same tensor, as those of an "
+            f"some inputs and outputs of the {name} pass are the same tensor, as in an "
             "identity: a wrapper saves no memory there",
             UserWarning,
             stacklevel=3,

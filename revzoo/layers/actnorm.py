@@ -37,8 +37,8 @@ class ActNorm(Joint):
     Args:
         channels: C, of all streams together.
         dim: where the channels are, 1 or -1.
-        unbiased: divide by the deviation with Bessel's correction, as FrEIA's ``ActNorm`` does, not
-            by that of the batch, as Glow does.
+        unbiased: divide by the deviation with Bessel's correction, as FrEIA's ``ActNorm``
+            does; without it as Glow does.
         streams: how many streams the state has.
 
     Raises:

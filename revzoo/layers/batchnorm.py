@@ -1,4 +1,4 @@
-"""Batch normalisation with an inverse, by running statistics or by those of the batch.
+"""Batch normalisation with an inverse, by running or by batch statistics.
 
     y = (x - mean) / sqrt(var + eps)
 

@@ -53,7 +53,7 @@ class GlobalPool(nn.Module):
 
     @property
     def widening(self) -> int:
-        """Channels of the result over those of the input."""
+        """Output channels divided by input channels."""
         return 2 if self.kind == "catavgmax" else 1
 
     def forward(self, x: Tensor) -> Tensor:

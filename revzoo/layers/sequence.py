@@ -328,7 +328,7 @@ def _like(neighbour: Step, edge: Step) -> Step:
 
 
 class _Steps(nn.ModuleList):
-    """Modules by position, some under names of their own."""
+    """Modules by position; some have names."""
 
     def __init__(self, named: Mapping[str, Any] | None = None) -> None:
         super().__init__()

@@ -190,7 +190,7 @@ class RevViT(ImageNetwork):
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The tokens after each block as one map, as timm counts those of transformers."""
+        """The tokens after each block as one map, timm's convention for transformers."""
         return tuple(
             FeatureInfo(self.num_features, self.variant.patch_size, f"stages.0.steps.{i}")
             for i in range(self.variant.depth)

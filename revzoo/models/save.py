@@ -125,9 +125,9 @@ class Saved(nn.Module):
                 the weights that it was created with.
 
         Raises:
-            EntryError: a fact is unknown or not valid, or ``create_model`` did not make the
-                network, or its classifier, its image channels or its data are others than those of
-                its weights and ``facts`` do not say which; nothing is written.
+            EntryError: a fact is unknown or not valid; ``create_model`` did not make the network;
+                or its classifier, image channels or data changed since its weights were loaded
+                and ``facts`` do not describe the new ones. Nothing is written.
         """
         return _save(self, Path(folder), facts, source=Path(folder).name)
 

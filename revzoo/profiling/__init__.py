@@ -1,1 +1,1 @@
-"""Floor 3: what a model costs."""
+"""Floor 3: the memory and time that a model needs."""

@@ -1,4 +1,4 @@
-"""What a training step keeps and where its memory peaks, before it is run.
+"""The memory that a training step keeps, and its peak, before the step runs.
 
 ::
 

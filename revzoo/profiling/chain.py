@@ -39,7 +39,7 @@ class Choice:
 
     Attributes:
         mode: its name.
-        joins: whether it keeps no state of its own while the next link joins, too.
+        joins: whether it keeps no state itself while the next link joins, too.
         holds: the streams that it keeps from forward to backward; not those of an open run.
         keeps: further bytes that it keeps.
         closes: further bytes of the state after it, kept where its run ends.

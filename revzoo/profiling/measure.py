@@ -1,8 +1,8 @@
-"""What each step of a model takes in each memory mode, measured on fake tensors.
+"""Memory and time of each step of a model in each memory mode, measured on fake tensors.
 
 The model runs one training step in every mode, without computing or allocating anything (see
-:mod:`revzoo.profiling.trace`). What a step keeps, and by how much memory rises while it runs, is
-then read off, not derived from what a mode is meant to do.
+:mod:`revzoo.profiling.trace`). The bytes that a step keeps and the rise of memory while it runs are
+counted there, not derived from the definition of a mode.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(
 
 
 def leaves(model: nn.Module) -> list[Step]:
-    """The steps of ``model`` that have a memory mode of their own."""
+    """The steps of ``model`` whose memory mode can be set."""
     return [m for m in model.modules() if isinstance(m, Step) and not is_container(m)]
 
 
@@ -139,7 +139,7 @@ class _Pieces:
                 *zip(call.outputs, streams.outputs[i], strict=True),
             )
         }
-        self.words: dict[int, int] = {}  # the number of a stream's words, by that of the stream
+        self.words: dict[int, int] = {}  # stream's number -> number of its words
         for call in calls:
             for stream, made in call.words.items():
                 number = self.numbers[stream]
@@ -208,7 +208,7 @@ class _Pieces:
         return holds, keeps
 
     def _kept_of(self, streams: Iterable[int]) -> frozenset[int]:
-        """What a tape keeps of the streams: their words, if they have any."""
+        """The tensors that a tape keeps for the streams: their words, if they have any."""
         return frozenset(self.words.get(stream, stream) for stream in streams)
 
     def _at(self, tick: int) -> int:

@@ -96,8 +96,8 @@ class Planner:
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         inverting: the mode for steps that have an inverse: ``invert`` or ``exact``; None for the
             one that the model's steps have now, else ``invert``.
-        clock: whether times are measured, on few images. Without, they are those of a nominal
-            processor: the same plan on every machine and in every process.
+        clock: measure times, on few images. False: assume a nominal processor, which gives the same
+            plan on every machine and in every process.
         extra: further bytes that are there all along, such as an optimiser's state.
         recompute: whether steps with an inverse may be recomputed, too; without, planning takes two
             thirds of the time, for plans that are hardly slower.

@@ -110,7 +110,7 @@ class StepCall:
     Attributes:
         name: its path in the model.
         mode: the memory mode in which it runs.
-        joins: whether it keeps no state of its own in a run of such steps.
+        joins: whether it keeps no state itself in a run of such steps.
         layout: shape, strides, dtype and whether it requires gradient, for each input stream.
         inputs: its input's storages, in the order of the streams; several may be one.
         outputs: likewise.
@@ -382,7 +382,7 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
 
 @contextlib.contextmanager
 def _explained(model: nn.Module) -> Iterator[None]:
-    """Say what a model does that no fake tensor can do."""
+    """Turn the errors of fake tensors into a ValueError that names the cause."""
     try:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
@@ -430,12 +430,12 @@ def _is_parameter(t: Tensor) -> bool:
 
 
 def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Random input for a twin: fake where that is.
+    """Random input for a twin; fake if the twin is.
 
     Args:
         twin: see :func:`fake_twin`.
         shape: of the whole batch.
-        dtype: None for that of the first floating parameter.
+        dtype: None for the dtype of the first floating-point parameter.
 
     Raises:
         ValueError: the shape is no row of positive whole numbers.

@@ -219,7 +219,7 @@ class Classifier(pl.LightningModule):
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
         own = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
         if (trainer := trainer_of(self)) is not None:
-            # those of an earlier fit; Lightning replaces them, too, but says so at each test
+            # from an earlier fit; Lightning would replace them with a message each time
             kinds, kept = {type(c) for c in own}, trainer.callbacks  # type: ignore[attr-defined]
             trainer.callbacks = [c for c in kept if type(c) not in kinds]  # type: ignore[attr-defined]
         return own

@@ -24,12 +24,12 @@ COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's
 class TensorBoard(TensorBoardLogger):
     """Event files that read well in TensorBoard.
 
-    TensorBoard orders groups of charts by their names and opens the first two, so what is neither
-    of training nor of validation is in a group ``watch``, after ``val``: the test, memory,
-    throughput, rates, drift (its largest; that of each step is in ``metrics.csv``).
+    TensorBoard orders groups of charts by name and opens the first two. So all figures but those
+    for training and validation are in a group ``watch``, after ``val``: test, memory, throughput,
+    rates, and the largest drift (``metrics.csv`` has each step's).
 
-    HPARAMS compares what was run by :data:`COMPARED`; Lightning's own logger writes all options of
-    the optimiser there, and a figure ``hp_metric`` of -1.
+    HPARAMS compares runs by :data:`COMPARED`. Lightning's logger writes all options of the
+    optimiser there, and a figure ``hp_metric`` of -1.
 
     Args:
         run_dir: the event files are in its folder ``tensorboard``.

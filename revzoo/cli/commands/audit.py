@@ -1,4 +1,4 @@
-"""``revzoo audit NAME``: what a training step keeps, and where its memory peaks, in each mode.
+"""``revzoo audit NAME``: the memory that a training step keeps, and its peak, in each mode.
 
 Nothing is run or allocated, unless --real asks for it.
 

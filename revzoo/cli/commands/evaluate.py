@@ -3,11 +3,11 @@
   revzoo eval ckpt=RUN_DIR/checkpoints/best.ckpt
 
 ckpt may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file or a
-folder of save_pretrained; these keep no run, so their data must be given.
+folder of save_pretrained. Weights do not name their data, so data= is needed.
 
-The data are those of the run, as its config.yaml says, or others of the same classes
-(data=imagefolder data.root=DIR), normalised with the numbers of the checkpoint. Prints a line for
-each figure. No activation is kept, so the memory mode does not matter.
+The default data is the run's, from its config.yaml. Another set must have the same classes
+(data=imagefolder data.root=DIR); it is normalised with the checkpoint's mean and deviation. Prints
+one line per figure. The memory mode does not matter: no activation is kept.
 
 Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, data, precision, trainer.
 """

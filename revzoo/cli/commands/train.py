@@ -141,7 +141,7 @@ def _resume(args: argparse.Namespace) -> None:
 
 
 def check_changes(overrides: Sequence[str]) -> None:
-    """Refuse to change what a run computes when it is resumed.
+    """Refuse overrides that would change the results of a resumed run.
 
     Raises:
         ConfigError: naming the override.

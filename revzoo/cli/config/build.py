@@ -1,8 +1,7 @@
 """Builds the parts of a run from plain configuration sections.
 
-Classes are chosen from tables: a configuration holds names, and a name that is in no table is
-refused. Hydra's ``instantiate`` would import whatever path a configuration names, which is more
-than a configuration should be able to do.
+Classes come from tables: a configuration holds names, and a name that no table has is refused. We
+do not use Hydra's ``instantiate``: it imports any path that a configuration names.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ PROFILERS: dict[str, type[Any]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-CSV_ALONE = "csv"  # the kind of logger that adds none
+CSV_ALONE = "csv"  # metrics.csv, which every run writes, and no other logger
 PLANNED = ("auto", "budget")  # memory modes that are planned for the run's batch
 METRICS_FILE = "metrics.csv"
-# what the trainer is given by build_trainer, from other sections than its own
+# arguments of the Trainer that build_trainer takes from other sections
 MANAGED_BY_TRAIN = (
     "self",
     "callbacks",
@@ -57,15 +56,15 @@ MANAGED_BY_TRAIN = (
 
 
 def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
-    """The arguments of ``create_model`` for data of so many classes and channels."""
+    """The arguments of ``create_model`` for data with these numbers of classes and channels."""
     fitted = {"num_classes": num_classes, "in_chans": in_chans}
     return {**config["model"], "memory": memory_mode(config), **fitted}
 
 
 def memory_mode(config: Mapping[str, Any]) -> str | None:
-    """The memory mode in which a run's model is made; None for the model's own.
+    """The memory mode in which a run's model is made; None for the model's default.
 
-    That is also where ``auto`` and ``budget`` start from (:mod:`revzoo.cli.run.memory`).
+    ``auto`` and ``budget`` start from the default, too (:mod:`revzoo.cli.run.memory`).
     """
     mode: str | None = config["memory"]["mode"]
     return None if mode in PLANNED else mode
@@ -83,7 +82,7 @@ def data_name(config: Mapping[str, Any]) -> str:
 
 
 def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
-    """The Lightning module for data that are set up, tried on one black image.
+    """The Lightning module for a data module after ``setup``, tried on one black image.
 
     Raises:
         ValueError: from the model, if images of this size do not pass through it.
@@ -94,19 +93,19 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     with torch.no_grad():
         module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
     if config["precision"]["trainer"] == "64-true":
-        module.double()  # now: Lightning restores a checkpoint's weights before it converts them
+        module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
 
 
 def build_loggers(
     config: Mapping[str, Any], *, run_dir: Path, first_step: int | None = None
 ) -> list[Logger]:
-    """The run's loggers: ``metrics.csv``, and the one of the section; an empty list for none.
+    """The run's loggers: ``metrics.csv`` and the section's logger; an empty list for ``none``.
 
     Args:
         config: the checked configuration.
         run_dir: the run's folder.
-        first_step: the step at which a resumed run starts; later log rows are written again.
+        first_step: the step at which a resumed run starts; log rows from there on are replaced.
     """
     options = dict(config["logger"])
     kind = options.pop("kind")
@@ -121,9 +120,9 @@ def build_loggers(
 
 
 def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
-    """What a run is, in a few words, for tables that compare runs.
+    """A short description of a run, for tables that compare runs.
 
-    TensorBoard shows the first five in alphabetical order unless it is asked for more.
+    TensorBoard shows the first five keys in alphabetical order by default.
     """
     data, optim, trainer = config["data"], config["optim"], config["trainer"]
     root = f" {Path(data['root']).name}" if "root" in data else ""
@@ -143,7 +142,7 @@ def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
 
 
 def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
-    """Lightning's profiler of that name, which writes into the run's folder."""
+    """Lightning's profiler by name; it writes into the run's folder."""
     return None if name is None else PROFILERS[name](dirpath=run_dir, filename="profile")
 
 
@@ -154,27 +153,27 @@ def build_trainer(
     stop: GracefulStop | None = None,
     first_step: int | None = None,
 ) -> pl.Trainer:
-    """Lightning's Trainer with the callbacks, the loggers and the precision of the run.
+    """Lightning's Trainer with the run's callbacks, loggers and precision.
 
     Args:
         config: the checked configuration.
         run_dir: the run's folder.
-        stop: what ends the run at a signal, if anything does.
+        stop: the callback that ends the run at a signal; None for none.
         first_step: the step at which a resumed run starts.
 
     Raises:
-        ValueError: from Lightning, for values that exclude each other.
+        ValueError: from Lightning, for options that contradict each other.
     """
     loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
     if not loggers:
-        specs["learning_rate"] = None  # it has nowhere to write to and would refuse to start
+        specs["learning_rate"] = None  # it refuses to start without a logger
     callbacks = build_callbacks(specs, run_dir=run_dir)
     if stop is not None:
         callbacks.append(stop)
     options = dict(config["trainer"])
     if specs.get("finetuning") is not None and in_parallel(options):
-        options["strategy"] = "ddp_find_unused_parameters_true"  # the frozen have no gradient
+        options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
     return pl.Trainer(
         **options,
@@ -191,7 +190,7 @@ def build_trainer(
 
 
 def in_parallel(trainer: Mapping[str, Any]) -> bool:
-    """Whether Lightning will wrap the module in torch's plain ``DistributedDataParallel``."""
+    """Whether Lightning will wrap the module in ``DistributedDataParallel``."""
     devices = trainer.get("devices")
     several = isinstance(devices, int) and devices > 1
     return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)

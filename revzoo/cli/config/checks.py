@@ -55,12 +55,12 @@ MONITORED = {
     f"{split}/{name}": "min" if name == "loss" else "max"
     for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
     for name in names
-}  # what a run logs each epoch, and where its best is
+}  # logged figures -> whether the best is the smallest or the largest
 FITTED = {
-    "memory": "that of memory=MODE",
+    "memory": "the mode of memory=MODE",
     "num_classes": "the number of classes of the data",
-    "in_chans": "that of the data; data.in_chans=N for a folder of images",
-}  # what build.model_spec fills in
+    "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
+}  # arguments that build.model_spec fills in
 LEAST = {
     "max_epochs": 1,
     "max_steps": 1,

@@ -1,4 +1,4 @@
-"""What a run writes on the terminal and into its log: its first lines, its last, their form."""
+"""The first and last lines of a run on the terminal and in its log, and their format."""
 
 from __future__ import annotations
 

@@ -151,7 +151,7 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
 
 
 def versions() -> dict[str, str]:
-    """The versions of what a run's figures depend on."""
+    """Versions of the libraries that a run's figures depend on."""
     return {name: version(name) for name in LIBRARIES}
 
 

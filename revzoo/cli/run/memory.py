@@ -1,7 +1,7 @@
-"""Memory modes that are planned for a run: ``memory=auto`` and ``memory=budget``.
+"""Plans the memory modes of a run: ``memory=auto`` and ``memory=budget``.
 
-A plan is made for the run's batch and precision, from counts alone, so that every process makes the
-same one. It is written into the run's configuration, and a resumed run goes on with it.
+The plan is for the run's batch and precision. It uses counts only, no measured times, so every
+process makes the same plan. The run's configuration keeps it, and a resumed run uses it again.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
 ``optim=onecycle,muon``                one of these; the same as ``choice(onecycle, muon)``
 ``optim.lr=interval(0.01, 1)``         a number from 0.01 to 1
 ``optim.lr=tag(log,interval(0.01,1))`` the same, evenly by orders of magnitude
-``seed=int(interval(0, 9))``           a whole number, both ends included
-``trainer.max_epochs=range(5,30,5)``   5, 10, 15, 20 or 25; as in Python, the end is left out
+``seed=int(interval(0, 9))``           an integer from 0 to 9
+``trainer.max_epochs=range(5,30,5)``   5, 10, 15, 20 or 25, as Python's range
 =====================================  =========================================================
 
-Everything else is an override of every trial.
+All other overrides apply to every trial.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from revzoo.cli.config.errors import ConfigError
 
 @dataclass(frozen=True)
 class Parameter:
-    """One dimension of a space: some texts, or numbers from ``low`` to ``high``, both included.
+    """One dimension of a space: choices, or numbers from ``low`` to ``high``, both included.
 
     Attributes:
         key: as on the command line, with ``+`` where it adds a key.
-        choices: the texts; empty for numbers.
-        low: the smallest number; whole if all are.
+        choices: the values as text; empty for a range of numbers.
+        low: the smallest number; an int if all numbers are ints.
         high: the largest number.
-        step: between two numbers; None for any number in between.
-        log: whether orders of magnitude are equally likely, not numbers.
+        step: distance of neighbouring numbers; None for a continuous range.
+        log: sample the logarithm uniformly.
     """
 
     key: str
@@ -53,15 +53,15 @@ class Parameter:
 
     @property
     def outermost(self) -> tuple[str | float, ...]:
-        """Every text, or the two ends."""
+        """All choices, or the two ends of the range."""
         return self.choices or (self.low, self.high)
 
 
 def parse(overrides: Sequence[str]) -> list[Override]:
-    """Overrides as Hydra reads them.
+    """Parse overrides with Hydra's parser.
 
     Raises:
-        ConfigError: for one that it cannot read.
+        ConfigError: an override is not in Hydra's grammar.
     """
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
@@ -121,10 +121,10 @@ def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
 
 
 def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
-    """Refuse what no trial could run: each text and each end of a range is tried, one at a time.
+    """Check a configuration for each choice and each end of a range, one parameter at a time.
 
     Raises:
-        ValueError: naming the key or the value.
+        ValueError: no trial could run; names the key or the value.
     """
     composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _tried(space)]
     # torch is imported after the keys have been checked
@@ -135,8 +135,8 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
         check_config(config)
         if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
             raise ConfigError(
-                "tuner.then=stop trains nothing, so that trials have no figure to compare: leave "
-                "the tuner out, or give tuner.then=use"
+                "tuner.then=stop trains nothing, so there is no figure to compare: remove the "
+                "tuner, or give tuner.then=use"
             )
 
 

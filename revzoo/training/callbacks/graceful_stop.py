@@ -8,7 +8,7 @@ always ends it at once. Processes that train together stop after the same batch,
 the signal came to.
 
 After :data:`DEADLINE` a watchdog ends the process, whatever blocks it: Python runs its signal
-handlers between two of its own instructions, so a process that waits in a collective operation for
+handlers between two byte-code instructions, so a process that waits in a collective operation for
 one that hangs would never see the signal.
 
 Lightning's own handler ends a run without saving it, and broadcasts from inside the handler.

@@ -348,7 +348,7 @@ def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
 
 
 def _number(pen: ImageDraw.ImageDraw, shares: Tensor, margin: int) -> None:
-    """Frame each cell of ``shares`` (N, N), and write those of half a percent and more into it."""
+    """Frame each cell of ``shares`` (N, N), and write values of half a percent and more into it."""
     for row, values in enumerate((100 * shares).round().int().tolist()):
         for column, value in enumerate(values):
             x, y = margin + column * CELL, margin + row * CELL

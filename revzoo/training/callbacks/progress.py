@@ -2,9 +2,9 @@
 
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
 
-Why not Lightning's bars: they show batches a second, the time left of an epoch, and every logged
-figure with its path, in 120 columns or more; and they draw into a log file, too. tqdm draws this
-one. Figures are means over the epoch so far, in the first process; the time is that of the whole
+Why not Lightning's bars: they show batches a second, the time left of the epoch and every logged
+figure with its path, need 120 columns or more, and draw into log files too. tqdm draws this one.
+Figures are means over the epoch so far, from the first process. The time left is for the whole
 run, validation included.
 """
 

@@ -90,10 +90,10 @@ def check_contents(
 
 
 def unlike(expected: Any, found: Any, key: str) -> Iterator[str]:
-    """Where ``found`` lacks what ``expected`` has, or has something of another kind or shape.
+    """Yield each place where ``found`` lacks a key, or has another type or shape than ``expected``.
 
-    Values may differ, and ``found`` may have more keys, and lack those of :data:`LATER`; None
-    stands for anything.
+    Values may differ, and ``found`` may have more keys. It may lack the keys of :data:`LATER`. None
+    in ``expected`` matches anything.
     """
     kind = type(expected)
     if expected is None:
@@ -163,7 +163,7 @@ def _wrong_optimizer(
             yield f"{key}['param_groups'][{index}] numbers other parameters than the model's"
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
-    # frozen parameters have none, nor have those of which each step was left out by the scaler
+    # frozen parameters have none, nor have parameters whose every step the scaler skipped
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
     if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:
         kept = {i: buffer for i, buffer in buffers.items() if i in found["state"] or not partial}

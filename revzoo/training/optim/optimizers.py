@@ -48,7 +48,7 @@ class OptimSpec:
             a step) and of the weights that it makes orthogonal alone.
         decay_all: also of norms and biases, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
-        layer_decay: in (0, 1]; rates of the last stage are multiplied by it once, those of the
+        layer_decay: in (0, 1]; multiplies the rates of the last stage once, of the
             stage before it twice, and so on to the stem.
         schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
     """

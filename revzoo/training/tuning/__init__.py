@@ -1,1 +1,1 @@
-"""Searches before a run: learning rate, batch size, and the memory they may use."""
+"""Searches before a run: learning rate and batch size, within a limit of memory."""

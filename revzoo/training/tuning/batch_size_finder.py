@@ -1,27 +1,26 @@
 """The largest batch that fits into memory, by Lightning's ``BatchSizeFinder`` on a copy.
 
-Lightning tries larger and larger batches until memory runs out. On a GPU that is an error, which
-says where to stop. On the CPU nothing is raised: the system would start to swap, or end the process
-or another one. So there the search has an end before it begins:
+Lightning tries larger and larger batches until memory runs out. On a GPU an error says when to
+stop. On the CPU there is no error: the system swaps, or kills a process. So there we compute an
+upper end first:
 
-1. A first trial, of two images, loads what is loaded on first use. The activations of one image
-   are counted in each memory mode (:func:`bytes_per_image`); with gradients, momentum and the
-   optimiser's own copies that gives the largest batch for the memory that is free, or allowed.
-2. Lightning's finder goes from an eighth of that batch up to it, no further, and trains each size
-   on its way for real. Before each, the growth of the process in the last one is extrapolated,
-   and after each it is measured; beyond the limit the error of torch's allocator is raised, which
-   Lightning knows.
-3. The size found is trained for two steps once more, as the finder returns its upper end untried,
-   and is lowered until the process stays within the limit.
+1. A trial with two images triggers all lazy loading. We count the activations of one image in each
+   memory mode (:func:`bytes_per_image`). Together with gradients, momentum and the optimiser's
+   copies this gives the largest batch for the free (or allowed) memory.
+2. Lightning's finder trains batches from an eighth of that size up to it. Before each one we
+   extrapolate the growth of the process, after each one we measure it. Beyond the limit we raise
+   the error of torch's allocator, which Lightning handles.
+3. The finder returns its upper end untried, so we train the result for two more steps and lower it
+   until the process stays within the limit.
 
-Between two trials the process gives back what glibc's heap only keeps: 64 images of revnet38 in
-``invert`` started 72 MB up after smaller ones, and 6 MB up so. What the heap loses to gaps within
-a trial counts, as the run that follows loses it too: the same 64 images took 169 MB, of which 38
-are activations (58 MB where ``MALLOC_MMAP_THRESHOLD_=65536`` leaves no gaps, at twice the time
-of a step; 32x32 pixels, glibc 2.36).
+Between trials we return the free pages of glibc's heap to the system: without this, 64 images of
+revnet38 in ``invert`` started with 72 MB of leftovers, with it 6 MB. Gaps in the heap within a
+trial count, since the run has them too: the same 64 images took 169 MB, of which 38 are activations
+(58 MB with ``MALLOC_MMAP_THRESHOLD_=65536``, which leaves no gaps but doubles the time of a step;
+32x32 pixels, glibc 2.36).
 
-Known limits: what other processes take in the meantime is not foreseen; gaps of the heap differ
-from one trial to the next, which makes small limits (some 100 MiB) err to the safe side.
+Known limits: memory that other processes take in the meantime; gaps of the heap differ from trial
+to trial, so small limits (some 100 MiB) give batches that are too small.
 """
 
 from __future__ import annotations
@@ -48,12 +47,12 @@ from revzoo.training.tuning.trial import Trial, data_copy, random_states_kept, t
 
 log = logging.getLogger(__name__)
 
-SHARE = 0.8  # of the free memory; the rest is for kernels' workspaces and the allocator's gaps
-STEPS = 2  # a trial's: gradients and momentum exist in the second
+SHARE = 0.8  # of the free memory; kernels' workspaces and gaps of the heap need the rest
+STEPS = 2  # of a trial: gradients and momentum exist from the second on
 SMALLEST = 2
-FIRST = 8  # the search begins at this part of the largest batch that may fit
-SUCCESSES = 6  # at most, on the CPU: a search to the last image is not worth its time
-FIXED_COPIES = 3  # of the parameters: gradients, momentum, what the optimiser makes for a step
+FIRST = 8  # the search starts at the largest batch that may fit, divided by this
+SUCCESSES = 6  # at most, on the CPU: finding the last image is not worth the time
+FIXED_COPIES = 3  # of the parameters: gradients, momentum, temporaries of the optimiser
 FILE = "batch_size_finder.json"
 
 
@@ -64,9 +63,9 @@ class BatchSize:
     Attributes:
         batch_size: images per step.
         limited_by: ``memory``, ``max_size`` or ``training images``.
-        room: bytes that a step could take; None on a GPU without ``max_bytes``.
-        taken: bytes by which the process grew in the trials (on a GPU: the peak of its tensors);
-            None where the system does not say, or it did not grow.
+        room: bytes available to a step; None on a GPU without ``max_bytes``.
+        taken: growth of the process in the trials, in bytes (on a GPU: peak of its tensors); None
+            if unknown or if it did not grow.
         per_image: bytes of activations of each image in each memory mode, counted in float32.
         largest: images that fit into ``room`` in each memory mode, by that count.
     """
@@ -85,7 +84,7 @@ class BatchSize:
 
 
 class NoRoomError(ValueError):
-    """There is no memory for even a small batch, or no telling how much there is."""
+    """Not even a small batch fits, or the free memory is unknown."""
 
 
 def find_batch_size(
@@ -96,22 +95,22 @@ def find_batch_size(
     max_size: int = 8192,
     trainer: Mapping[str, Any] | None = None,
 ) -> BatchSize:
-    """Search for the largest batch of training; nothing that is given is changed.
+    """Search for the largest batch that can be trained. Changes none of its arguments.
 
     Args:
-        module: a copy is trained.
-        data: set up.
-        max_bytes: memory that the process (on a GPU: its tensors) may take in all; None for four
-            fifths of what is free on the CPU, and all of a GPU.
-        max_size: images.
+        module: we train a copy of it.
+        data: a data module after ``setup``.
+        max_bytes: limit for the whole process (on a GPU: for its tensors); None for four fifths of
+            the free memory on the CPU, and all of it on a GPU.
+        max_size: largest batch to try, in images.
         trainer: options of the run's trainer, such as its precision.
 
     Raises:
-        NoRoomError: not even two images fit, or the system does not say what is free.
+        NoRoomError: not even two images fit, or the system does not report free memory.
     """
     options = {"accelerator": "auto", **(trainer or {})}
     search = _Search(module, data, options, max_bytes=max_bytes)
-    with random_states_kept():  # models are built to be counted
+    with random_states_kept():  # counting builds models, which draws weights
         per_image = counted(module, data, options) if search.device.type == "cpu" else {}
     largest = {name: search.images_in_room(each) for name, each in per_image.items()}
     bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
@@ -128,7 +127,7 @@ def find_batch_size(
 
 
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:
-    """Bytes that a step may take beyond what is taken now; None for what the device can give."""
+    """Bytes that a step may take on top of present use; None for no limit but the device's."""
     if device.type != "cpu":
         return None if max_bytes is None else int(max_bytes)
     resident, free = resident_bytes(), free_bytes(device)
@@ -136,16 +135,16 @@ def room_on(device: torch.device, max_bytes: float | None) -> int | None:
         return max(0, int(max_bytes) - resident)
     if free is None or resident is None:
         raise NoRoomError(
-            "this system does not say how much memory is free, and does not raise an error when "
-            "there is none: on the CPU, batch sizes are searched on Linux alone"
+            "this system does not report free memory and raises no error when it runs out: on the "
+            "CPU, the search for a batch size needs Linux"
         )
     return int(SHARE * free)
 
 
 def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> dict[str, float]:
-    """Bytes of activations of each image, in each memory mode that the model has.
+    """Bytes of activations of one image, in each memory mode that the model has.
 
-    Counted in float32, which is the most that autocast to a narrower type takes.
+    Counted in float32: autocast to a narrower dtype takes no more.
     """
     wide = 2 if options.get("precision") == "64-true" else 1
     found = {}
@@ -185,12 +184,12 @@ class _Search:
         self._fixed = FIXED_COPIES * sum(p.nbytes for p in module.parameters())
 
     def images_in_room(self, per_image: float) -> int:
-        """How many images fit, by the count of one."""
+        """Number of images that fit, if each takes ``per_image`` bytes."""
         assert self.room is not None
         return int(max(0, self.room - self._fixed) // per_image)
 
     def run(self, largest: int) -> int:
-        """The largest batch up to ``largest`` that could be trained."""
+        """The largest batch up to ``largest`` that trains within the limit."""
         size = max(SMALLEST, largest // FIRST)
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             data = self._data(size)
@@ -210,29 +209,29 @@ class _Search:
         return found
 
     def taken(self) -> int | None:
-        """Bytes by which the process has grown at its peak; see :class:`BatchSize`."""
+        """Growth of the process at its peak, in bytes; see :class:`BatchSize`."""
         peak = peak_bytes(self.device)
         if peak is None or self.device.type == "cuda":
             return peak
         return max(0, peak - self._before) if self._measures else None
 
     def begin(self, batch_size: int) -> None:
-        """Before a batch is trained: extrapolate what the last one took.
+        """Before a trial: extrapolate from the last one.
 
         Raises:
-            RuntimeError: as of torch's allocator, if that is beyond the room.
+            RuntimeError: as torch's allocator raises it, if the estimate exceeds the room.
         """
         if self._tried and batch_size > self._tried:
-            # never too low: activations grow as the batch does, the rest not at all
+            # an upper bound: activations grow with the batch, the rest does not
             self._refuse(batch_size, (self.taken() or 0) * batch_size / self._tried)
         give_back()
         self._tried, self._measures = batch_size, reset_peak()
 
     def end(self) -> None:
-        """After it was trained: look at what it took.
+        """After a trial: measure it.
 
         Raises:
-            RuntimeError: as above.
+            RuntimeError: as :meth:`begin`.
         """
         self._refuse(self._tried, self.taken() or 0)
 
@@ -244,7 +243,7 @@ class _Search:
             )
 
     def _trains(self, size: int) -> bool:
-        """Whether a batch can be trained within the room; tried with a separate copy."""
+        """Whether a batch trains within the room; tries it on a copy."""
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             try:
                 runner.fit(_Guarded(self.module, self), datamodule=self._data(size))
@@ -261,7 +260,7 @@ class _Search:
 
     @contextmanager
     def _limited(self) -> Iterator[None]:
-        """On a GPU, let torch's allocator refuse what is beyond the room."""
+        """On a GPU, make torch's allocator raise beyond the room."""
         if self.device.type != "cuda" or self.room is None:
             yield
             return
@@ -274,7 +273,7 @@ class _Search:
 
 
 class _Guarded(Trial):
-    """A trial that asks the search before and after each batch size."""
+    """A trial that calls the search before and after each batch size."""
 
     def __init__(self, original: Classifier, search: _Search) -> None:
         super().__init__(original)

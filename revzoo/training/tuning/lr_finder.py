@@ -1,18 +1,17 @@
-"""The learning-rate range test: train some steps while the rate rises; where does the loss fall?
+"""The learning-rate range test: train while the rate rises, and see where the loss falls fastest.
 
 Leslie Smith 2017, arXiv 1506.01186, section 3.3. The sweep works as Lightning's ``Tuner``, on a
-copy of the module (see :mod:`revzoo.training.tuning.trial`). Added to it:
+copy of the module (see :mod:`revzoo.training.tuning.trial`). It differs in four points:
 
-1. Lightning gives every group of parameters the same rate. Here each has the one that it would
-   have with ``optim.lr`` at the sweep's rate: with ``layer_decay`` its own share of it, with Muon
-   ``sgd_lr`` where that applies.
-2. The sweep also ends where a loss is not finite, or where activations cannot be recomputed any
-   more (``DriftError``, ``RangeError``): the run has diverged.
-3. Lightning's running mean of the losses starts at half of the first one, as its correction counts
-   one step too many; here it starts at the first one.
-4. The rate suggested is that at which the loss falls fastest by the *logarithm* of the rate, as the
-   sweep is exponential. By the rate itself, Lightning's choice, the smallest rates win by noise:
-   1e-4 on the digits, where this gives 0.10 (and the recipe has 0.2 as its peak).
+1. Lightning gives every group of parameters the same rate. Here each group gets the rate that it
+   would have if ``optim.lr`` were the sweep's rate, with ``layer_decay`` and Muon's ``sgd_lr``.
+2. The sweep also ends when the loss is not finite or activations cannot be recomputed
+   (``DriftError``, ``RangeError``): the run has diverged.
+3. Lightning's running mean of the losses starts at half of the first loss, because its bias
+   correction counts one step too many. Here it starts at the first loss.
+4. We suggest the rate at which the loss falls fastest per *logarithm* of the rate, since the sweep
+   is exponential. Lightning uses the slope per rate, where noise makes the smallest rates win: 1e-4
+   on the digits, where this gives 0.10 (the recipe's peak is 0.2).
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from revzoo.training.tuning.trial import Trial, data_copy, trial_trainer
 log = logging.getLogger(__name__)
 
 BETA = 0.98  # of Lightning's running mean
-SKIPPED = 10  # steps at the start that say little, as in Lightning's suggestion
+SKIPPED = 10  # first steps, which are noisy; as in Lightning's suggestion
 LEAST_STEPS = SKIPPED + 5
 CURVE_FILE, PICTURE_FILE = "lr_finder.csv", "lr_finder.png"
 
@@ -51,8 +50,8 @@ class LRCurve:
     """The result of a sweep.
 
     Attributes:
-        rates: of each step, rising.
-        losses: the running mean of the training loss at each of them.
+        rates: the rate of each step, rising.
+        losses: the running mean of the training loss at each step.
     """
 
     rates: tuple[float, ...]
@@ -60,7 +59,7 @@ class LRCurve:
 
     @property
     def suggestion(self) -> float | None:
-        """The rate at which the loss falls fastest; None where it does not fall."""
+        """The rate at which the loss falls fastest; None if it never falls."""
         rates, losses = self.rates[SKIPPED:-1], self.losses[SKIPPED:-1]
         if len(rates) < 2:
             return None
@@ -99,18 +98,18 @@ def find_lr(
     steps: int = 100,
     trainer: Mapping[str, Any] | None = None,
 ) -> LRCurve:
-    """Sweep ``optim.lr`` from ``min_lr`` to ``max_lr``; nothing that is given is changed.
+    """Sweep ``optim.lr`` from ``min_lr`` to ``max_lr``. Changes none of its arguments.
 
     Args:
-        module: with its recipe; a copy is trained.
-        data: set up.
+        module: with its recipe; we train a copy.
+        data: a data module after ``setup``.
         min_lr: rate of the first step.
         max_lr: rate of the last step; the sweep may end before.
         steps: optimiser steps, at least 15.
         trainer: options of the run's trainer, such as its precision.
 
     Raises:
-        ValueError: an argument is out of range, or no parameter that is trained follows the rate.
+        ValueError: an argument is out of range, or no trained parameter follows ``optim.lr``.
     """
     check_sweep(min_lr=min_lr, max_lr=max_lr, steps=steps)
     _check_moves(module, min_lr, max_lr)
@@ -129,11 +128,7 @@ def find_lr(
 
 
 def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> None:
-    """Refuse a sweep that cannot be made.
-
-    Raises:
-        ValueError: with what is expected.
-    """
+    """Raise a ValueError for a range or a number of steps that makes no sweep."""
     check_number("min_lr", min_lr, open_low=True, open_high=True)
     check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
     if not isinstance(steps, int) or steps < LEAST_STEPS:
@@ -141,19 +136,19 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
 
 
 def _check_moves(module: Classifier, *rates: float) -> None:
-    """Refuse a module whose parameters have the same rates, whatever ``optim.lr`` is."""
+    """Raise a ValueError if ``optim.lr`` changes the rate of no parameter."""
     spec = module.optim
     if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
         raise ValueError(
-            f"optim.lr is the rate of no parameter that is trained: with optim.name={spec.name} "
-            f"and what is frozen, all have optim.sgd_lr={spec.sgd_lr}. Choose that by hand, search "
-            "with SGD (optim=onecycle), or train more from the start on "
+            f"optim.lr is the rate of no trained parameter: with optim.name={spec.name} and the "
+            f"frozen layers, all have optim.sgd_lr={spec.sgd_lr}. Choose optim.sgd_lr by hand, "
+            "search with SGD (optim=onecycle), or unfreeze more at the start "
             "(callbacks.finetuning.unfreeze=[0])"
         )
 
 
 def _curve(rates: list[float], means: list[float]) -> LRCurve:
-    """The sweep as far as losses are finite, the running means put right (3)."""
+    """The sweep up to the last finite loss, with corrected running means (point 3)."""
     losses = [mean * (1 - BETA ** (n + 1)) / (1 - BETA**n) for n, mean in enumerate(means, start=1)]
     finite = [math.isfinite(loss) for loss in losses]
     count = finite.index(False) if False in finite else len(losses)
@@ -161,15 +156,15 @@ def _curve(rates: list[float], means: list[float]) -> LRCurve:
 
 
 class _Sweep(Trial):
-    """A classifier whose groups of parameters follow the sweep, each in its own way."""
+    """A classifier whose groups of parameters follow the sweep with their own rates."""
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        # Lightning's bar would be drawn into log files
+        # Lightning would draw its bar into log files
         self.trainer.callbacks[0].progress_bar_refresh_rate = 0  # type: ignore[attr-defined]
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass, or the end of the sweep if there is none."""
+        """Run the backward pass; end the sweep if it fails or the loss is not finite."""
         reason = None
         if not torch.isfinite(loss.detach()):
             reason = "the loss is not finite"

@@ -1,8 +1,7 @@
-"""The memory left for this process, by every limit of the system, or on a GPU.
+"""Free memory for this process, under every limit of the system, or on a GPU.
 
-A process of Linux is limited by what the machine has free, by its control group (a container's
-limit, or a batch job's) and by ``ulimit -v``. Beyond the first two nothing is raised: the kernel
-ends the process.
+On Linux the limits are the machine's free memory, the control group (of a container or a batch job)
+and ``ulimit -v``. Beyond the first two there is no error: the kernel kills the process.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ CGROUPS = Path("/sys/fs/cgroup")
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Bytes that can still be taken on ``device``; None where the system does not say."""
+    """Free bytes on ``device``; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
     limits = (_of_machine(), _of_control_groups(), _of_address_space())
@@ -28,24 +27,24 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def resident_bytes(proc: Path = PROC) -> int | None:
-    """What this process holds of the machine's memory, in bytes; None where nothing says so."""
+    """Resident memory of this process in bytes; None if the system does not report it."""
     return _field(proc / "self/status", "VmRSS")
 
 
 def reset_peak(proc: Path = PROC) -> bool:
-    """Let the peak of this process's memory begin anew; whether the system can do so."""
+    """Reset the peak of this process's memory. Returns whether the system could."""
     try:
-        (proc / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present use
+        (proc / "self/clear_refs").write_text("5")  # proc(5): resets VmHWM to present use
     except OSError:
         return False
     return True
 
 
 def give_back() -> None:
-    """Collect garbage, and let glibc return the free pages of its heap to the system.
+    """Collect garbage, and make glibc return the free pages of its heap to the system.
 
-    The heap keeps the pages of freed tensors: hundreds of MB after a trial, which would count for
-    the next one (malloc_trim(3)). Other C libraries have no such function.
+    The heap keeps the pages of freed tensors, hundreds of MB after a trial, and they would count in
+    the next trial (malloc_trim(3)). Other C libraries have no such function.
     """
     gc.collect()  # a trainer and its module refer to each other
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
@@ -72,13 +71,13 @@ def _of_group(folder: Path) -> int | None:
     limit, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
     if not limit or not used or limit[0] == "max":
         return None
-    # pages of files that the kernel drops before it ends anything
+    # cached file pages, which the kernel drops before it kills a process
     cached = _field(folder / "memory.stat", "inactive_file", unit=1) or 0
     return int(limit[0]) - int(used[0]) + cached
 
 
 def _of_address_space(proc: Path = PROC) -> int | None:
-    """What ``ulimit -v`` leaves; None without such a limit, or where there is no such thing."""
+    """Free bytes under ``ulimit -v``; None without such a limit."""
     try:
         import resource
     except ImportError:  # not on Windows
@@ -89,7 +88,7 @@ def _of_address_space(proc: Path = PROC) -> int | None:
 
 
 def _field(path: Path, name: str, *, unit: int = 1024) -> int | None:
-    """The number behind ``name`` in bytes; the kernel prints KiB in ``/proc``."""
+    """The value of field ``name`` in bytes; ``/proc`` prints KiB."""
     for line in _lines(path):
         words = line.replace(":", " ").split()
         if words[:1] == [name]:

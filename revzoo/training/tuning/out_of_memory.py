@@ -1,8 +1,8 @@
 """An out-of-memory error lists the memory used and what each memory mode would need.
 
-The needs are counted: one training step of the same model on few images, on the CPU, adding up the
-tensors that are alive at the same time. An evaluation keeps no activations in any mode, so only the
-number of images helps there.
+We count the needs in one training step of the same model with few images on the CPU: the peak of
+all tensors alive at the same time. An evaluation keeps no activations in any mode, so there only a
+smaller batch helps.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.tuning.memory_limit import free_bytes, give_back
 
-FEW = (2, 3)  # images of the counted steps: normalisation over one value is refused
-LESS = 0.95  # of what another mode needs: a smaller difference is none
+FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
+LESS = 0.95  # a mode needs less than another if it needs at most this share
 GIB = 2**30
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error means that memory has run out, on a device or on the host."""
+    """Whether memory has run out, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     # torch has no such type for the host
@@ -40,7 +40,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class NoMemoryError(Exception):
-    """Memory ran out; the message says which change needs less."""
+    """Memory ran out; the message says what to change."""
 
 
 @contextmanager
@@ -51,17 +51,17 @@ def memory_errors(
     *,
     eval_option: str = "data.eval_batch_size",
 ) -> Iterator[None]:
-    """Turn an error for lack of memory into :class:`NoMemoryError`, by what the trainer was doing.
+    """Turn an out-of-memory error into :class:`NoMemoryError` with advice for the trainer's stage.
 
-    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes.
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes unchanged.
 
     Args:
-        trainer: what is run inside.
-        module: what it trains or evaluates.
-        data: what on.
-        eval_option: the option that sets ``data.eval_batch_size``.
+        trainer: runs inside the context.
+        module: the module that it trains or evaluates.
+        data: the data module.
+        eval_option: the option that sets ``data.eval_batch_size``, for the message.
     """
-    stages: list[RunningStage | None] = []  # the trainer forgets it before the error gets here
+    stages: list[RunningStage | None] = []  # the trainer resets it before the error arrives
     note = LambdaCallback(on_exception=lambda *_: stages.append(trainer.state.stage))
     trainer.callbacks.append(note)  # type: ignore[attr-defined]
     try:
@@ -82,7 +82,7 @@ def memory_errors(
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Free what failed: the error holds its frames, and they the activations of the step."""
+    """Free the failed step: the error holds its frames, and the frames hold its activations."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -93,18 +93,18 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def memory_of(module: Classifier) -> str:
-    """The memory mode that a module is trained in; on the CPU, ``offload`` takes as ``store``."""
+    """The memory mode of a module; ``store`` for ``offload``, which is equal on the CPU."""
     mode = dict(module.hparams["model"]).get("memory") or module.model.default_memory or "store"
     return "store" if mode == "offload" else str(mode)
 
 
 def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
-    """The peak of memory, what each memory mode needs for the activations, and what to change.
+    """The peak of memory, the activations of each memory mode, and what to change.
 
     Args:
-        module: that has been trained; its failed step is gone.
-        data: what on.
-        device: where.
+        module: the trained module, after its failed step was freed.
+        data: its data module.
+        device: where it was trained.
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
     mode = spec.get("memory") or memory_of(module)
@@ -112,7 +112,7 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     if device.type == "cpu":
         mode = memory_of(module)
     needs: dict[str, float] = {}
-    # the model itself may be at fault, or there is too little left to count in
+    # the model may be broken, or too little memory is left to count
     with suppress(Exception):
         counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
         needs = {m: count * batch_size for m, count in counts.items() if count is not None}

@@ -1,7 +1,7 @@
 """Trials: short trainings of copies, which leave the run unchanged.
 
-Lightning's tuner saves the state of its trainer and restores most of it; here it gets a trainer, a
-module and a data module that are thrown away.
+Lightning's tuner saves the state of its trainer and restores most of it. We give it a temporary
+trainer, module and data module instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from revzoo.training.optim.optimizers import build_optimizer
 
 Data = TypeVar("Data", bound=pl.LightningDataModule)
 
-# options of a run's trainer that change a step, or the device it runs on
+# options of a run's trainer that affect a step or its device
 KEPT = (
     "accelerator",
     "precision",
@@ -51,7 +51,7 @@ class Trial(Classifier):
 
     def on_train_batch_end(self, *args: Any) -> None:
         if (stop := GracefulStop.listens) is not None:
-            stop.on_validation_batch_end(self.trainer, self)  # nothing to save: ends at once
+            stop.on_validation_batch_end(self.trainer, self)  # ends at once: a trial saves nothing
 
     def on_train_end(self) -> None:
         if (stop := GracefulStop.listens) is not None:
@@ -73,12 +73,12 @@ def random_states_kept() -> Iterator[None]:
 
 @contextmanager
 def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.Trainer]:
-    """A trainer on one device that validates, logs and keeps nothing.
+    """A trainer on one device that does not validate, log or write checkpoints.
 
-    Random states come back after.
+    Restores the random states afterwards.
 
     Args:
-        options: of the run's trainer; those in :data:`KEPT` count.
+        options: of the run's trainer; only those named in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
     with (

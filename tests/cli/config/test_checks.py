@@ -87,7 +87,7 @@ def test_pretrained_weights_must_be_known(
         (["trainer.gradient_clip_val=abc"], "gradient_clip_val='abc': expected a number"),
         (["trainer.profiler={_target_: os.system}"], "trainer.profiler=.*: expected one of simple"),
         (["model.name=[a]"], r"model\.name=\['a'\]: expected the name"),
-        (["+model.memory=store"], "that of memory=MODE"),
+        (["+model.memory=store"], "the mode of memory=MODE"),
         (["+model.num_classes=7"], "the number of classes of the data"),
         (["+model.in_chans=3"], "data.in_chans=N"),
         (["logger.kind=tensorbord"], "did you mean 'tensorboard'"),
