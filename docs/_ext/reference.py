@@ -35,6 +35,11 @@ commands
 configuration
 {FENCE}
 """
+API = """# API
+
+Every name below is an attribute of `revzoo`. The examples assume `import torch, revzoo` and
+`from torch import nn`.
+"""
 ROOT = Path(__file__).parents[2]
 CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
 
@@ -58,7 +63,7 @@ def write(folder: Path) -> None:
 def api() -> str:
     """A section for each public name, from its docstring."""
     module = import_module("revzoo.api")
-    lines = ["# API", "", "Every name below is an attribute of `revzoo`.", ""]
+    lines = [API]
     for name in module.__all__:
         kind = "autoclass" if isinstance(getattr(module, name), type) else "autofunction"
         value = getattr(module, name)

@@ -118,10 +118,12 @@ class AdditiveCoupling(_Coupling):
         implementation_bwd: without effect.
         split_dim: where ``x`` is split.
 
-    Example::
-
-        coupling = AdditiveCoupling(nn.Conv2d(5, 5, 3, padding=1))
-        x_again = coupling.inverse(coupling(torch.rand(2, 10, 8, 8)))
+    Example:
+        >>> from revzoo.compat import memcnn
+        >>> coupling = memcnn.AdditiveCoupling(nn.Conv2d(5, 5, 3, padding=1)).eval()
+        >>> x = torch.rand(2, 10, 8, 8)
+        >>> torch.allclose(coupling.inverse(coupling(x)), x, atol=1e-5)
+        True
     """
 
     def __init__(

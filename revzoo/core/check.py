@@ -85,9 +85,12 @@ def check_inverse(
         ValueError: an inverse returns another number of streams, or shapes, than its step took.
         NotInvertibleError: the module, or a step of it, has no inverse.
 
-    Example::
-
-        print(check_inverse(seq, torch.randn(8, 32, 32, 32)))
+    Example:
+        >>> double = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Identity())])
+        >>> print(revzoo.check_inverse(double, torch.ones(1, 4), dtypes=[torch.float32]))
+        dtype     step                                        absolute    relative
+        float32   whole                                       0.00e+00    0.00e+00
+        float32   0 AdditiveCoupling                          0.00e+00    0.00e+00
     """
     if not getattr(module, "invertible", False):
         raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
@@ -128,9 +131,12 @@ def is_invertible(
     Raises:
         Exception: what the forward pass raises, if it does.
 
-    Example::
-
-        assert revzoo.is_invertible(seq, torch.randn(8, 32, 32, 32))
+    Example:
+        >>> block = revzoo.ReversibleBlock(nn.Conv2d(2, 2, 1))
+        >>> revzoo.is_invertible(block, torch.randn(8, 4, 6, 6))
+        True
+        >>> revzoo.is_invertible(nn.ReLU(), torch.randn(8, 4, 6, 6))
+        False
     """
     if not isinstance(module, Invertible) or not module.invertible:
         return False

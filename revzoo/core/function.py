@@ -33,9 +33,12 @@ def invertible_checkpoint(
     Raises:
         ValueError: no positional argument is a tensor.
 
-    Example::
-
-        y = invertible_checkpoint(lambda x, k: x * k, lambda y, k: y / k, x, 3.0)
+    Example:
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> y = revzoo.invertible_checkpoint(lambda x, k: x * k, lambda y, k: y / k, x, 3.0)
+        >>> y.sum().backward()
+        >>> x.grad
+        tensor([3., 3.])
     """
     state = tuple(a for a in args if isinstance(a, Tensor))
     if not state:

@@ -67,6 +67,15 @@ class Step(nn.Module):
 
     Keyword arguments given to a sequence reach ``forward``, and ``inverse``, of each of its steps.
     A step that is not :class:`Invertible` is recomputed where the memory mode is ``invert``.
+
+    Example:
+        >>> class Halve(revzoo.Step):
+        ...     streams = 1
+        ...
+        ...     def forward(self, x):
+        ...         return nn.functional.avg_pool2d(x, 2)
+        >>> Halve()(torch.zeros(1, 3, 8, 8)).shape
+        torch.Size([1, 3, 4, 4])
     """
 
     streams: int = 2
@@ -166,14 +175,15 @@ class Invertible(Step):
     ``forward`` must be a function of its inputs, the module's parameters and buffers and torch's
     random state alone, so that a replay gives the same value.
 
-    Example::
-
-        class Swap(Invertible):
-            def forward(self, x1, x2):
-                return x2, x1
-
-            def inverse(self, y1, y2):
-                return y2, y1
+    Example:
+        >>> class Swap(revzoo.Invertible):
+        ...     def forward(self, x1, x2):
+        ...         return x2, x1
+        ...
+        ...     def inverse(self, y1, y2):
+        ...         return y2, y1
+        >>> revzoo.ReversibleSequence([Swap()])(torch.arange(4.0)[None])
+        tensor([[2., 3., 0., 1.]])
     """
 
     inverse: Callable[..., Any] = _no_inverse

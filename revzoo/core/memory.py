@@ -26,10 +26,12 @@ def memory(module: nn.Module, mode: Any, **options: Any) -> Iterator[None]:
     Raises:
         ValueError: as :func:`~revzoo.set_memory`; then nothing has changed.
 
-    Example::
-
-        with revzoo.memory(model, "store"):
-            hessian_vector_product(model, x)
+    Example:
+        >>> net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
+        >>> with revzoo.memory(net, "store"):
+        ...     net(torch.randn(2, 8)).sum().backward()
+        >>> [step.memory for step in net[0].steps]
+        ['exact', 'exact']
     """
     steps = [m for m in module.modules() if isinstance(m, Step)]
     # In the instances, not as attributes: a step may read another mode than was set.

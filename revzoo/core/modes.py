@@ -181,6 +181,12 @@ def set_memory(
     Raises:
         ValueError: unknown mode, path or grid; no step in ``module``; ``invert`` where nothing has
             an inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
+
+    Example:
+        >>> model = revzoo.create_model("revnet38")
+        >>> revzoo.set_memory(model, "invert")
+        >>> revzoo.set_memory(model.stages[2], "recompute")
+        >>> revzoo.set_memory(model, {"stages.0": "exact", "stages.1": "store"})
     """
     plan = {"": mode} if isinstance(mode, str) else dict(mode)
     chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]

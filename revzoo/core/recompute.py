@@ -77,9 +77,11 @@ def checkpoint(
         ReplayMismatchError: in the backward pass, if ``fn`` did not repeat itself.
         DriftError: after it, if values differ.
 
-    Example::
-
-        y = revzoo.checkpoint(block, x, mask=mask)
+    Example:
+        >>> block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        >>> revzoo.checkpoint(block, torch.randn(4, 8)).sum().backward()
+        >>> block[1].num_batches_tracked  # torch.utils.checkpoint counts 2
+        tensor(1)
     """
     if determinism_check not in ("default", "none"):
         raise ValueError(f"determinism_check={determinism_check!r}: expected 'default' or 'none'")

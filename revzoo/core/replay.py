@@ -86,11 +86,17 @@ _NORMS = frozenset((*_BATCH_NORMS, *_INSTANCE_NORMS, batchnorm.SyncBatchNorm))
 def is_replaying() -> bool:
     """Whether the calling code runs inside a replay, i.e. for the second time on the same values.
 
-    For forward hooks and modules with side effects (logging, counting)::
+    For forward hooks and modules with side effects (logging, counting).
 
-        def hook(module, inputs, output):
-            if not revzoo.is_replaying():
-                log(output)
+    Example:
+        >>> def log(module, inputs, output):
+        ...     print("replay" if revzoo.is_replaying() else "forward")
+        >>> block = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+        >>> handle = block[0].register_forward_hook(log)
+        >>> y = revzoo.checkpoint(block, torch.randn(2, 4))
+        forward
+        >>> y.sum().backward()
+        replay
     """
     return getattr(_thread, "depth", 0) > 0
 

@@ -61,13 +61,14 @@ class ImageData(pl.LightningDataModule, ABC):
     The loaders give bytes. ``on_after_batch_transfer`` (called by Lightning) or ``transform`` (in
     your own loop) turns them into normalised float32.
 
-    Example::
-
-        data = Digits(batch_size=32)
-        data.prepare_data()
-        data.setup("fit")
-        for images, labels in data.train_dataloader():
-            logits = model(data.transform(images, training=True))
+    Example:
+        >>> from revzoo.data import Digits
+        >>> data = Digits(batch_size=32)
+        >>> data.prepare_data()
+        >>> data.setup("fit")
+        >>> images, labels = next(iter(data.train_dataloader()))
+        >>> data.transform(images, training=True).shape
+        torch.Size([32, 1, 8, 8])
 
     Args:
         batch_size: training images per step and process; an incomplete last batch is dropped.

@@ -24,12 +24,12 @@ def register_data(name: str, kind: type[ImageData]) -> None:
         ValueError: the name is taken.
         TypeError: ``kind`` is no such class.
 
-    Example::
-
-        class Flowers(revzoo.data.ImageFolder):
-            pixel_max = 255
-
-        revzoo.register_data("flowers", Flowers)  # then: data._target_=flowers data.root=...
+    Example:
+        >>> from revzoo.data import ImageFolder
+        >>> class Flowers(ImageFolder):
+        ...     def __init__(self, root: str, **options):
+        ...         super().__init__(root, image_size=64, **options)
+        >>> revzoo.register_data("flowers", Flowers)  # then: data._target_=flowers data.root=DIR
     """
     if not (isinstance(kind, type) and issubclass(kind, ImageData)):
         raise TypeError(f"register_data({name!r}, {kind!r}): expected a subclass of ImageData")

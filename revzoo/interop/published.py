@@ -59,10 +59,14 @@ def load_published(
         ConversionError: it is no checkpoint of ``source``, or not of the network asked for.
         ValueError: unknown ``source``, ``name`` or override.
 
-    Example::
+    Example:
+        A file of MemCNN's loads so in ``docs/guide/weights.md``. Any other file is refused:
 
-        model = revzoo.load_published("model_best.pth.tar", "irevnet")
-        x = model.inverse(model.encode(images))
+        >>> torch.save({"weight": torch.zeros(3)}, "other.pt")
+        >>> revzoo.load_published("other.pt", "memcnn")
+        Traceback (most recent call last):
+        ...
+        revzoo.interop.foreign.ConversionError: other.pt is no checkpoint of 'memcnn': ...
     """
     check_choice("source", source, SOURCES)
     weights = read_tensors(path)

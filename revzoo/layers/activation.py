@@ -27,9 +27,10 @@ class InvertibleLeakyReLU(Streamwise):
     Raises:
         ValueError: ``slope`` is not positive and finite: a ReLU has no inverse.
 
-    Example::
-
-        y1, y2 = InvertibleLeakyReLU(0.2)(x1, x2)
+    Example:
+        >>> act = revzoo.InvertibleLeakyReLU(0.2, streams=1)
+        >>> act(torch.tensor([-1.0, 2.0]))
+        (tensor([-0.2000,  2.0000]),)
     """
 
     inexact = "is not exact on fixed-point streams, since products with its slope leave the grid"

@@ -45,10 +45,11 @@ class ActNorm(Joint):
         ValueError: an argument is out of range; at the call, the streams have not C channels, or
             the first batch holds values that are not finite.
 
-    Example::
-
-        norm = ActNorm(8)
-        y1, y2 = norm(torch.randn(16, 4, 32, 32), torch.randn(16, 4, 32, 32))
+    Example:
+        >>> norm = revzoo.ActNorm(8)
+        >>> y1, y2 = norm(torch.randn(16, 4, 8, 8) * 3 + 1, torch.randn(16, 4, 8, 8))
+        >>> round(y1.std().item(), 2), abs(y1.mean().item()) < 1e-4
+        (1.0, True)
     """
 
     inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"

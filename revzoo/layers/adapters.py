@@ -25,6 +25,11 @@ class AffineAdapterNaive(nn.Module):
 
     Args:
         module: f, which keeps the shape.
+
+    Example:
+        >>> scale, shift = revzoo.AffineAdapterNaive(nn.Identity())(torch.tensor([0.0, 1.0]))
+        >>> scale, shift
+        (tensor([1.0000, 2.7183]), tensor([0., 1.]))
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -47,6 +52,11 @@ class AffineAdapterSigmoid(nn.Module):
 
     Raises:
         ValueError: at the call, f gives an odd number of channels.
+
+    Example:
+        >>> adapter = revzoo.AffineAdapterSigmoid(nn.Conv2d(4, 8, 1))
+        >>> [part.shape[1] for part in adapter(torch.randn(1, 4, 8, 8))]
+        [4, 4]
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,9 +83,10 @@ class ScaledCoupling(Coupling):
         TypeError: it returns something else.
         ValueError: they have another shape.
 
-    Example::
-
-        ScaledCoupling(AffineAdapterSigmoid(nn.Conv2d(4, 8, 3, padding=1)))(x1, x2)
+    Example:
+        >>> adapter = revzoo.AffineAdapterSigmoid(nn.Conv2d(4, 8, 3, padding=1))
+        >>> coupling = revzoo.ScaledCoupling(adapter)
+        >>> y1, y2 = coupling(torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8))
     """
 
     inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"

@@ -57,10 +57,11 @@ class InvertibleBatchNorm(Joint):
     Raises:
         ValueError: an argument is out of range; at the call, the streams have not C channels.
 
-    Example::
-
-        norm = InvertibleBatchNorm(8)
-        x = norm.inverse(*norm(x1, x2))
+    Example:
+        >>> norm = revzoo.InvertibleBatchNorm(8)
+        >>> x1, x2 = torch.randn(16, 4, 8, 8), torch.randn(16, 4, 8, 8)
+        >>> torch.allclose(norm.inverse(*norm(x1, x2))[0], x1, atol=1e-4)
+        True
     """
 
     inexact = "is not exact on fixed-point streams, since quotients leave the grid"

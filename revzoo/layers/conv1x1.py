@@ -22,9 +22,9 @@ class InvertibleConv1x1(InvertibleLinear):
     Raises:
         ValueError: an argument is out of range; at the call, the streams have not C channels.
 
-    Example::
-
-        y1, y2 = InvertibleConv1x1(8)(torch.zeros(1, 4, 16, 16), torch.zeros(1, 4, 16, 16))
+    Example:
+        >>> mix = revzoo.InvertibleConv1x1(8)
+        >>> y1, y2 = mix(torch.zeros(1, 4, 16, 16), torch.zeros(1, 4, 16, 16))
     """
 
     def __init__(self, channels: int, *, matrix: MatrixKind = "plu", streams: int = 2) -> None:

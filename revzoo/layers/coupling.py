@@ -30,6 +30,15 @@ class Coupling(Invertible):
     recorded. With ``extras`` set to n, the branch returns a tuple: the value, then n extra
     outputs. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
     one: it is not inherited from a class with another ``combine``.
+
+    Example:
+        >>> class Xor(revzoo.Coupling):
+        ...     def combine(self, x, value):
+        ...         return x ^ value
+        ...
+        ...     uncombine = combine
+        >>> Xor(nn.Identity()).inverse(*Xor(nn.Identity())(torch.tensor([5]), torch.tensor([3])))
+        (tensor([5]), tensor([3]))
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -102,6 +111,13 @@ class AdditiveCoupling(Coupling):
 
     Raises:
         ValueError: the branch's value has another shape than ``x1``.
+
+    Example:
+        >>> coupling = revzoo.AdditiveCoupling(nn.Identity())
+        >>> coupling(torch.tensor([1.0]), torch.tensor([2.0]))
+        (tensor([2.]), tensor([3.]))
+        >>> coupling.inverse(torch.tensor([2.0]), torch.tensor([3.0]))
+        (tensor([1.]), tensor([2.]))
     """
 
     exact = True
@@ -163,6 +179,11 @@ class AffineCoupling(Coupling):
 
     Raises:
         ValueError: ``clamp`` is not positive, or the branch's value has another shape.
+
+    Example:
+        >>> coupling = revzoo.AffineCoupling(nn.Conv2d(4, 8, 3, padding=1))
+        >>> revzoo.is_invertible(coupling, torch.randn(1, 4, 8, 8), torch.randn(1, 4, 8, 8))
+        True
     """
 
     inexact = "is not exact on fixed-point streams, since products with its scales leave the grid"

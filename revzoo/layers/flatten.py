@@ -24,10 +24,10 @@ class InvertibleFlatten(Streamwise):
         ValueError: ``shape`` is empty or holds a size below 1; a dimension that it has not; at the
             call, another shape.
 
-    Example::
-
-        InvertibleFlatten((4, 8, 8))(x1, x2)  # two of (B, 256)
-        InvertibleFlatten((4, 8, 8), start_dim=2)(x1, x2)  # two of (B, 4, 64)
+    Example:
+        >>> flat = revzoo.InvertibleFlatten((4, 8, 8))
+        >>> [tuple(y.shape) for y in flat(torch.zeros(2, 4, 8, 8), torch.zeros(2, 4, 8, 8))]
+        [(2, 256), (2, 256)]
     """
 
     exact = True

@@ -38,9 +38,10 @@ class HaarSqueeze(Squeeze):
         ValueError: an argument is out of range; at the call, height or width are odd (in the
             inverse: channels no multiple of 4).
 
-    Example::
-
-        HaarSqueeze()(x1, x2)  # two of (B, 3, 32, 32) to two of (B, 12, 16, 16)
+    Example:
+        >>> haar = revzoo.HaarSqueeze()
+        >>> [tuple(y.shape) for y in haar(torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 8, 8))]
+        [(1, 12, 4, 4), (1, 12, 4, 4)]
     """
 
     exact = False

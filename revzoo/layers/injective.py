@@ -41,10 +41,11 @@ class InjectiveLinear(Joint):
         ValueError: an argument is out of range; at the call, streams of another size.
         NotImplementedError: the log-determinant is asked for and m is not n.
 
-    Example::
-
-        linear = InjectiveLinear(3, 5, streams=1)
-        (x_again,) = linear.inverse(*linear(torch.randn(10, 3)))
+    Example:
+        >>> linear, x = revzoo.InjectiveLinear(3, 5, streams=1), torch.randn(10, 3)
+        >>> (y,) = linear(x)
+        >>> y.shape, torch.allclose(linear.inverse(y)[0], x, atol=1e-4)
+        (torch.Size([10, 5]), True)
     """
 
     inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"
@@ -137,9 +138,10 @@ class PatchConv(ReversibleSequence):
     Raises:
         ValueError: an argument is out of range; at the call, sizes that do not divide.
 
-    Example::
-
-        PatchConv(3, 64, 4, streams=1)(torch.zeros(1, 3, 32, 32))  # (1, 64, 8, 8)
+    Example:
+        >>> y = revzoo.PatchConv(3, 64, 4, streams=1)(torch.zeros(1, 3, 32, 32))
+        >>> y.shape
+        torch.Size([1, 64, 8, 8])
     """
 
     def __init__(

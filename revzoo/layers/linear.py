@@ -32,12 +32,13 @@ class InvertibleLinear(Joint):
     Raises:
         ValueError: an argument is out of range; at the call, the streams do not add up to n.
 
-    Example::
-
-        linear = InvertibleLinear(8, streams=1)
-        (y,) = linear(x)  # (B, N, 8)
-        (x,) = linear.inverse(y)
-        linear.log_det(x)  # N * log abs det W, for each of (B,)
+    Example:
+        >>> linear, x = revzoo.InvertibleLinear(8, streams=1), torch.randn(2, 5, 8)
+        >>> (y,) = linear(x)
+        >>> torch.allclose(linear.inverse(y)[0], x, atol=1e-4)
+        True
+        >>> linear.log_det(x).shape  # 5 log abs det W for each of the batch
+        torch.Size([2])
     """
 
     inexact = "is not exact on fixed-point streams, since products with a matrix leave the grid"

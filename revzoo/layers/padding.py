@@ -47,9 +47,10 @@ class ChannelPadding(Invertible):
         ValueError: an argument is out of range; in the inverse, too few channels, or values beyond
             ``tolerance``.
 
-    Example::
-
-        ChannelPadding(29)(torch.zeros(1, 3, 32, 32))  # (1, 32, 32, 32)
+    Example:
+        >>> (y,) = revzoo.ChannelPadding(29)(torch.zeros(1, 3, 32, 32))
+        >>> y.shape
+        torch.Size([1, 32, 32, 32])
     """
 
     streams = 1
@@ -114,9 +115,11 @@ class SpatialPadding(Streamwise):
     Raises:
         ValueError: an argument is out of range; in the inverse, a stream without the frame.
 
-    Example::
-
-        SpatialPadding((1, 2, 0, 0), mode="reflect")(x1, x2)  # two of (B, C, H, W + 3)
+    Example:
+        >>> pad = revzoo.SpatialPadding((1, 2, 0, 0), mode="reflect", streams=1)
+        >>> (y,) = pad(torch.zeros(1, 3, 8, 8))
+        >>> y.shape
+        torch.Size([1, 3, 8, 11])
     """
 
     inexact = "is not exact on fixed-point streams, whose units its value would have to be in"

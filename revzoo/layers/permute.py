@@ -31,9 +31,9 @@ class ChannelPermutation(Joint):
     Raises:
         ValueError: ``order`` is no permutation of ``channels``; at the call, other channels.
 
-    Example::
-
-        ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])  # 3, 2, 1, 0
+    Example:
+        >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])
+        (tensor([[3., 2., 1., 0.]]),)
     """
 
     exact = True

@@ -41,10 +41,11 @@ class Reversed(ReversibleSequence):
         ValueError: in training mode, at the call: a step adapts itself to what it is given, as
             :class:`~revzoo.InvertibleBatchNorm` does, so its inverse is no fixed map.
 
-    Example::
-
-        decoder = Reversed(encoder)
-        x = decoder(encoder(x))
+    Example:
+        >>> encoder = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
+        >>> decoder, x = revzoo.Reversed(encoder), torch.randn(2, 8)
+        >>> torch.allclose(decoder(encoder(x)), x, atol=1e-5)
+        True
     """
 
     def __init__(self, module: Invertible, *, memory: str | None = None) -> None:

@@ -64,11 +64,12 @@ class ReversibleSequence(Invertible):
         ValueError: unknown mode; a name that is a number or has a dot; at the call, odd channels
             or a wrong number of streams.
 
-    Example::
-
-        blocks = [ReversibleBlock(f, g) for f, g in branches]
-        seq = ReversibleSequence(blocks, memory="invert")
-        seq(x).sum().backward()
+    Example:
+        >>> blocks = [revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(3)]
+        >>> seq = revzoo.ReversibleSequence(blocks, memory="exact")
+        >>> seq(torch.randn(2, 8)).sum().backward()
+        >>> seq.inverse(seq(torch.randn(2, 8))).shape
+        torch.Size([2, 8])
     """
 
     def __init__(
@@ -367,6 +368,10 @@ class ReversibleBlock(ReversibleSequence):
         g: residual function G, likewise; None for a copy of ``f``, which starts with the same
             values and shares none, as in MemCNN.
         memory: see :class:`ReversibleSequence`.
+
+    Example:
+        >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))
+        >>> y1, y2 = block(torch.randn(2, 4), torch.randn(2, 4))
     """
 
     def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "auto") -> None:

@@ -195,9 +195,10 @@ def make_reversible(
     Raises:
         ValueError: ``bits`` is out of range; a path leads to no container; no run was found.
 
-    Example::
-
-        net = revzoo.make_reversible(torchvision.models.resnet50(), bits=4)
+    Example:
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
+        >>> net = revzoo.make_reversible(encoder, bits=4)
+        >>> net(torch.randn(2, 5, 16)).sum().backward()
     """
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")

@@ -45,6 +45,10 @@ class Split(Invertible):
 
     Raises:
         ValueError: the tensor has no such dimension, or its size there does not divide.
+
+    Example:
+        >>> revzoo.Split()(torch.arange(4.0)[None])
+        (tensor([[0., 1.]]), tensor([[2., 3.]]))
     """
 
     streams = 1
@@ -80,6 +84,10 @@ class Merge(Invertible):
 
     Raises:
         ValueError: the streams have not the sizes of the ``parts``.
+
+    Example:
+        >>> revzoo.Merge()(torch.zeros(1, 2), torch.ones(1, 2))
+        (tensor([[0., 0., 1., 1.]]),)
     """
 
     exact = True

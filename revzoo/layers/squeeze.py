@@ -45,9 +45,10 @@ class Squeeze(Streamwise):
         ValueError: an argument is out of range; at the call, height or width (or, in the inverse,
             channels) do not divide.
 
-    Example::
-
-        Squeeze(2)(torch.zeros(1, 3, 32, 32), torch.zeros(1, 3, 32, 32))  # two of (1, 12, 16, 16)
+    Example:
+        >>> squeeze = revzoo.Squeeze(2)
+        >>> [tuple(y.shape) for y in squeeze(torch.zeros(1, 3, 32, 32), torch.zeros(1, 3, 32, 32))]
+        [(1, 12, 16, 16), (1, 12, 16, 16)]
     """
 
     exact = True

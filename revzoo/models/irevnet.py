@@ -174,7 +174,6 @@ class IRevNet(ConvolutionalClassifier):
         ValueError: an argument is out of range, or the variant does not fit ``in_chans``.
 
     Example:
-        >>> import torch
         >>> from revzoo.models.irevnet import IREVNETS, IRevNet
         >>> model = IRevNet(IREVNETS["irevnet13"], in_chans=1, memory="exact").eval()
         >>> x = torch.randint(256, (2, 1, 8, 8)) / 256

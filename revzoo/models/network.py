@@ -207,7 +207,6 @@ class ImageNetwork(Saved, ABC):
             ValueError: an index is out of range, there is no such format, or the images do not fit.
 
         Example:
-            >>> import torch, revzoo
             >>> model = revzoo.create_model("revnet38")
             >>> features, maps = model.forward_intermediates(torch.zeros(1, 3, 32, 32), indices=2)
             >>> [tuple(m.shape) for m in maps]

@@ -71,10 +71,13 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
         ValueError: the name is taken, or not of these characters.
         TypeError: ``network`` or ``variant`` is of another kind.
 
-    Example::
-
-        row = Variant(stem_width=32, widths=(32, 64, 112), units=(5, 5, 5))
-        revzoo.register_model("revnet62", RevNet, row)
+    Example:
+        >>> from revzoo.models.revnet import RevNet
+        >>> from revzoo.models.variant import Variant
+        >>> row = Variant(stem_width=32, widths=(32, 64, 112), units=(5, 5, 5))
+        >>> revzoo.register_model("revnet62", RevNet, row)
+        >>> revzoo.create_model("revnet62")(torch.zeros(1, 3, 32, 32)).shape
+        torch.Size([1, 10])
     """
     if name in MODELS:
         raise ValueError(f"model {name!r} is registered already: choose another name")
@@ -110,7 +113,7 @@ def list_models(
         table: where names of weights are looked up; None for the package's own.
 
     Example:
-        >>> list_models(["revnet*", "irevnet*"], exclude_filters=["*memcnn", "*1??"])
+        >>> revzoo.list_models(["revnet*", "irevnet*"], exclude_filters=["*memcnn", "*1??"])
         ['irevnet13', 'irevnet301', 'revnet38', 'revnet56']
     """
 
@@ -190,7 +193,7 @@ def create_model(
         WeightsError: the weights are not known, not the described ones, or do not fit.
 
     Example:
-        >>> create_model("revnet38", num_classes=100).num_classes
+        >>> revzoo.create_model("revnet38", num_classes=100).num_classes
         100
     """
     if out_indices is not None and not features_only:
@@ -220,6 +223,10 @@ def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | Featu
 
     Raises:
         WeightsError: as :func:`create_model`.
+
+    Example:
+        >>> entry = revzoo.create_model("revnet38").save_pretrained("my_folder")
+        >>> model = revzoo.from_pretrained("my_folder")
     """
     return create_model(source, pretrained=True, **keywords)
 

@@ -54,7 +54,6 @@ class ResNet(StagedNetwork):
     take sizes that are multiples of 4 (three stages of strides 1, 2, 2), bottlenecks any size.
 
     Example:
-        >>> import torch
         >>> from revzoo.models.resnet import RESNETS, ResNet
         >>> ResNet(RESNETS["resnet32"])(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])

@@ -56,7 +56,6 @@ class RevNet(StagedNetwork):
     any size.
 
     Example:
-        >>> import torch
         >>> from revzoo.models.revnet import REVNETS, RevNet
         >>> RevNet(REVNETS["revnet38"])(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])

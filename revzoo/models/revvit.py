@@ -138,7 +138,6 @@ class RevViT(ImageNetwork):
         ValueError: an argument is out of range.
 
     Example:
-        >>> import torch
         >>> from revzoo.models.revvit import REVVITS, RevViT
         >>> RevViT(REVVITS["revvit_cifar"])(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])

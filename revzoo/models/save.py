@@ -83,7 +83,6 @@ class Saved(nn.Module):
             ValueError: the network has no weights that say their ``mean`` and ``std``.
 
         Example:
-            >>> import torch, revzoo
             >>> model = revzoo.create_model("revnet38.cifar10", pretrained=True)
             >>> model.transforms()(torch.zeros(3, 48, 40)).shape
             torch.Size([3, 32, 32])

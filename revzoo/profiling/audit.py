@@ -280,10 +280,10 @@ def audit(
         ValueError: the shape is none; nothing to train; a mode does not apply; ``real`` for a model
             on the meta device.
 
-    Example::
-
-        report = revzoo.audit(model, (64, 3, 32, 32))
-        print(report.peak_bytes, report)
+    Example:
+        >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
+        >>> round(report.peak_bytes / 2**20), "MiB"
+        (49, 'MiB')
     """
     own = present_mode(model)
     wanted = _fitting(model) if modes is None else list(modes)

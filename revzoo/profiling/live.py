@@ -22,11 +22,12 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ``peak`` is the largest such number so far, ``now`` the present one, both in bytes. Slow: every
     operator passes through Python.
 
-    Example::
-
-        with LiveMemory() as memory:
-            model(x).sum().backward()
-        print(memory.peak / 2**20, "MiB")
+    Example:
+        >>> from revzoo.profiling.live import LiveMemory
+        >>> with LiveMemory() as memory:
+        ...     y = torch.ones(1024).exp()
+        >>> memory.peak
+        8192
     """
 
     def __init__(self) -> None:

@@ -236,11 +236,12 @@ def plan_memory(
         BudgetError: a ValueError: no plan needs so little; it says the least, and what would help.
         ValueError: the model has no step, or nothing to train; the shape or the budget is none.
 
-    Example::
-
-        plan = revzoo.plan_memory(model, (256, 3, 224, 224), budget="4GiB")
-        revzoo.set_memory(model, plan)
-        print(plan)
+    Example:
+        >>> model = revzoo.create_model("revnet38")
+        >>> plan = revzoo.plan_memory(model, (64, 3, 32, 32), budget="200MiB", clock=False)
+        >>> revzoo.set_memory(model, plan)
+        >>> plan.peak_bytes <= 200 * 2**20
+        True
     """
     bytes_from(budget)  # before seconds pass
     planner = Planner(model, input_shape, inverting=inverting, clock=clock, extra=extra)

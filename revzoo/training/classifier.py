@@ -65,6 +65,7 @@ class Classifier(pl.LightningModule):
         ValueError: for a specification that names no known model, option or value.
 
     Example:
+        >>> from revzoo.training.classifier import Classifier
         >>> module = Classifier({"name": "revnet38", "num_classes": 10}, optim={"lr": 0.1})
     """
 

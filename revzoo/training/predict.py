@@ -74,9 +74,7 @@ def predict(
         ValueError: the model has no weights that say their classes and normalisation.
 
     Example:
-        >>> import torch
-        >>> from revzoo.training.predict import predict
-        >>> found = predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
+        >>> found = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
         >>> len(found), sum(found.values()) <= 1
         (2, True)
     """

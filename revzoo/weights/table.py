@@ -18,10 +18,12 @@ class WeightsTable:
     Args:
         *folders: later ones may not repeat a name of earlier ones.
 
-    Example::
-
-        table = WeightsTable("my/weights")
-        model = revzoo.create_model("revnet38.mine", pretrained=True, table=table)
+    Example:
+        >>> from pathlib import Path
+        >>> table = revzoo.WeightsTable(Path(revzoo.__file__).parent / "weights" / "entries")
+        >>> table.names("irevnet13.digits")
+        ['irevnet13.digits']
+        >>> model = revzoo.create_model("irevnet13.digits", pretrained=True, table=table)
     """
 
     def __init__(self, *folders: str | Path) -> None:

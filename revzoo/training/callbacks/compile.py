@@ -37,7 +37,8 @@ class CompiledBranches(RestoresAfterFit):
         ValueError: torch knows no such backend.
 
     Example:
-        >>> pl.Trainer(callbacks=[CompiledBranches()])  # doctest: +SKIP
+        >>> from revzoo.training.callbacks.compile import CompiledBranches
+        >>> callback = CompiledBranches(backend="aot_eager")  # pl.Trainer(callbacks=[callback])
     """
 
     def __init__(self, *, backend: str = "inductor") -> None:

@@ -52,7 +52,9 @@ class Finetuning(RestoresAfterFit):
         ValueError: epochs are no rising whole numbers from 0 on.
 
     Example:
-        >>> Finetuning(unfreeze=[2, 4]).first_trained(create_model("revnet38"), epoch=3)
+        >>> from revzoo.training.callbacks.finetune import Finetuning
+        >>> callback = Finetuning(unfreeze=[2, 4])
+        >>> callback.first_trained(revzoo.create_model("revnet38"), epoch=3)
         'stages.2'
     """
 

@@ -170,12 +170,12 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
     Raises:
         ValueError: the name is taken.
 
-    Example::
-
-        def confetti(run_dir: Path, *, every_n_epochs: int = 1) -> pl.Callback:
-            return Confetti(every_n_epochs)
-
-        revzoo.register_callback("confetti", confetti)  # then: callbacks.confetti={}
+    Example:
+        >>> from pathlib import Path
+        >>> import pytorch_lightning as pl
+        >>> def timer(run_dir: Path, *, hours: int = 1) -> pl.Callback:
+        ...     return pl.callbacks.Timer(duration={"hours": hours})
+        >>> revzoo.register_callback("timer", timer)  # then: 'callbacks.timer={hours: 2}'
     """
     if name in CALLBACKS:
         raise ValueError(

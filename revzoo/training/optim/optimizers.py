@@ -192,7 +192,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
         ValueError: the name is taken.
 
     Example:
-        >>> register_optimizer("nadam", torch.optim.NAdam)  # doctest: +SKIP
+        >>> revzoo.register_optimizer("nadam", torch.optim.NAdam)  # then: optim.name=nadam
     """
     if name in OPTIMIZERS:
         raise ValueError(
