@@ -1,17 +1,30 @@
-"""Links in the documentation lead somewhere, and tables of figures are whole."""
+"""Links lead somewhere, commands are understood, tables of figures are whole."""
 
 from __future__ import annotations
 
 import csv
 import re
+import shlex
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from revzoo.cli.config.compose import Source, compose_checked
+from revzoo.cli.main import parsed
+
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = sorted([*(ROOT / "docs").rglob("*.md"), *RESULTS.rglob("*.md")])
+MADE = {ROOT / "docs" / name for name in ("_build", "reference")}  # by Sphinx
+DOCS = [page for page in (ROOT / "docs").rglob("*.md") if not MADE & {*page.parents}]
+PAGES = sorted([*DOCS, *RESULTS.rglob("*.md")])
 TABLES = sorted(RESULTS.rglob("*.csv"))
+SHELL = re.compile(r"^ *```bash\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
+INLINE = re.compile(r"`((?:revzoo|python train\.py) [a-z]+ [^`]*)`")
+PRIMARY = {"train": "train", "eval": "eval"}  # commands that take a configuration, and its file
+LOG = ROOT / "docs" / "experiments.md"  # of commands of the past
+SHOWN = [*sorted({*DOCS} - {LOG}), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+OWN = ROOT / "docs" / "how-to" / "extend.md"  # its commands name what the reader has written
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
 
 
@@ -39,3 +52,33 @@ def test_there_are_pages_and_tables() -> None:
     """Both lists are found by path, so an empty one would pass every test above."""
     assert PAGES
     assert TABLES
+
+
+def commands() -> Iterator[tuple[Path, list[str]]]:
+    """Each command that a page shows, as words of the shell."""
+    for page in SHOWN:
+        text = page.read_text()
+        blocks = "\n".join(SHELL.findall(text)).replace("\\\n", " ").splitlines()
+        for line in (*blocks, *INLINE.findall(text)):
+            words = shlex.split(line, comments=True)
+            if words[:2] == ["python", "train.py"]:
+                words[:2] = ["revzoo", "train"]
+            if words[:1] == ["revzoo"] and not {"...", "--help"} & {*words}:
+                yield page, words[1:]
+
+
+@pytest.mark.parametrize(
+    ("page", "words"),
+    {" ".join(words): pytest.param(page, words) for page, words in commands()}.values(),
+)
+def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
+    """Nothing is run: the arguments are parsed, and a run's configuration is composed."""
+    _, args = parsed(words)
+    if words[0] in PRIMARY and page != OWN and not getattr(args, "resume", None):
+        compose_checked(args.overrides, Source(PRIMARY[words[0]]))
+
+
+def test_make_has_the_targets_that_pages_name() -> None:
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in SHOWN:
+        assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page

@@ -12,24 +12,33 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
-SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md", "how-to/make-reversible.md")]
-PAGES = [README, *SITE, *sorted(GUIDE.glob("*.md"))]
+HOW_TO = ROOT / "docs" / "how-to"
+ELSEWHERE = {HOW_TO / "extend.md", HOW_TO / "move-from-memcnn.md"}  # tests/cli, tests/peers
+SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md")]
+HOW_TOS = sorted(set(HOW_TO.glob("*.md")) - ELSEWHERE)
+PAGES = [README, *SITE, *HOW_TOS, *sorted(GUIDE.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]+)")
 QUIET = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
 FEW = {"max_epochs": 1, "limit_train_batches": 2, "limit_val_batches": 1, "limit_test_batches": 1}
 LONG = [GUIDE / "lightning.md"]  # 20 epochs as it stands
-MEMCNN = [  # its import
+OLD = [  # other libraries call what torch calls deprecated
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
+LIBRARIES = {  # that pages import
+    GUIDE / "weights.md": "memcnn",
+    HOW_TO / "move-from-invtorch.md": "invtorch",
+    HOW_TO / "move-from-revtorch.md": "revtorch",
+}
 
 
 def with_code() -> list[Any]:
     """The pages that hold Python, as parameters of a test."""
     pages = [page for page in PAGES if BLOCK.search(page.read_text())]
-    marks = {GUIDE / "weights.md": MEMCNN}
-    return [pytest.param(page, marks=marks.get(page, []), id=page.name) for page in pages]
+    return [
+        pytest.param(page, marks=OLD if page in LIBRARIES else [], id=page.name) for page in pages
+    ]
 
 
 def check_readme(names: dict[str, Any], printed: str) -> None:
@@ -50,7 +59,14 @@ def check_fine_tuning(names: dict[str, Any], printed: str) -> None:
     assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/pg2"
 
 
+def check_torch_checkpoint(names: dict[str, Any], printed: str) -> None:
+    text = (HOW_TO / "move-from-torch-checkpoint.md").read_text()
+    assert all(f"`{line}`" in text for line in printed.splitlines())
+    assert len(printed.splitlines()) == 2
+
+
 CHECKS = {
+    HOW_TO / "move-from-torch-checkpoint.md": check_torch_checkpoint,
     README: check_readme,
     GUIDE / "weights.md": check_weights,
     GUIDE / "fine-tuning.md": check_fine_tuning,
@@ -62,6 +78,7 @@ def test_the_examples_of_a_page_run(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     """The blocks of a page are one program: a reader who pastes them in order gets no error."""
+    pytest.importorskip(LIBRARIES.get(page, "revzoo"))
     monkeypatch.chdir(tmp_path)
     trainer, reduced = pl.Trainer, {**QUIET, **(FEW if page in LONG else {})}
     monkeypatch.setattr(pl, "Trainer", lambda **options: trainer(**{**options, **reduced}))

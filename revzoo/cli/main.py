@@ -87,6 +87,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: list[str]) -> None:
+    command, args = parsed(arguments)
+    if hasattr(args, "imports"):
+        load_plugins(args.imports)
+    command.run(args)
+
+
+def parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
+    """The subcommand and its arguments.
+
+    Raises:
+        SystemExit: for help, or for arguments that it does not have.
+    """
     name = _command(arguments[:1] or ["--help"])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")
@@ -100,10 +112,7 @@ def _run(arguments: list[str]) -> None:
     command.add_arguments(parser)
     if row.builds:
         add_import_option(parser)
-    args = parser.parse_intermixed_args(arguments[1:])
-    if row.builds:
-        load_plugins(args.imports)
-    command.run(args)
+    return command, parser.parse_intermixed_args(arguments[1:])
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
