@@ -181,10 +181,10 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     return min(ends, key=lambda label: (label.cost, label.kept)).choices() if ends else None
 
 
-def least_peak(chain: Chain) -> int:
-    """The smallest budget for which :func:`fastest` finds a way.
+def leanest(chain: Chain) -> list[Choice]:
+    """The choices with the lowest peak, and of these the fastest.
 
-    Bisection over byte counts: a way that fits a budget fits every larger one.
+    Bisection over byte counts: choices that fit a budget fit every larger one.
     """
     free = Chain(_without_cost(chain.links), chain.sizes, chain.base)
     first = [link.choices[0] for link in chain.links]
@@ -196,7 +196,9 @@ def least_peak(chain: Chain) -> int:
             low = middle + 1
         else:
             high = evaluate(free, found).peak
-    return high
+    choices = fastest(chain, high)
+    assert choices is not None
+    return choices
 
 
 def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
