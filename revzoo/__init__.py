@@ -13,12 +13,12 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """A name of :mod:`revzoo.api`, loaded when first asked for: command lines need not load torch.
+    """Load a name of :mod:`revzoo.api` on first use, so ``revzoo --help`` does not import torch.
 
-    ``__all__`` is the list of these names, so that ``from revzoo import *`` brings them.
+    ``from revzoo import *`` imports all of them: ``__all__`` lists them.
 
     Raises:
-        AttributeError: there is no such name.
+        AttributeError: unknown name.
     """
     if name == "__all__":
         return import_module("revzoo.api").__all__

@@ -1,7 +1,7 @@
-"""Checks of what users give: counts, numbers, choices, names of options.
+"""Checks of arguments and options: counts, numbers, choices, names of options.
 
-Every message has one form: ``name=got: expected ...``, with the nearest valid name where a word was
-misspelt. All floors share these checks, so a count is a count everywhere.
+Every message has the form ``name=got: expected ...``, and suggests the nearest valid name for a
+misspelt word. All floors share these checks.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ T = TypeVar("T")
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is a whole number, ``least`` or more; NumPy's integers are, True is not."""
+    """Whether ``value`` is an integer >= ``least``. NumPy's integers count, True does not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def check_count(name: str, value: object, *, least: int = 1) -> None:
-    """Raise a ValueError unless ``value`` is a whole number, ``least`` or more."""
+    """Raise a ValueError unless ``value`` is an integer >= ``least``."""
     if not is_count(value, least):
         raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
 
 
 def check_counts(name: str, values: Any) -> tuple[int, ...]:
-    """``values`` as a tuple; a ValueError unless they are whole numbers >= 1, at least one."""
-    # Any iterable: configuration files give lists, or their own list types.
+    """``values`` as a tuple; a ValueError unless they are integers >= 1, at least one."""
+    # any iterable: configurations hold lists, or Hydra's list type
     numbers = tuple(values) if isinstance(values, Iterable) else ()
     if not numbers or not all(map(is_count, numbers)):
         raise ValueError(f"{name}={values!r}: expected whole numbers >= 1, one for each stage")
@@ -81,12 +81,12 @@ def check_names(options: Iterable[object], names: Sequence[str], *, where: str) 
 
 
 def check_types(options: Mapping[str, Any], hints: Mapping[str, Any], *, where: str) -> None:
-    """Raise a ValueError for an option of another kind than its type hint says.
+    """Raise a ValueError for an option whose type does not match its hint.
 
     Args:
-        options: by name; of a container the kind is checked, not the items.
-        hints: of :func:`typing.get_type_hints`; an option without one may have any value.
-        where: the section, for errors.
+        options: values by name; the items of a container are not checked.
+        hints: from :func:`typing.get_type_hints`; an option without one may have any value.
+        where: the section, for error messages.
     """
     for name, value in options.items():
         kinds = _kinds(hints.get(name, Any))
@@ -132,12 +132,12 @@ def _fits(value: object, kind: type) -> bool:
 def nearest(
     word: object, choices: Iterable[object], *, n: int = 1, cutoff: float = 0.5
 ) -> list[str]:
-    """Up to ``n`` choices whose spelling is near to ``word``, whatever their case; nearest first.
+    """Up to ``n`` choices spelt like ``word``, in upper or lower case; nearest first.
 
     Args:
-        word: what was given.
+        word: a misspelt word.
         choices: the valid words.
-        n: the most to return.
+        n: largest number of results.
         cutoff: least similarity, 0 to 1, as :func:`difflib.get_close_matches` measures it.
     """
     lower = {str(choice).lower(): str(choice) for choice in choices}
@@ -154,7 +154,7 @@ def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) ->
     """``kind(**options)``, with lists frozen to tuples.
 
     Raises:
-        ValueError: for a key that ``kind`` does not have, with the nearest one it has.
+        ValueError: for an unknown key or a value of the wrong type.
     """
     names = [field.name for field in fields(kind) if field.init]  # type: ignore[arg-type]
     check_names(options, names, where=where)

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all, whatever happens in between."""
+"""Atomic writing of files: after a crash the old file or the new one is there, never a part."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ def write_atomically(path: Path, data: bytes) -> None:
 
 
 def check_regular(*paths: Path) -> None:
-    """Refuse paths at which there is something else than a file: opening a FIFO waits for ever.
+    """Refuse paths that exist but are no regular files: opening a FIFO would block forever.
 
     Raises:
-        ValueError: naming the first of them.
+        ValueError: names the first such path.
     """
     for path in paths:
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file: expected a file, or nothing; remove it")
+            raise ValueError(f"{path} is no regular file: expected a file or no file; remove it")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary file beside ``path``, of the same suffix, that takes its place at the end.
+    """A temporary file beside ``path``, with the same suffix, that replaces it at the end.
 
-    After an error ``path`` is what it was, and nothing is left of the temporary file.
+    After an error ``path`` is unchanged and the temporary file is removed.
     """
     file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
     os.close(file)
@@ -40,7 +40,7 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
-        temporary.chmod(0o644)  # temporary files are for their owner alone
+        temporary.chmod(0o644)  # mkstemp lets only the owner read
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -48,6 +48,6 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_table(path: Path) -> Iterator[TextIO]:
-    """As :func:`replacing`, open for the rows of :mod:`csv`."""
+    """Like :func:`replacing`, but opened for :mod:`csv`."""
     with replacing(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as file:
         yield file

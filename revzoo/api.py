@@ -1,4 +1,4 @@
-"""The names that users rely on, gathered from the floors; :mod:`revzoo` hands them out."""
+"""The public names; :mod:`revzoo` loads them on first use."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
     from revzoo.training.optim.optimizers import register_optimizer
     from revzoo.training.predict import predict
 
-# These modules import Lightning, for which users of models need not wait.
+# Imported on first use: they import Lightning, which is slow and which models do not need.
 _LATER = {
     "predict": "revzoo.training.predict",
     "register_callback": "revzoo.training.callbacks.registry",

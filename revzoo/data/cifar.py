@@ -3,9 +3,9 @@
 torchvision downloads, unpacks and reads them; this module holds the images in memory as bytes
 (150 MB) and turns every failure into one ``DataError`` that says where it looked and what to do.
 
-A failed or interrupted download never passes for a good one: archive and unpacked files are used
-only if their MD5 is right, and a bad archive is removed. The files are pickles, which can run code,
-so their MD5 is checked before they are opened.
+We check the MD5 of the archive and of the unpacked files before we open them, since they are
+pickles, which can run code, and since a download may have been interrupted. A bad archive is
+removed.
 """
 
 import tarfile
@@ -49,10 +49,10 @@ class CIFAR10(ImageData):
         self.download = download
 
     def prepare_data(self) -> None:
-        """Download if need be; called by Lightning in one process per machine, before ``setup``.
+        """Download if needed; Lightning calls it in one process per machine, before ``setup``.
 
         Raises:
-            DataError: the data is not there and the download failed or is not wanted.
+            DataError: the data is missing, and the download failed or ``download`` is False.
         """
         bad_file = self._bad_file()
         if bad_file is None:
@@ -61,7 +61,7 @@ class CIFAR10(ImageData):
             raise DataError(self._advice(bad_file, "data.download is false"))
         failure = self._fetch()
         if failure is not None:
-            # Not chained: the traceback of a socket says nothing that the message does not.
+            # not chained: the traceback of a socket adds nothing to the message
             raise DataError(self._advice(bad_file, f"downloading failed ({failure})"))
 
     def read(self, split: Split) -> TensorImages | None:
@@ -75,7 +75,7 @@ class CIFAR10(ImageData):
         return TensorImages(images, torch.tensor(cifar.targets), classes=list(cifar.classes))
 
     def _fetch(self) -> str | None:
-        """Download and unpack; the reason if that failed."""
+        """Download and unpack; returns the reason of a failure."""
         source = self.source
         archive = self.root / source.filename
         try:
@@ -112,6 +112,6 @@ class CIFAR10(ImageData):
 
 
 class CIFAR100(CIFAR10):
-    """CIFAR-100 with its 100 fine labels; else as ``CIFAR10`` (folder ``cifar-100-python``)."""
+    """CIFAR-100 with its 100 fine labels; otherwise as CIFAR10. Folder: ``cifar-100-python``."""
 
     source = datasets.CIFAR100

@@ -25,7 +25,7 @@ IMAGENET_CROP_PCT = 224 / 256
 """The ``crop_pct`` of torchvision's reference evaluation: 224 cut out of 256 pixels."""
 
 FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "ICO")
-"""What Pillow may take a file for; PostScript, which it gives to another program, is none."""
+"""Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
 
 _BLOCK = 256  # images per task of a thread
 _LISTED = 5  # files in an error message
@@ -46,7 +46,7 @@ def open_image(path: str, channels: int) -> Image.Image:
             if not image.mode.startswith(("I", "F")):
                 return image.convert("RGB" if channels == 3 else "L")
             mode = image.mode
-    except Exception as error:  # Pillow's decoders fail in any way
+    except Exception as error:  # Pillow's decoders raise many types
         raise DataError(
             f"cannot decode image {path} ({type(error).__name__}: {error}): replace or "
             "remove it, or set on_error='skip'; revzoo check data DIR lists all such images"
@@ -57,13 +57,13 @@ def open_image(path: str, channels: int) -> Image.Image:
 
 
 class SkippedFiles:
-    """The images of a split that could not be read, where ``data.on_error=skip`` tolerates some.
+    """The unreadable images of a split, for ``data.on_error=skip``.
 
-    Workers and the main process share what they know, so a file counts once, not once an epoch.
+    Workers and the main process share the list, so a file counts once, not once per epoch.
 
     Args:
         paths: all files of the split.
-        at_most: images that may be skipped.
+        at_most: largest number of images to skip.
     """
 
     def __init__(self, paths: Sequence[str], *, at_most: int) -> None:
@@ -74,7 +74,7 @@ class SkippedFiles:
         """Skip the file at ``row`` and log why.
 
         Raises:
-            DataError: it is one too many.
+            DataError: more than ``at_most`` files are skipped.
         """
         if self._bad[row]:
             return
@@ -95,9 +95,9 @@ class SkippedFiles:
 
 
 def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Image:
-    """Resize the shorter side to ``size / crop_pct`` pixels, and cut ``size`` out of the middle.
+    """Resize the shorter side to ``size / crop_pct`` pixels, and crop the centre to ``size``.
 
-    ``crop_pct`` is the name of timm (R. Wightman): the share of the shorter side that is kept.
+    ``crop_pct`` is timm's name (R. Wightman) for the share of the shorter side that is kept.
     """
     shorter = round(size / crop_pct)
     if image.size == (size, size) == (shorter, shorter):
@@ -106,15 +106,15 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
 
 
 def square_bytes(image: Image.Image, size: int, crop_pct: float) -> Tensor:
-    """An image as :func:`to_square` gives it, uint8 (C, size, size)."""
+    """The result of :func:`to_square` as a tensor, uint8 (C, size, size)."""
     return v2f.pil_to_tensor(to_square(image, size, crop_pct))
 
 
 def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> int:
-    """The side in pixels of the first image that can be read; the others are compared with it.
+    """Side in pixels of the first readable image; :func:`decode_all` compares the others with it.
 
     Raises:
-        DataError: it is not square, or corrupt.
+        DataError: it is not square, or it is corrupt and ``skipped`` is None.
     """
     for row, path in enumerate(paths):
         try:
@@ -126,8 +126,8 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
             continue
         if width != height:
             raise DataError(
-                f"{path} has {width}x{height} pixels: networks here take squares, set "
-                "data.image_size to a side in pixels and images will be resized and cropped to it"
+                f"{path} has {width}x{height} pixels: expected a square; "
+                "set data.image_size to a side in pixels to resize and crop the images to it"
             )
         return width
     raise DataError(f"none of {len(paths)} images can be read, such as {paths[0]}")
@@ -147,8 +147,8 @@ def decode_all(
         paths: the files, in the order of the result.
         channels: 3 or 1.
         size: side in pixels.
-        resize: bring other sizes to ``size``; if False, they are an error.
-        skipped: takes the files that cannot be read; None to raise at the first.
+        resize: resize other sizes to ``size``; if False, they raise.
+        skipped: records unreadable files; None to raise at the first.
 
     Returns:
         Images uint8 (N, channels, size, size), and the positions of their files in ``paths``.
@@ -183,7 +183,7 @@ def decode_all(
     pool = ThreadPoolExecutor(max_workers=min(4, suggested_max_num_workers(1)))
     try:
         for _ in pool.map(decode_block, range(0, len(paths), _BLOCK)):
-            pass  # iterating raises the error of the first block that failed
+            pass  # iterating raises the first error
     finally:
         pool.shutdown(cancel_futures=True)
     pixels = torch.from_numpy(images)

@@ -1,13 +1,13 @@
 """Handwritten digits, 1,797 real images of 8x8 that ship with the package.
 
 They are the test part of the UCI set "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-C. Kaynak, 1998; CC BY 4.0, see digits.md beside this file), the part scikit-learn distributes too.
+C. Kaynak, 1998; CC BY 4.0, see digits.md beside this file), the part that scikit-learn distributes.
 Pixels are counts from 0 to 16.
 
 The split is fixed and stored in the file: 1,437 training and 360 test images, stratified by class,
 drawn once by ``stratified_split(labels, fraction=360 / 1797, seed=0)``. Known limit: the file does
-not name the 13 writers, so a writer may be in both parts; accuracies are for checking a training
-run, not for comparing with the literature.
+not name the 13 writers, so a writer may be in both parts. Use the accuracy to check a training run,
+not to compare with the literature.
 """
 
 from importlib.resources import files
@@ -26,7 +26,7 @@ class Digits(ImageData):
 
     Args:
         **loading: see ``ImageData``. By default batches of 64, and for augmentation shifts by one
-            pixel without flips, since a mirrored 2 is no 2.
+            pixel without flips, since a mirrored 2 is not a 2.
     """
 
     pixel_max = 16

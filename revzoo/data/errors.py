@@ -1,8 +1,8 @@
 """The error for data that are missing, damaged or inconsistent.
 
-Arguments that are wrong whatever the data are raise ``ValueError`` in the constructors. A
-``DataError`` needs a look at the data: its message gives the path, what was expected there and what
-to do, so that a command line can print it without a traceback.
+Constructors raise ``ValueError`` for arguments that are wrong for any data. A ``DataError`` depends
+on the files: its message gives the path, the expected content and the remedy. The command line
+prints it without a traceback.
 """
 
 
@@ -14,7 +14,7 @@ class DataError(RuntimeError):
     """
 
     def __init__(self, message: str) -> None:
-        # A loader's worker sends an error as the text of its traceback, whose end is the message.
+        # a loader's worker sends its traceback as text, which ends with the message
         message = message.rpartition(f"{__name__}.DataError: ")[2].strip()
-        # Paths may hold bytes that are not UTF-8, which no log file could take.
+        # a path may hold bytes that are not UTF-8, which a log file cannot
         super().__init__(message.encode("utf-8", "backslashreplace").decode())

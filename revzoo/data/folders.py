@@ -1,10 +1,10 @@
-"""The files of an image folder, ``ROOT/{train,val,test}/CLASS/...``: listed and checked.
+"""Lists and checks the files of an image folder, ``ROOT/{train,val,test}/CLASS/...``.
 
 Why not torchvision's ``make_dataset``: it does not check that the splits have the same classes.
-Labels are positions in the sorted class names, so a class that one split lacks would shift all
-later labels. It takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for classes.
-And it follows a link that leads back to a folder above, so that a class gets the images of the
-others, or the walk never ends. Here a folder is entered once, however many links lead to it.
+Labels are positions in the sorted class names, so a class that is missing in one split would shift
+all later labels. It takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for
+classes. And it follows links to parent folders: a class then contains the images of the others, or
+the walk never ends. We enter each folder once, however many links lead to it.
 """
 
 import os
@@ -35,18 +35,18 @@ class Files:
 
 @dataclass(frozen=True)
 class Tree:
-    """All splits that are there, and the class names they share, by label."""
+    """All existing splits, and their common class names, by label."""
 
     classes: list[str]
     splits: dict[str, Files]
 
 
 def scan(root: Path) -> Tree:
-    """List the images of every split under ``root``; one at least is there.
+    """List the images of every split under ``root``.
 
     Raises:
-        DataError: all folders are missing, there is one class only, one is empty, or the splits
-            have different classes.
+        DataError: there is no split, a single class, an empty class, or the splits have different
+            classes.
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
@@ -65,7 +65,7 @@ def scan(root: Path) -> Tree:
 
 
 def no_training(root: Path) -> DataError:
-    """The error of a folder without training images, where they are needed."""
+    """The error for a folder without training images."""
     found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
     return DataError(f"no folder {root.absolute() / 'train'} (found: {found}): {_LAYOUT}")
 
@@ -73,7 +73,7 @@ def no_training(root: Path) -> DataError:
 def _class_names(folder: Path) -> list[str]:
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p.name))
     for name in names:
-        if not name.isprintable():  # nor could a checkpoint or a log file hold it
+        if not name.isprintable():  # checkpoints and log files could not hold it
             raise DataError(
                 f"the class folder {name!a} in {folder.absolute()} has a name that is not "
                 "UTF-8, or has control characters: rename it in every split"
@@ -119,8 +119,8 @@ class FolderReport:
 
     Attributes:
         images: number of image files.
-        bad: an error message for each that cannot be decoded, sorted by path.
-        layout: the fault in the folders of splits and classes; None if there is none.
+        bad: error messages of the images that cannot be decoded, sorted by path.
+        layout: error in the structure of split and class folders; None for a correct one.
     """
 
     images: int
@@ -129,11 +129,11 @@ class FolderReport:
 
 
 def check_folder(root: str | Path, *, workers: int | None = None) -> FolderReport:
-    """Decode every image below ``root``, whatever its folders.
+    """Decode every image below ``root``, even if the structure of its folders is wrong.
 
     Args:
         root: an image folder, see :class:`~revzoo.data.imagefolder.ImageFolder`, or a part of one.
-        workers: processes; None for the CPUs but one.
+        workers: number of processes; None for the CPUs minus one.
 
     Raises:
         DataError: ``root`` is no folder.
@@ -141,7 +141,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     root = Path(root).expanduser()
     layout = None
     try:
-        if root.name not in SPLITS or not root.is_dir():  # a split alone is a part of one
+        if root.name not in SPLITS or not root.is_dir():  # a single split has no splits to scan
             scan(root)
     except DataError as error:
         if not root.is_dir():
@@ -156,7 +156,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
 def _image_files(root: Path) -> Iterator[str]:
     """The images below ``root``, sorted by folder, then by name."""
     top = root.resolve()
-    seen = {str(top), *map(str, top.parents)}  # a link to a folder above leads to other classes
+    seen = {str(top), *map(str, top.parents)}  # do not follow links to parent folders
     found = []
     for folder, folders, files in os.walk(root, followlinks=True):
         places = {n: os.path.realpath(f"{folder}/{n}") for n in sorted(folders)}

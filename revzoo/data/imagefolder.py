@@ -1,9 +1,9 @@
 """Any folder of images: ``ROOT/train/CLASS/*.jpg``, optionally ``ROOT/val/`` and ``ROOT/test/``.
 
-torchvision's ``ImageFolder`` opens and decodes every image again in each epoch. Here a set that,
-decoded and resized, fits under ``cache_bytes`` is decoded once and then read like any set in memory
-(60,000 JPEGs of 32x32: 15 to 18 s on 2 busy cores). Worker processes read a larger one from its
-files. Nothing is written to disk.
+torchvision's ``ImageFolder`` decodes every image again in each epoch. Here a set is decoded once
+and kept in memory if, decoded and resized, it takes at most ``cache_bytes`` (60,000 JPEGs of 32x32:
+15 to 18 s on 2 busy cores). Worker processes read larger sets from their files. It writes nothing
+to disk.
 """
 
 import logging
@@ -33,19 +33,18 @@ class ImageFolder(ImageData):
         root: folder with ``train/`` and, optionally, ``val/`` and ``test/``. Without ``val/`` a
             share of the training images is held back. To evaluate a checkpoint, only the evaluated
             split must exist.
-        image_size: side in pixels that images are resized (shorter side) and cropped (centre) to;
-            None for the checkpoint's, where one is evaluated, else for the size of the images, if
-            all have the same and are square.
+        image_size: side in pixels; images are resized (shorter side) and cropped (centre) to it.
+            None for the evaluated checkpoint's size; in training, for the images' size, if all are
+            square and of one size.
         in_chans: 3 for RGB, 1 for grey; images are converted.
-        cache_bytes: the largest set, over all its splits, that is held in memory.
-        on_error: ``"raise"``, or ``"skip"`` to leave out images that cannot be read, with a warning
-            for each. Batches then lack them. ``skipped_files`` lists them.
-        max_errors: images of each split that may be skipped, in each process that trains.
-        **loading: see ``ImageData``. Sets read from files are augmented by a random resized crop
-            (``augment.crop_scale``) instead of ``augment.crop_padding``, of which only 0 (no crop)
-            counts there; for evaluation the shorter side is resized to 256/224 of ``image_size``
-            and the middle cut out. A checkpoint is evaluated on images cut as in its training,
-            wherever they are read from.
+        cache_bytes: largest set, over all its splits, to keep in memory.
+        on_error: ``"raise"``, or ``"skip"`` to leave unreadable images out of the batches, with a
+            warning for each. ``skipped_files`` lists them.
+        max_errors: largest number of skipped images per split and training process.
+        **loading: see ``ImageData``. Images read from files get a random resized crop
+            (``augment.crop_scale``) instead of a padded one; ``augment.crop_padding=0`` switches it
+            off. For evaluation their shorter side is resized to 256/224 of ``image_size`` and the
+            centre cropped. A checkpoint is always evaluated with the crop of its training.
     """
 
     def __init__(
@@ -60,12 +59,10 @@ class ImageFolder(ImageData):
         **loading: Unpack[LoadingOptions],
     ) -> None:
         super().__init__(**loading)
-        if image_size is not None and image_size < 1:
-            raise ValueError(f"image_size is {image_size}: expected pixels >= 1, or null")
-        if in_chans not in (1, 3):
-            raise ValueError(f"in_chans is {in_chans}: expected 3 (RGB) or 1 (grey)")
-        if cache_bytes < 0:
-            raise ValueError(f"cache_bytes is {cache_bytes}: expected bytes >= 0")
+        if image_size is not None:
+            check_count("image_size", image_size)
+        check_choice("in_chans", in_chans, (1, 3))
+        check_count("cache_bytes", cache_bytes, least=0)
         check_choice("on_error", on_error, ("raise", "skip"))
         check_count("max_errors", max_errors)
         self.root = Path(root).expanduser()
@@ -80,7 +77,7 @@ class ImageFolder(ImageData):
         return (self.root / split).is_dir()
 
     def prepare_data(self) -> None:
-        """List and check the folders before anything else is built."""
+        """List and check the folders, so that errors come before anything else is built."""
         self._listing()
 
     def read(self, split: Split) -> ImageSet | None:
@@ -92,7 +89,7 @@ class ImageFolder(ImageData):
         size, crop_pct = self.preparation()
         if crop_pct == 1 and self._fits(size):
             return self._decode(tree.splits[split], size, skipped=self._skipped.get(split))
-        if self._given_size is None:
+        if self._target_size is None:
             raise DataError(
                 f"the images of {self.root.absolute()} take more than "
                 f"data.cache_bytes={self.cache_bytes} in memory and will be read from their files, "
@@ -111,14 +108,14 @@ class ImageFolder(ImageData):
 
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))
-        size = self._given_size or common_size(files.paths, self._skipped.get(split))
+        size = self._target_size or common_size(files.paths, self._skipped.get(split))
         crop_pct = crop_of(self._state or {})
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct
 
     @property
-    def _given_size(self) -> int | None:
+    def _target_size(self) -> int | None:
         return self._wanted_size or (self._state or {}).get("image_size")
 
     def _listing(self) -> Tree:
@@ -133,7 +130,7 @@ class ImageFolder(ImageData):
 
     @property
     def skipped_files(self) -> list[str]:
-        """The images that could not be read so far, in this process and its workers."""
+        """The unreadable images so far, in this process and its workers."""
         return [path for skipped in self._skipped.values() for path in skipped.files()]
 
     def teardown(self, stage: str) -> None:
@@ -150,7 +147,7 @@ class ImageFolder(ImageData):
             files.paths,
             channels=self._wanted_chans,
             size=size,
-            resize=self._given_size is not None,
+            resize=self._target_size is not None,
             skipped=skipped,
         )
         labels = torch.tensor(files.labels)[rows]

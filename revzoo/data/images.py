@@ -1,9 +1,9 @@
 """Labelled images as map-style datasets that are read a batch at a time.
 
-torch's ``TensorDataset`` is read image by image and collated: 128 Python calls and a ``stack``
-instead of one indexing operation. The loader's fetcher prefers ``__getitems__``, which gives the
-whole batch; ``as_is`` is the collate function. An ordinary ``DataLoader`` still decides the order,
-so samplers work as usual, those that Lightning puts in for several processes, too.
+A ``DataLoader`` reads torch's ``TensorDataset`` image by image and collates: 128 Python calls and a
+``stack`` instead of one indexing operation. Its fetcher prefers ``__getitems__``, which returns the
+whole batch here; ``as_is`` is the collate function. Samplers work as usual, also the samplers that
+Lightning inserts for several processes.
 
 Shapes: N images in all, B in a batch, C channels, S pixels a side.
 """
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 def as_is(batch: _T) -> _T:
-    """Collate function for datasets whose ``__getitems__`` returns a finished batch."""
+    """Collate function for datasets whose ``__getitems__`` returns a whole batch."""
     return batch
 
 
@@ -34,8 +34,8 @@ class ImageSet(Protocol):
         classes: names, by label.
         in_chans: C.
         image_size: S, in pixels.
-        augments_itself: True if training images are augmented one by one when they are read.
-        in_memory: True if reading costs no more than indexing.
+        augments_itself: True if reading a training image augments it.
+        in_memory: True if reading a batch is one indexing operation.
     """
 
     labels: Tensor
@@ -54,15 +54,15 @@ class ImageSet(Protocol):
     def __getitems__(self, indices: Sequence[int]) -> Batch: ...
 
     def begin_epoch(self, seed: int) -> None:
-        """Let ``seed`` and the image decide the augmentation, where ``augments_itself``."""
+        """Seed the augmentation of an epoch, if the set ``augments_itself``."""
         ...
 
     def sample(self) -> Tensor:
-        """Images uint8 (n, C, S, S), not augmented, that stand for the set's pixel statistics."""
+        """Images uint8 (n, C, S, S), not augmented, to measure pixel statistics on."""
         ...
 
     def subset(self, indices: Tensor, *, training: bool) -> "ImageSet":
-        """The images at ``indices``, as read for training or for evaluation."""
+        """The images at ``indices``, prepared for training or for evaluation."""
         ...
 
 
@@ -73,8 +73,7 @@ class TensorImages(Dataset[Batch]):
         images: uint8 (N, C, S, S).
         labels: int64 (N,).
         classes: names, by label.
-        indices: which of the images belong to this set; all by default. The pixels are shared, not
-            copied, between the subsets.
+        indices: the images that belong to this set; None for all. Subsets share the pixels.
     """
 
     augments_itself = False
@@ -113,7 +112,7 @@ class TensorImages(Dataset[Batch]):
         return self._images[self._indices[wanted]], self.labels[wanted]
 
     def begin_epoch(self, seed: int) -> None:
-        """Nothing to do: whole batches are augmented, elsewhere."""
+        """Do nothing: the data module augments whole batches."""
 
     def sample(self) -> Tensor:
         return self._images[self._indices] if len(self) < len(self._images) else self._images

@@ -1,7 +1,7 @@
 """Images read from their files batch by batch, for sets that do not fit in memory.
 
-The counterpart of ``TensorImages``: transforms run per image in the loader's workers, as images of
-different sizes cannot be a batch before they are cropped. The recipe is ImageNet's (K. He et al.
+Unlike in ``TensorImages``, transforms run per image, in the loader's workers: images of different
+sizes must be cropped before they form a batch. The recipe is ImageNet's (K. He et al.
 2016, arXiv 1512.03385, in torchvision's form): random resized crop and flip for training; for
 evaluation resize the shorter side to 256/224 of the crop and cut out the centre.
 """
@@ -21,11 +21,11 @@ from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, open_image, squa
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
-from revzoo.data.order import mixed, seeded
+from revzoo.data.order import hash_seed, seeded
 
 Transform = Callable[[Image.Image], Tensor]
 
-_SAMPLE = 1000  # images, evenly spaced, that the pixel statistics are measured on
+_SAMPLE = 1000  # evenly spaced images for the pixel statistics
 
 
 class FileImages(Dataset[Batch]):
@@ -39,8 +39,8 @@ class FileImages(Dataset[Batch]):
         augment: of training images; a ``crop_padding`` of 0 switches random crops off.
         crop_pct: of evaluation, as in ``decode.to_square``.
         training: whether this set is read for training.
-        rows: which of the files belong to this set; None for all.
-        skipped: takes the files that cannot be read, which batches then lack; None to raise.
+        rows: the files that belong to this set; None for all.
+        skipped: records unreadable files, which batches leave out; None to raise.
     """
 
     augments_itself = True
@@ -64,7 +64,7 @@ class FileImages(Dataset[Batch]):
         evaluated: Transform = partial(square_bytes, size=size, crop_pct=crop_pct)
         self._transform = _training(size, augment, evaluated) if training else evaluated
         self._training = training
-        # shared, as workers live longer than an epoch; -1: no epoch has begun, draw as torch would
+        # shared memory: workers outlive an epoch; -1 before the first epoch: torch's RNG decides
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
         self._rows = torch.arange(len(files.paths)) if rows is None else rows
         self._skipped = skipped
@@ -87,14 +87,14 @@ class FileImages(Dataset[Batch]):
         image = open_image(self._files.paths[int(self._rows[index])], self._channels)
         if not self._training or self._epoch_seed < 0:
             return self._transform(image), self.labels[index]
-        with seeded(mixed(int(self._epoch_seed), index)):
+        with seeded(hash_seed(int(self._epoch_seed), index)):
             return self._transform(image), self.labels[index]
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """A whole batch, without the images that cannot be read.
+        """A whole batch, without the unreadable images that ``skipped`` tolerates.
 
         Raises:
-            DataError: an image cannot be read, and none may be skipped, or all would be.
+            DataError: an image is unreadable and ``skipped`` is None, or all of the batch are.
         """
         images, kept = [], []
         for index in indices:
@@ -114,7 +114,7 @@ class FileImages(Dataset[Batch]):
         self._epoch_seed.fill_(seed)
 
     def sample(self) -> Tensor:
-        """Up to 1,000 evenly spaced images, as read for evaluation."""
+        """Up to 1,000 evenly spaced images, prepared for evaluation."""
         evaluated = self.subset(
             torch.arange(0, len(self), -(-len(self) // _SAMPLE)), training=False
         )

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
-from revzoo.data.order import EpochSampler, SteadyLoader, TrainLoader
+from revzoo.data.order import EpochSampler, RestartingLoader, TrainLoader
 
 _MOST_WORKERS = 8
 
@@ -19,17 +19,17 @@ _MOST_WORKERS = 8
 def train_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, seed: int, trainer: pl.Trainer | None
 ) -> TrainLoader:
-    """The loader of this process's share of the images, in another order in each epoch.
+    """The loader for this process's share of the training images; each epoch has another order.
 
     Args:
-        images: of training.
+        images: the training images.
         batch_size: images per step and process; an incomplete last batch is dropped.
         workers: as in ``ImageData``.
-        seed: decides the order, together with the epoch.
-        trainer: the trainer that will use the loader; None for your own loop in one process.
+        seed: decides the order, together with the number of the epoch.
+        trainer: Lightning's trainer; None for your own loop in one process.
 
     Raises:
-        DataError: there are fewer images than in a batch.
+        DataError: this process's share is smaller than a batch.
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
@@ -48,10 +48,10 @@ def train_loader(
 
 
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
-    """Refuse batches that are larger than each process's share of the training images.
+    """Refuse a batch size above a process's share of the training images.
 
     Raises:
-        DataError: with the largest valid size.
+        DataError: states the largest valid size.
     """
     share = images // processes
     if share < batch_size:
@@ -64,15 +64,15 @@ def check_batch_size(batch_size: int, images: int, processes: int) -> None:
 def eval_loader(
     images: ImageSet, *, batch_size: int, workers: int | None, trainer: pl.Trainer | None
 ) -> DataLoader[Batch]:
-    """All images, in their order."""
-    return SteadyLoader(**_options(images, batch_size, workers, trainer))
+    """The loader for all images, in their order."""
+    return RestartingLoader(**_options(images, batch_size, workers, trainer))
 
 
 def _options(
     images: ImageSet, batch_size: int, workers: int | None, trainer: pl.Trainer | None
 ) -> dict[str, Any]:
     if workers is None:
-        # The processes of one machine share its CPUs; each trains on one device.
+        # each training process uses one device; the processes of a machine share its CPUs
         processes = 1 if trainer is None else trainer.num_devices
         most = min(_MOST_WORKERS, suggested_max_num_workers(processes))
         workers = 0 if images.in_memory else most
@@ -83,5 +83,5 @@ def _options(
         "persistent_workers": workers > 0,
         "pin_memory": torch.cuda.is_available(),
         "collate_fn": as_is,
-        "generator": torch.Generator(),  # seeds workers: the global one is the model's
+        "generator": torch.Generator(),  # seeds workers without draws from the global generator
     }

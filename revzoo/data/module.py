@@ -8,14 +8,13 @@ The rules, for every set:
 
 1. The validation split is a folder, or a share of the training images that ``split_seed`` alone
    decides.
-2. The test split is read by ``setup("test")`` or ``setup("predict")`` and used by nothing else.
+2. Only ``setup("test")`` and ``setup("predict")`` read the test split.
 3. Only batches of the training loop are augmented.
-4. The order of an epoch's batches and their augmentation follow from torch's seed, the epoch and
-   the number of the batch (``order.py``), not from earlier draws. Each training takes the seed
-   anew, unless it resumes from a checkpoint.
-5. Normalisation is measured on the training images. A checkpoint keeps it, together with the class
-   names and the crop, so that evaluation prepares images as training did, and refuses other
-   classes.
+4. Torch's seed, the epoch and the number of the batch decide the order of the images and their
+   augmentation (``order.py``); earlier draws do not matter. Each training reads the seed again,
+   unless it resumes from a checkpoint.
+5. Normalisation is measured on the training images. A checkpoint keeps it, with the class names and
+   the crop. Evaluation then prepares images as training did, and refuses other classes.
 
 Known limits: each process of a distributed run holds its own copy of an in-memory set; ``predict``
 runs on the test split.
@@ -73,12 +72,12 @@ class ImageData(pl.LightningDataModule, ABC):
     Args:
         batch_size: training images per step and process; an incomplete last batch is dropped.
         eval_batch_size: images per validation, test and prediction step.
-        num_workers: processes that load for each process that trains; None for 0 where the set is
-            in memory, else the CPUs of the machine but one, shared among the processes that train
-            on it, at most 8 each.
+        num_workers: loader processes per training process. None for 0 if the set is in memory;
+            otherwise the machine's CPUs minus one, divided among its training processes, at most
+            8 each.
         val_fraction: share of the training images held back for validation, if the set has no
             validation split.
-        split_seed: alone decides which images are held back.
+        split_seed: decides which images are held back; no other seed matters.
         augment: an ``Augment`` or its options.
 
     Attributes:
@@ -87,7 +86,7 @@ class ImageData(pl.LightningDataModule, ABC):
             pixels.
 
     Raises:
-        ValueError: an argument is out of range. No data is touched before.
+        ValueError: an argument is out of range; raised before any data is read.
     """
 
     pixel_max: ClassVar[int] = BYTE_MAX
@@ -129,17 +128,17 @@ class ImageData(pl.LightningDataModule, ABC):
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
-        """Read one split; None if the set does not have it.
+        """Read one split; None if the set has no such split.
 
         Raises:
-            DataError: it is missing or damaged.
+            DataError: its files are missing or damaged.
         """
 
     def preparation(self) -> tuple[int | None, float]:
-        """How ``decode.to_square`` brings images to one size when they are read.
+        """The arguments of ``decode.to_square``, which brings images to one size.
 
         Returns:
-            Their side in pixels, None for the one they have; and ``crop_pct``.
+            Side in pixels (None: the images keep their size), and ``crop_pct``.
         """
         return None, 1.0
 
@@ -150,7 +149,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     @property
     def train_count(self) -> int:
-        """Number of training images, without those held back, after ``setup("fit")``."""
+        """Number of training images without the held-back share, after ``setup("fit")``."""
         return len(self._images("train"))
 
     @property
@@ -159,28 +158,28 @@ class ImageData(pl.LightningDataModule, ABC):
         return len(self._images("val"))
 
     def has(self, split: Split) -> bool:
-        """Whether the set comes with this split; nothing is read."""
+        """Whether the set has this split. Reads no images."""
         return split != "val"
 
     def setup(self, stage: str | None = None) -> None:
-        """Read what ``stage`` ("fit", "validate", "test", "predict") needs, once.
+        """Read the splits that ``stage`` ("fit", "validate", "test", "predict") needs, each once.
 
-        The training images are read for every stage, as they define classes and normalisation,
-        unless a checkpoint gave these (``load_state_dict``) and the stage has its own split.
+        Every stage reads the training images, since they define classes and normalisation. It
+        skips them if a checkpoint has set these (``load_state_dict``) and its split exists.
 
         Raises:
-            DataError: data is missing, damaged, too small to be split, or of other classes.
+            DataError: data is missing, damaged, too small to be split, or has other classes.
         """
         self._stage = stage
         if stage == "fit" and self._ended:
             self._forget_run()
-        if self._prepared != (prepared := self.preparation()):  # since then, a checkpoint spoke
+        if self._prepared != (prepared := self.preparation()):  # changed by a checkpoint
             self._sets = {}
             self._prepared = prepared
-        own = self._read_once(_EVALUATED[stage]) if stage in _EVALUATED else None
+        evaluated = self._read_once(_EVALUATED[stage]) if stage in _EVALUATED else None
         if "train" not in self._sets:
-            if self._state and own is not None:
-                self._describe(own)
+            if self._state and evaluated is not None:
+                self._describe(evaluated)
             else:
                 self._setup_training()
         if self._state:
@@ -188,7 +187,10 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _read_once(self, split: Split) -> ImageSet | None:
         if split not in self._sets and (images := self.read(split)) is not None:
-            self._sets = {**self._sets, split: images}  # another dict: copies share the first
+            self._sets = {
+                **self._sets,
+                split: images,
+            }  # a new dict: copies of this module share the old
         return self._sets.get(split)
 
     def _images(self, split: Split) -> ImageSet:
@@ -216,7 +218,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self._ended = True
 
     def _forget_run(self) -> None:
-        """Forget the last run: not when it ends, since its evaluation may follow."""
+        """Forget the last run. Called when the next one starts: an evaluation may precede it."""
         if self._state is not None and "train" in self._sets:
             self.normalisation = self._measured
         self._state = self._order_seed = None
@@ -224,7 +226,7 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
-        if self._order_seed is None:  # else the resumed checkpoint's
+        if self._order_seed is None:  # otherwise a checkpoint has set it
             seed = torch.initial_seed()
             self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
         return train_loader(
@@ -236,26 +238,26 @@ class ImageData(pl.LightningDataModule, ABC):
         )
 
     def val_dataloader(self) -> DataLoader[Batch]:
-        return self._evaluated("val")
+        return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader[Batch]:
         if "test" not in self._sets:
             raise DataError(self._no_test())
-        return self._evaluated("test")
+        return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader[Batch]:
         if "test" not in self._sets:
             raise DataError(self._no_test())
-        return self._evaluated("test", in_order=True)
+        return self._eval_loader("test", in_order=True)
 
     def _no_test(self) -> str:
         return "there is no test split: call setup('test') first"
 
-    def _evaluated(self, split: Split, *, in_order: bool = False) -> DataLoader[Batch]:
-        """The loader of a split; a part of its batches has images of all classes.
+    def _eval_loader(self, split: Split, *, in_order: bool = False) -> DataLoader[Batch]:
+        """The loader of a split for evaluation.
 
-        Sets are sorted by class, so the first batches hold one or two classes. Where the trainer
-        evaluates only some batches, these are of images in a fixed random order.
+        Sets are sorted by class, so the first batches hold one or two classes. If the trainer
+        evaluates only some batches, a shuffle with a fixed seed gives them images of all classes.
         """
         images, size = self._images(split), self.eval_batch_size
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
@@ -284,16 +286,16 @@ class ImageData(pl.LightningDataModule, ABC):
                 images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)
         else:
             images = self.transform(images, training=False)
-        # Lightning converts floats to the run's precision before the transfer; these were bytes.
+        # Lightning converts floats before the transfer, when these images were still bytes
         images = self.trainer.precision_plugin.convert_input(images)
         return images, labels.to(images.dtype) if labels.is_floating_point() else labels
 
     @classmethod
     def load_from_checkpoint(cls, *args: Any, **options: Any) -> NoReturn:
-        """Raise a NotImplementedError: a file must not choose what a data module reads."""
+        """Raise a NotImplementedError: a checkpoint must not choose the files that we read."""
         raise NotImplementedError(
-            f"{cls.__name__} is not made from a checkpoint: make {cls.__name__}(...) with its own "
-            "options, and give the checkpoint to the trainer (ckpt_path=...)"
+            f"{cls.__name__} cannot be made from a checkpoint: make {cls.__name__}(...) with its "
+            "options, and pass the checkpoint to the trainer (ckpt_path=...)"
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -312,7 +314,7 @@ class ImageData(pl.LightningDataModule, ABC):
         """Use a checkpoint's classes, normalisation and crop until the run ends.
 
         Raises:
-            DataError: the data have other classes, or the state is not valid.
+            DataError: the data has other classes, or the state is not valid.
         """
         check_state(state_dict)
         if hasattr(self, "classes"):

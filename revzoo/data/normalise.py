@@ -1,9 +1,9 @@
-"""Bytes to normalised floats, with the statistics of the training images themselves.
+"""Bytes to normalised floats.
 
-No table of means and standard deviations is kept: they are measured over the training images (the
-validation split included, the test split never), exactly, from a histogram of the 256 byte values.
-They are in units of the stored bytes, so the scale of a set (0 to 255, or 0 to 16 for the digits)
-drops out.
+Mean and standard deviation are measured on the training images (including the validation split,
+never the test split) rather than kept in a table: exactly, from a histogram of the 256 byte values.
+They are in units of the stored bytes, so the range of the pixels (0 to 255, or 0 to 16 for the
+digits) cancels.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class Normalisation:
         share /= share.sum(dim=1, keepdim=True)
         mean = share @ values
         std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
-        # A constant channel carries nothing: it becomes zero instead of a division by zero.
+        # a constant channel becomes zero instead of a division by zero
         std = torch.where(std > 1e-6, std, 1.0)
         return cls(mean.tolist(), std.tolist())
 
@@ -45,7 +45,7 @@ class Normalisation:
         return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
     def inverse(self, images: Tensor) -> Tensor:
-        """Normalised images (B, C, H, W) in units of the stored bytes again, float32."""
+        """Normalised images (B, C, H, W) back to units of the stored bytes, float32."""
         return images.float() * self.std.to(images.device) + self.mean.to(images.device)
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -6,9 +6,9 @@ epoch's permutation has its own generator, and so has the augmentation of each b
 image, in sets that augment themselves). A run that stopped in the middle of an epoch resumes with
 the same images and the same crops.
 
-Lightning's own protocol, loaders with ``load_state_dict``, does not work here: Lightning 2.6 hands
-the states over while it builds the loaders, and a schedule that asks for the number of steps lets
-it build them before it restores the checkpoint.
+Lightning's protocol (loaders with ``load_state_dict``) does not work here: Lightning 2.6 loads the
+states when it builds the loaders, and a schedule that asks for the number of steps makes it build
+them before it restores the checkpoint.
 """
 
 import logging
@@ -32,15 +32,15 @@ log = logging.getLogger(__name__)
 RESTARTS = 3  # in a row
 
 
-def mixed(*numbers: int) -> int:
-    """A seed below 2**63 from whole numbers >= 0; other numbers or another order: another seed."""
+def hash_seed(*numbers: int) -> int:
+    """Hash integers >= 0, whose order matters, to a seed below 2**63."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def batch_seed(seed: int, trainer: pl.Trainer) -> int:
-    """The seed of the batch that this process of ``trainer`` trains on, in a run of ``seed``."""
+    """The seed of this process's current training batch, in a run with ``seed``."""
     batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return mixed(seed, trainer.current_epoch, batch, trainer.global_rank)
+    return hash_seed(seed, trainer.current_epoch, batch, trainer.global_rank)
 
 
 @contextmanager
@@ -55,19 +55,19 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class EpochSampler(DistributedSampler[int]):
-    """A permutation of ``count`` images for each epoch; this process's share of it.
+    """This process's share of a permutation of ``count`` images, another one in each epoch.
 
-    A ``DistributedSampler`` by type, so that Lightning keeps it and sets its epoch.
-    In your own loop each pass is the next epoch.
+    It subclasses ``DistributedSampler``, so Lightning keeps it and sets its epoch. In your own loop
+    each pass is the next epoch.
 
     Args:
         count: images in all.
         seed: decides the order, together with the epoch.
         processes: processes that train together.
-        rank: the number of this one.
+        rank: index of this process.
 
     Attributes:
-        start: images of this process's share that are left out of the next pass, once.
+        start: number of images that the next pass skips; the pass after it skips none.
     """
 
     def __init__(self, count: int, *, seed: int, processes: int = 1, rank: int = 0) -> None:
@@ -77,7 +77,7 @@ class EpochSampler(DistributedSampler[int]):
     @property
     def epoch_seed(self) -> int:
         """The seed of this epoch's permutation."""
-        return mixed(self.seed, self.epoch)
+        return hash_seed(self.seed, self.epoch)
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
@@ -88,20 +88,19 @@ class EpochSampler(DistributedSampler[int]):
         self.epoch += 1
 
 
-class SteadyLoader(DataLoader[Batch]):
-    """A loader that starts its workers again where one was killed.
+class RestartingLoader(DataLoader[Batch]):
+    """A loader that restarts its workers after one was killed.
 
-    The pass continues with the batch that the workers owed, so its order stays the same. Workers
-    that are killed :data:`RESTARTS` times in a row, without a batch in between, end the pass.
+    The pass continues with the first missing batch, so the order stays the same.
 
     Raises:
-        DataError: at that end.
+        DataError: a worker is killed again after :data:`RESTARTS` restarts without a batch.
     """
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._steadily(0)
+        yield from self._batches_from(0)
 
-    def _steadily(self, done: int) -> Iterator[Batch]:
+    def _batches_from(self, done: int) -> Iterator[Batch]:
         epoch = getattr(self.sampler, "epoch", 0)
         restarts = 0
         while True:
@@ -117,14 +116,14 @@ class SteadyLoader(DataLoader[Batch]):
             restarts += 1
             if restarts > RESTARTS:
                 raise DataError(
-                    f"workers were killed {restarts} times in a row at batch {done}, mostly for "
+                    f"workers were killed {restarts} times in a row at batch {done}, usually for "
                     f"lack of memory ({reason}); lower data.num_workers ({self.num_workers}; 0 "
                     "loads without worker processes)"
                 )
-            log.warning("%s: starting the workers again, at batch %d", reason, done)
-            self._iterator = None  # a persistent one would be asked again
+            log.warning("%s: restarting the workers at batch %d", reason, done)
+            self._iterator = None  # torch would reuse it with persistent workers
             if hasattr(self.sampler, "epoch"):
-                self.sampler.epoch = epoch  # which the pass so far may have left behind
+                self.sampler.epoch = epoch  # the aborted pass may have advanced it
 
     def _lost_worker(self, error: Exception) -> bool:
         """Whether a worker was killed, and did not raise the error itself."""
@@ -136,13 +135,13 @@ class SteadyLoader(DataLoader[Batch]):
 
     def _start(self, first: int) -> Iterator[Batch]:
         """The batches from number ``first`` on."""
-        return islice(self._unwatched(), first, None)
+        return islice(self._without_sigchld(), first, None)
 
-    def _unwatched(self) -> Iterator[Batch]:
+    def _without_sigchld(self) -> Iterator[Batch]:
         """The batches, without torch's handler of SIGCHLD.
 
-        The handler raises wherever the main thread is when a worker dies, such as in the middle of
-        an optimiser step or of a save. Without it the loader itself finds out, within 5 s.
+        When a worker dies, the handler raises in the main thread at any place, such as in the
+        middle of an optimiser step or of a save. Without it the loader notices within 5 s.
         """
         before = signal.getsignal(signal.SIGCHLD)
         batches: Iterator[Batch] = super().__iter__()
@@ -151,21 +150,21 @@ class SteadyLoader(DataLoader[Batch]):
         return batches
 
 
-class TrainLoader(SteadyLoader):
-    """A loader whose pass over an epoch begins at the batch that ``first_batch`` names.
+class TrainLoader(RestartingLoader):
+    """A loader whose pass over an epoch can begin in the middle of it.
 
-    Nothing is drawn or loaded before the first batch, as Lightning makes the iterator before it
-    sets the epoch.
+    It draws and loads nothing until the first batch is asked for: Lightning makes the iterator
+    before it sets the epoch.
 
     Attributes:
-        first_batch: the number of the batch that the next pass begins with; None for 0.
+        first_batch: returns the index of the batch to begin with; None for 0.
     """
 
     dataset: ImageSet  # type: ignore[assignment]
     first_batch: Callable[[], int] | None = None
 
     def __iter__(self) -> Iterator[Batch]:  # type: ignore[override]
-        yield from self._steadily(self.first_batch() if self.first_batch is not None else 0)
+        yield from self._batches_from(self.first_batch() if self.first_batch is not None else 0)
 
     def _start(self, first: int) -> Iterator[Batch]:
         if not isinstance(self.sampler, EpochSampler):
@@ -174,10 +173,10 @@ class TrainLoader(SteadyLoader):
         self.sampler.start = first * self.batch_size
         if self.dataset.augments_itself:
             self.dataset.begin_epoch(self.sampler.epoch_seed)
-        return self._unwatched()
+        return self._without_sigchld()
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the position is Lightning's count of batches. Says that a pass can be resumed."""
+        """Empty, as Lightning counts the batches; having one marks the loader as resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

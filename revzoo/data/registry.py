@@ -1,4 +1,4 @@
-"""Data modules by the name that a configuration gives as ``data._target_``."""
+"""Data modules by name: the values of ``data._target_`` in a configuration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def register_data(name: str, kind: type[ImageData]) -> None:
     """Let configurations choose ``kind`` by ``data._target_=name``.
 
     Args:
-        name: any name that is free, such as ``flowers.Flowers``.
-        kind: a subclass of :class:`~revzoo.data.module.ImageData`. Checkpoints keep the state of
-            the data under the name of its class, which must be free, too.
+        name: a new name, such as ``flowers.Flowers``.
+        kind: a subclass of :class:`~revzoo.data.module.ImageData`. The name of the class must be
+            new, too: checkpoints keep the state of the data under it.
 
     Raises:
-        ValueError: the name is taken.
-        TypeError: ``kind`` is no such class.
+        ValueError: a name is taken.
+        TypeError: ``kind`` is no subclass of ``ImageData``.
 
     Example:
         >>> from revzoo.data import ImageFolder

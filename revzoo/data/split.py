@@ -12,7 +12,7 @@ from revzoo.data.images import ImageSet
 
 
 def hold_back(source: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, ImageSet]:
-    """Two sets: the training images that remain, and the share held back for validation.
+    """Split training images into the images to train on and a share held back for validation.
 
     Raises:
         DataError: the share is less than one image.
@@ -34,11 +34,11 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
     Args:
         labels: class indices, int64 (N,).
         fraction: share of the images that goes to the second part, strictly between 0 and 1.
-        seed: alone decides the split.
+        seed: of the split.
 
     Returns:
-        Two ascending int64 tensors of indices, disjoint and together complete: the rest and the
-        held-back part. The latter has round(fraction * N) elements unless tiny classes forbid it.
+        Ascending int64 indices of the rest and of the held-back part; together all N. The latter
+        has round(fraction * N) elements unless tiny classes forbid it.
     """
     generator = torch.Generator().manual_seed(seed)
     held_back = torch.zeros(len(labels), dtype=torch.bool)

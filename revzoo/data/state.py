@@ -1,4 +1,4 @@
-"""The state of a data module in a checkpoint or in weights: its checks, its use for other data."""
+"""The state of a data module in a checkpoint or beside weights: validates and converts it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from revzoo.data.errors import DataError
 BYTE_MAX = 255  # in image files, and the default of older states
 LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
 _LISTED = 20  # names of a long list of classes
-LARGEST = 1e9  # number, and 1 / LARGEST the smallest scale: normalised pixels then fit into float32
+LARGEST = 1e9  # mean, and 1 / LARGEST the smallest scale: normalised pixels then fit into float32
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
-    """Refuse a state that no data module has saved, before anything is computed from it.
+    """Validate a state before anything is computed from it.
 
     Args:
-        state: of a data module, from a file that anyone may have written.
-        num_classes: of the model; None where it is not known.
+        state: the state of a data module, from an untrusted file.
+        num_classes: of the model; None if unknown.
         in_chans: channels of the images that the model takes; None for ``state``'s.
 
     Raises:
-        DataError: lists everything that is not valid.
+        DataError: lists all invalid fields.
     """
     if not isinstance(state, Mapping):
         raise DataError(f"the state of the data is {state!r:.80}, expected a mapping")
@@ -43,7 +43,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
 def _rules(
     state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
 ) -> Iterator[tuple[str, bool, str]]:
-    """Name, whether its value is valid, and the expected value; older states lack most names."""
+    """Name, whether its value is valid, expected value; older states lack most of the names."""
     classes: Any = state.get("classes")
     names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     many = names and 0 < len(classes) == (num_classes or len(classes))
@@ -87,17 +87,17 @@ def _is_scale(value: Any) -> bool:
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
-    """``mean`` and ``std`` per channel, for pixels that end at ``pixel_max``.
+    """``mean`` and ``std`` per channel, for pixels from 0 to ``pixel_max``.
 
-    A state's numbers are in units of the pixels as its data stored them: the digits' end at 16,
-    255 for image files, 1 for published weights.
+    In the state they are in units of its own pixels, whose largest value is 16 for the digits, 255
+    for image files and 1 for published weights.
     """
     stored, kept = state.get("pixel_max", BYTE_MAX), state["normalisation"]
     return {name: [value * pixel_max / stored for value in kept[name]] for name in ("mean", "std")}
 
 
 def crop_of(state: Mapping[str, Any]) -> float | None:
-    """The ``crop_pct`` (see ``decode.to_square``) of the evaluation; None in older states."""
+    """``crop_pct`` (see ``decode.to_square``) for evaluation; None in older states."""
     if "in_memory" in state:  # checkpoints from before crop_pct
         return 1.0 if state["in_memory"] else IMAGENET_CROP_PCT
     return state.get("crop_pct")
@@ -107,7 +107,7 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     """Refuse data whose class names, by label, differ from training's.
 
     Raises:
-        DataError: with both lists and their differences.
+        DataError: shows both lists and their differences.
     """
     if list(trained) == list(found):
         return
@@ -119,8 +119,8 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
     )
     raise DataError(
         f"the model was trained on {len(trained)} classes {_brief(trained)}, "
-        f"this data has {len(found)}: {_brief(found)}; {differ}. Give data with the same "
-        "classes, whose folders have the same names"
+        f"this data has {len(found)}: {_brief(found)}; {differ}. Use data with the same "
+        "class names"
     )
 
 

@@ -70,7 +70,7 @@ def test_a_rate_that_moves_nothing_is_not_searched(compose: Any, tmp_path: Path)
         ((*FINETUNE, "callbacks.finetuning.unfreeze=[4,2]"), "rising order"),
         ((*FINETUNE, "callbacks.finetuning.unfreeze=[1,2,3,4,5]"), "got 5 epochs, .* 4 parts"),
         ((*FINETUNE, "optim.layer_decay=0"), r"optim\.layer_decay=0"),
-        ((*FINETUNE, "data.augment.mixup=-1"), r"augment\.mixup is -1"),
+        ((*FINETUNE, "data.augment.mixup=-1"), r"augment\.mixup=-1"),
     ],
 )
 def test_what_cannot_be_run_is_refused(

@@ -20,7 +20,7 @@ MakeFolder = Callable[..., Path]
 
 @pytest.fixture
 def make_folder(tmp_path: Path) -> MakeFolder:
-    """Write ROOT/SPLIT/CLASS/NN.png; the one colour of an image names split, class and number."""
+    """Write ROOT/SPLIT/CLASS/NN.png; the colour of an image encodes split, class and number."""
 
     def make(
         splits: dict[str, dict[str, int]],

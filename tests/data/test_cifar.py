@@ -54,7 +54,7 @@ def test_missing_set_is_downloaded_and_unpacked(fake_cifar: Path) -> None:
     assert len(data.train_dataloader()) == 9
 
 
-def test_without_download_the_error_says_where_and_what(fake_cifar: Path) -> None:
+def test_without_download_the_error_names_path_and_remedy(fake_cifar: Path) -> None:
     (fake_cifar / _BATCH).unlink()
     with pytest.raises(DataError) as caught:
         CIFAR10(fake_cifar, download=False).prepare_data()
@@ -116,7 +116,7 @@ def test_a_truncated_file_is_never_taken_for_good(fake_cifar: Path) -> None:
     with pytest.raises(DataError, match=damaged):
         CIFAR10(fake_cifar, download=False).prepare_data()
     data = CIFAR10(fake_cifar, batch_size=10)
-    data.prepare_data()  # unpacks it anew
+    data.prepare_data()  # unpacks it again
     data.setup("fit")
 
 
@@ -149,7 +149,7 @@ def test_a_pickle_that_is_not_the_published_one_is_not_opened(
         CIFAR10(fake_cifar, download=False).setup("fit")
     assert not (tmp_path / "ran").exists()
     pickle.loads((fake_cifar / name).read_bytes())
-    assert (tmp_path / "ran").exists()  # what would have happened
+    assert (tmp_path / "ran").exists()  # without the check it runs
 
 
 def test_an_archive_of_other_content_is_not_unpacked(

@@ -1,4 +1,4 @@
-"""The configuration files and the constructors they feed say the same."""
+"""Configuration files and constructors have the same defaults."""
 
 from pathlib import Path
 from typing import Any

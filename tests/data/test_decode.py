@@ -114,7 +114,7 @@ def test_sizes_that_differ_need_a_decision(tmp_path: Path) -> None:
     assert decode_all(paths, channels=3, size=8, resize=True)[0].shape == (2, 3, 8, 8)
 
 
-def test_size_of_a_folder_is_that_of_a_square_image(tmp_path: Path) -> None:
+def test_the_size_of_a_folder_is_the_side_of_a_square_image(tmp_path: Path) -> None:
     assert common_size([_save(tmp_path / "a.png", _noise(8, 8))]) == 8
     with pytest.raises(DataError, match=r"b\.png has 9x6 pixels: .* set data\.image_size"):
         common_size([_save(tmp_path / "b.png", _noise(6, 9))])
@@ -122,14 +122,14 @@ def test_size_of_a_folder_is_that_of_a_square_image(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(20)
 def test_a_pipe_with_the_name_of_an_image_is_refused(tmp_path: Path) -> None:
-    """Opening a FIFO waits for a writer, inside C, where not even SIGTERM ends it."""
+    """Opening a FIFO blocks in C until a writer comes; not even SIGTERM ends it."""
     os.mkfifo(tmp_path / "a.png")
     with pytest.raises(DataError, match=r"cannot decode image .*a\.png .*no regular file"):
         open_image(str(tmp_path / "a.png"), 3)
 
 
 def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
-    """A log file could not hold the error of such a file."""
+    """A log file could not hold the error message."""
     path = os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.png")
     with pytest.raises(DataError, match=r"caf\\udce9\.png") as caught:
         open_image(path, 3)
@@ -139,7 +139,7 @@ def test_a_name_that_is_not_utf8_can_be_printed(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore")  # Pillow also warns of some damage
 @pytest.mark.parametrize("suffix", ["png", "jpg", "gif"])
 def test_mutated_images_are_read_or_refused_by_name(tmp_path: Path, suffix: str) -> None:
-    """Some damaged images raised errors of Pillow's decoders that did not name the file."""
+    """Pillow's errors for some damaged images did not name the file."""
     whole = Path(_save(tmp_path / f"good.{suffix}", _noise(8, 8))).read_bytes()
     rng, bad, refused = random.Random(0), tmp_path / f"bad.{suffix}", 0
     for _ in range(200):

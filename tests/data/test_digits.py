@@ -19,7 +19,7 @@ def test_the_embedded_file_holds_the_whole_uci_test_part() -> None:
     train, test = data.read("train"), data.read("test")
     assert images.shape == (1797, 1, 8, 8)
     assert images.max() == 16
-    # Class counts as optdigits.names lists them for optdigits.tes.
+    # class counts from optdigits.names, for optdigits.tes
     counts = torch.bincount(train.labels) + torch.bincount(test.labels)
     assert counts.tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]
 

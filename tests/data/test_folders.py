@@ -34,7 +34,7 @@ def test_missing_root(tmp_path: Path) -> None:
         scan(tmp_path / "nowhere")
 
 
-def test_missing_train_folder_names_what_is_there(make_folder: MakeFolder) -> None:
+def test_missing_train_folder_lists_the_existing_folders(make_folder: MakeFolder) -> None:
     root = make_folder({"training": _TWO})
     with pytest.raises(DataError, match=r"no folder .*/train \(found: training\): expected ROOT"):
         scan(root)
@@ -66,7 +66,7 @@ def test_splits_must_agree_on_their_classes(make_folder: MakeFolder, split: str)
         scan(root)
 
 
-def test_a_split_with_one_of_the_classes_is_told_what_it_lacks(make_folder: MakeFolder) -> None:
+def test_a_split_with_missing_classes_is_refused_with_their_names(make_folder: MakeFolder) -> None:
     root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
     with pytest.raises(DataError, match="missing from test: ant; only in test: none"):
         scan(root)
@@ -94,14 +94,14 @@ def test_a_root_in_a_hidden_folder_is_read(make_folder: MakeFolder) -> None:
 
 
 def test_class_names_that_are_not_utf8_are_refused(make_folder: MakeFolder) -> None:
-    """They passed the checks, and the run ended where a checkpoint or a log was written."""
+    """They passed the checks, and the run failed when it wrote a checkpoint or a log."""
     root = make_folder({"train": {**_TWO, os.fsdecode(b"caf\xe9"): 1}})
     with pytest.raises(DataError, match=r"class folder 'caf\\udce9' in .* not UTF-8.*rename"):
         scan(root)
 
 
 def test_a_folder_is_checked_whole(make_folder: MakeFolder) -> None:
-    """Only the first bad image was named, and the next one ended the next run."""
+    """The error named only the first bad image, so the next run failed at the next one."""
     root = make_folder({"train": _TWO, "test": _TWO})
     bad = [root / "test" / "cat" / "01.png", root / "train" / "dog" / "00.png"]
     bad[0].write_bytes(b"no image")
@@ -123,7 +123,7 @@ def test_a_folder_without_the_layout_is_checked_too(make_folder: MakeFolder) -> 
 
 
 def test_links_that_lead_back_are_not_followed_again(make_folder: MakeFolder) -> None:
-    """A class got the images of all others, 41 times; with three such links it never ended."""
+    """A class contained the images of all others, 41 times; with three such links the scan hung."""
     root = make_folder({"train": _TWO})
     for name in ("x", "y", "z"):
         (root / "train" / "cat" / name).symlink_to("..")

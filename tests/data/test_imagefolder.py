@@ -26,7 +26,7 @@ def _ready(root: Path, **options: Any) -> ImageFolder:
 
 
 def _colours(loader: Any) -> set[tuple[int, ...]]:
-    """(split * 20, class * 20, number) of every image, from the pixel in the middle."""
+    """(split * 20, class * 20, number) of every image, read from its centre pixel."""
     return {tuple(image[:, 4, 4].tolist()) for images, _ in loader for image in images}
 
 
@@ -72,7 +72,7 @@ def test_grey_images_become_rgb_unless_one_channel_is_asked_for(make_folder: Mak
     assert data.in_chans == 1
 
 
-def test_image_size_resizes_what_is_not_square(make_folder: MakeFolder) -> None:
+def test_image_size_resizes_oblong_images(make_folder: MakeFolder) -> None:
     root = make_folder({"train": _TWO}, size=(12, 9))
     with pytest.raises(DataError, match=r"has 12x9 pixels: .*set data.image_size"):
         _ready(root)
@@ -150,7 +150,7 @@ def test_the_processes_of_a_machine_share_its_cpus(
 
 
 def _damage(root: Path) -> list[str]:
-    """An image that is none, and one that vanishes."""
+    """A corrupt image, and one that vanishes."""
     bad = [root / "train" / "cat" / "03.png", root / "train" / "dog" / "07.png"]
     bad[0].write_bytes(b"no image")
     bad[1].unlink()
@@ -162,7 +162,7 @@ def _damage(root: Path) -> list[str]:
 def test_bad_images_are_skipped_up_to_a_number(
     cache_bytes: int, workers: int, make_folder: MakeFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One corrupt image, or one that vanished, ended the run, and only the first was named."""
+    """One corrupt or vanished image ended the run, and the error named only the first."""
     root = make_folder({"train": _TWO, "val": _TWO})
     options = {"on_error": "skip", "image_size": 8, "cache_bytes": cache_bytes}
     options["num_workers"] = workers
@@ -172,7 +172,7 @@ def test_bad_images_are_skipped_up_to_a_number(
     bad = _damage(root)
     data, strict = datas
     data.setup("fit")
-    for _ in range(2):  # a file counts once, not once an epoch
+    for _ in range(2):  # a file counts once, not once per epoch
         seen = [labels for _, labels in data.train_dataloader()]
         assert sum(map(len, seen)) in ((38,) if cache_bytes == 0 else (30,))  # drop_last
     assert data.skipped_files == bad
@@ -225,7 +225,7 @@ def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> N
 
 @pytest.mark.parametrize(("split", "stage"), [("test", "test"), ("val", "validate")])
 @pytest.mark.parametrize("cache_bytes", [2**30, 0])
-def test_what_a_checkpoint_says_spares_the_training_images(
+def test_a_checkpoints_state_replaces_the_training_images(
     make_folder: MakeFolder, split: str, stage: str, cache_bytes: int
 ) -> None:
     root = make_folder({"train": _TWO, split: _TWO})
@@ -244,7 +244,7 @@ def test_what_a_checkpoint_says_spares_the_training_images(
     with pytest.raises(DataError, match=rf"no folder .*/train \(found: {split}\): expected ROOT"):
         data.setup("fit")
     with pytest.raises(DataError, match=r"no folder .*/train"):
-        ImageFolder(data.root, **options).setup(stage)  # nothing says the normalisation
+        ImageFolder(data.root, **options).setup(stage)  # the normalisation is unknown
 
 
 def _test_pixels(data: ImageFolder) -> torch.Tensor:
@@ -254,7 +254,7 @@ def _test_pixels(data: ImageFolder) -> torch.Tensor:
 
 @pytest.mark.parametrize("crop_pct", [1.0, 224 / 256])
 def test_a_split_alone_is_cut_as_in_training(tmp_path: Path, crop_pct: float) -> None:
-    """A part of a set fits into memory where the whole of it does not, and the other way round."""
+    """Training may read files and evaluation memory, or the reverse: the set's size may differ."""
     root, one_split = image_folder(tmp_path / "a", side=12), 40 * 3 * 8 * 8
     in_memory = crop_pct == 1
     whole = _ready(root, image_size=8, cache_bytes=(2 if in_memory else 1) * one_split)
@@ -269,7 +269,7 @@ def test_a_split_alone_is_cut_as_in_training(tmp_path: Path, crop_pct: float) ->
 
 
 def test_images_are_read_again_where_a_checkpoint_asks_for_others(tmp_path: Path) -> None:
-    """Lightning hands a checkpoint's state over after ``setup``."""
+    """Lightning loads a checkpoint's state after ``setup``."""
     root = image_folder(tmp_path / "a", side=12)
     files = _ready(root, image_size=8, cache_bytes=0)
     data = ImageFolder(root, num_workers=0)
@@ -282,7 +282,7 @@ def test_images_are_read_again_where_a_checkpoint_asks_for_others(tmp_path: Path
     assert data.test_dataloader().dataset is read, "once, if nothing is new"
 
 
-def test_a_checkpoint_says_the_size_where_none_is_given(tmp_path: Path) -> None:
+def test_the_size_comes_from_the_checkpoint_by_default(tmp_path: Path) -> None:
     root = image_folder(tmp_path / "a", side=12)
     state = _ready(root, image_size=8).state_dict()
     for given, expected in ((None, 8), (10, 10)):
@@ -303,7 +303,7 @@ def test_checkpoints_from_before_the_crop_was_named_are_cut_as_they_were(tmp_pat
         assert torch.equal(_test_pixels(data), _test_pixels(whole))
 
 
-def test_what_a_checkpoint_says_of_other_classes_is_refused(make_folder: MakeFolder) -> None:
+def test_a_checkpoint_with_other_classes_is_refused(make_folder: MakeFolder) -> None:
     state = _ready(root := make_folder({"train": _TWO})).state_dict()
     shutil.rmtree(root / "train")
     data = ImageFolder(make_folder({"test": {"ant": 2, "cat": 2}}))
@@ -337,11 +337,11 @@ def test_has_test_is_known_before_anything_is_read(make_folder: MakeFolder) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"image_size": 0}, "image_size is 0: expected pixels >= 1"),
-        ({"in_chans": 2}, "in_chans is 2: expected 3"),
+        ({"image_size": 0}, "image_size=0: expected a whole number >= 1"),
+        ({"in_chans": 2}, "in_chans=2: expected one of 1, 3"),
         ({"on_error": "ignore"}, "on_error=ignore: expected one of raise, skip"),
         ({"max_errors": 0}, "max_errors=0: expected a whole number"),
-        ({"cache_bytes": -1}, "cache_bytes is -1: expected bytes >= 0"),
+        ({"cache_bytes": -1}, "cache_bytes=-1: expected a whole number >= 0"),
         ({"val_fraction": 2.0}, r"val_fraction=2\.0: expected a number in"),
     ],
 )
@@ -363,7 +363,7 @@ def test_images_are_augmented_once(make_folder: MakeFolder, cache_bytes: int) ->
 def test_a_part_of_an_evaluation_has_images_of_all_classes(
     make_folder: MakeFolder, tmp_path: Path
 ) -> None:
-    """The first batches held the first class alone: their figures said nothing of the others."""
+    """The first batches held only the first class, so their figures ignored the others."""
     data = _ready(make_folder({"train": _TWO, "test": _TWO}), eval_batch_size=8)
     data.setup("test")
 

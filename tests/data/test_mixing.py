@@ -14,7 +14,7 @@ CLASSES = 5
 
 
 def batch(count: int = 8) -> tuple[Tensor, Tensor]:
-    """Images whose every pixel is the label, so that the labels can be read off the images."""
+    """Images with the label as value of every pixel."""
     labels = torch.arange(count) % CLASSES
     return labels.double().view(-1, 1, 1, 1).expand(-1, 2, 8, 8).clone(), labels
 
@@ -37,7 +37,7 @@ def test_labels_are_mixed_in_the_shares_of_the_images(options: dict[str, float])
 
 
 def kinds(**options: float) -> set[bool]:
-    """Whether pixels were added (not a whole label any more), over some batches."""
+    """Whether some batches hold averaged pixels, which are no whole labels."""
     torch.manual_seed(0)
     found = [Augment(**options).mix(*batch(), num_classes=CLASSES)[0] for _ in range(20)]
     return {bool((images % 1 > 0).any()) for images in found}
@@ -61,9 +61,7 @@ def test_without_options_the_batch_stays_and_nothing_is_drawn() -> None:
 @pytest.mark.parametrize("name", ["mixup", "cutmix"])
 @pytest.mark.parametrize("alpha", [-1.0, float("inf"), float("nan")])
 def test_nonsense_is_refused(name: str, alpha: float) -> None:
-    with pytest.raises(
-        ValueError, match=rf"augment\.{name} is .*expected the alpha.*or 0 for none"
-    ):
+    with pytest.raises(ValueError, match=rf"augment\.{name}=.*expected a number in \[0, inf\)"):
         Augment.of({name: alpha})
 
 

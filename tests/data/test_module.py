@@ -1,4 +1,4 @@
-"""What every data module promises, shown on the digits and on sets made for the purpose."""
+"""The rules for every data module, on the digits and on small made-up sets."""
 
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,7 @@ def _stack(batches: list[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _shifted(images: Tensor, data: ImageData) -> int:
-    """How many of the images are not among the training images as they are stored."""
+    """Number of images that differ from every stored training image."""
     known = {image.numpy().tobytes() for image in data.normalisation(data.read("train").sample())}
     return sum(image.numpy().tobytes() not in known for image in images)
 
@@ -71,7 +71,7 @@ def run(tmp_path: Path) -> tuple[Digits, Recorder]:
 def test_only_training_batches_are_augmented(run: tuple[Digits, Recorder]) -> None:
     data, model = run
     train, val = _stack(model.batches["train"]), _stack(model.batches["val"])
-    assert _shifted(train, data) > 0.5 * len(train)  # 8 of 9 offsets are no identity
+    assert _shifted(train, data) > 0.5 * len(train)  # 8 of 9 offsets shift the image
     assert _shifted(val, data) == 0
     expected = data.normalisation(data.read("test").sample())
     assert torch.equal(_stack(model.batches["test"]), expected)
@@ -152,7 +152,7 @@ def test_setup_reads_once_and_only_what_the_stage_needs(monkeypatch: pytest.Monk
         ({"num_workers": -1}, "num_workers=-1: expected a whole number >= 0"),
         ({"val_fraction": 0.0}, "val_fraction=0.0: expected a number in"),
         ({"val_fraction": 1.0}, "val_fraction=1.0: expected a number in"),
-        ({"augment": {"chunks": 1}}, "unknown augment option chunks"),
+        ({"augment": {"chunks": 1}}, "augment.chunks: no such option"),
     ],
 )
 def test_arguments_are_checked_before_data_is_touched(
@@ -191,7 +191,7 @@ def test_a_plain_loop_gets_what_lightning_gets() -> None:
     assert images.dtype == torch.uint8
 
 
-def test_what_is_shown_are_the_pixels_again() -> None:
+def test_shown_inverts_the_normalisation() -> None:
     data = Digits()
     data.setup("fit")
     pixels, _ = next(iter(data.val_dataloader()))
@@ -221,7 +221,7 @@ def test_a_checkpoint_keeps_normalisation_and_refuses_other_classes(tmp_path: Pa
 
 
 def _fit(path: Path, data: ImageData, seed: int, model: Recorder | None = None) -> Tensor:
-    """The training images of two batches, as they reach the model."""
+    """The training images of two batches, as the model receives them."""
     model = model or Recorder()
     pl.seed_everything(seed, verbose=False)
     _trainer(path, limit_train_batches=2, limit_val_batches=0).fit(model, data)
@@ -263,7 +263,7 @@ def test_a_checkpoint_that_was_evaluated_is_no_part_of_the_next_training(tmp_pat
         assert torch.equal(data.normalisation.mean, expected)
 
 
-def test_a_run_that_goes_on_keeps_what_its_checkpoint_says(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_checkpoints_state(tmp_path: Path) -> None:
     options: dict[str, Any] = {"limit_train_batches": 2, "limit_val_batches": 0}
     pl.seed_everything(0, verbose=False)
     trainer = _trainer(tmp_path, max_epochs=2, **options)
@@ -277,14 +277,14 @@ def test_a_run_that_goes_on_keeps_what_its_checkpoint_says(tmp_path: Path) -> No
     trainer.fit(model, data, ckpt_path=path, weights_only=True)
     assert torch.equal(_stack(model.batches["train"]), _stack(whole.batches["train"][2:]))
     state = {**data.state_dict(), "normalisation": {"mean": [5.0], "std": [6.0]}}
-    own = Digits()  # for a loop of one's own
+    own = Digits()  # for your own loop
     own.load_state_dict(state)
     own.setup("fit")
     own.setup("test")
     assert own.state_dict() == state
 
 
-def test_what_a_checkpoint_says_of_pixels_is_put_into_the_datas_own_unit() -> None:
+def test_a_checkpoints_normalisation_is_converted_to_the_datas_units() -> None:
     class Bytes(Digits):
         pixel_max = 255
 

@@ -10,7 +10,7 @@ def _images() -> torch.Tensor:
     return (torch.rand(50, 3, 4, 4, generator=generator) * scale).to(torch.uint8)
 
 
-def test_measured_statistics_are_those_of_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measured_statistics_equal_the_pixels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("revzoo.data.normalise._CHUNK", 7)  # several chunks, the last one short
     measured = Normalisation.measure(_images())
     pixels = _images().double().transpose(0, 1).flatten(1)

@@ -1,4 +1,4 @@
-"""What a file says of its data, which may be anything, is checked before it is used."""
+"""The state of the data, which comes from an untrusted file, is validated before use."""
 
 from __future__ import annotations
 

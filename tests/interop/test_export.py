@@ -1,4 +1,4 @@
-"""Exports: what they hold, that they compute the same, and that a bad one leaves no file."""
+"""Exports: their content, equal outputs, and that a failed one leaves no file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SMALL_VIT = {"depth": 1, "width": 8, "heads": 2}
 
 
 def network_of() -> ImageNetwork:
-    """Always the same; its last activations are not all zero."""
+    """The same model each time, whose last activations are not all zero."""
     network = small()
     torch.nn.init.constant_(network.norm.bias, 2.0)
     return network
@@ -66,7 +66,7 @@ def test_onnx_runs_in_onnxruntime_and_names_the_classes(tmp_path: Path) -> None:
         torch.testing.assert_close(torch.from_numpy(found), logits(network_of(), images))
 
 
-def test_safetensors_say_all_that_is_needed(tmp_path: Path) -> None:
+def test_safetensors_describe_themselves(tmp_path: Path) -> None:
     path = tmp_path / "net.safetensors"
     assert export(job(), path, kind="safetensors") == 0
     model = create_model(path, pretrained=True)

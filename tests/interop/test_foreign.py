@@ -1,4 +1,4 @@
-"""Checkpoints with foreign objects: their tensors come out, nothing in them runs."""
+"""Checkpoints with foreign objects: we read their tensors and run none of their code."""
 
 import argparse
 import io
@@ -20,7 +20,7 @@ TENSORS = {"w": torch.arange(6.0).view(2, 3).T, "n": torch.tensor(3), "h": torch
 
 
 class Attack:
-    """Pickled, it is a call of ``function``."""
+    """Pickles as a call of ``function``."""
 
     def __init__(self, function, *arguments):
         self.call = function, arguments

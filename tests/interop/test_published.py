@@ -1,4 +1,4 @@
-"""Published weights: MemCNN's own models, the i-RevNet release's keys, refusals."""
+"""Published weights: MemCNN's models, the i-RevNet release's keys, errors."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def memcnn(name, *, units=None, **options):
     )
     for m in model.modules():
         if isinstance(m, InvertibleModuleWrapper):
-            m.disable = True  # the plain computation, without its freeing of the input
+            m.disable = True  # plain computation, which does not free the input
     return randomise(model)
 
 
@@ -69,7 +69,7 @@ def test_memcnns_networks_compute_the_same(name, tmp_path):
 
 
 @memcnn_imports
-def test_what_shapes_do_not_tell_is_given_by_keyword(tmp_path):
+def test_keywords_complete_what_shapes_leave_open(tmp_path):
     path = tmp_path / "a.pt"
     theirs = memcnn("revnet38", units=[1, 2, 1], strides=[1, 1, 1, 2], batch_norm_fix=True).float()
     old = {k.replace("._fn.", ".rev_block."): v for k, v in theirs.state_dict().items()}

@@ -1,4 +1,4 @@
-"""Feature maps: their shapes, their gradients in every memory mode, and what they keep."""
+"""Feature maps: shapes, gradients in every memory mode, and memory."""
 
 import copy
 
@@ -31,7 +31,7 @@ def test_maps_have_the_shapes_that_feature_info_tells(name):
         assert y.shape == (2, channels, 16 // reduction, 8 // reduction)
 
 
-def test_feature_info_is_that_of_the_whole_model():
+def test_feature_info_matches_the_whole_model():
     info = create_model("revnet38").feature_info
     assert [tuple(i) for i in info] == [
         (32, 1, "stages.0"),
@@ -94,7 +94,7 @@ def gradients(net, x, weights):
 
 @pytest.mark.parametrize("indices", [(0, 1, 2), (0, 1), (1,)])
 @pytest.mark.parametrize("name", ["resnet32", "revnet38", "revnet164"])
-def test_gradients_are_those_of_store_in_every_mode(name, indices):
+def test_gradients_equal_store_in_every_mode(name, indices):
     keywords = {"stem_width": 8, "widths": (8, 8, 16)}
     net = FeatureNet(small(name, drop_path_rate=0.5, dropout=0.2, **keywords).double(), indices)
     initial = copy.deepcopy(net.state_dict())
@@ -134,13 +134,13 @@ def test_taps_keep_only_the_tapped_maps(mode):
     assert tapped - alone == maps - last
 
 
-def test_what_is_kept_does_not_grow_with_depth_but_in_store():
+def test_memory_grows_with_depth_only_in_store():
     def growth(mode):
         x = torch.randn(8, 3, 32, 32)
         found = []
         for units in ((2, 2, 2), (6, 6, 6)):
             net = FeatureNet(small(units=units, memory=mode))
-            sum(y.sum() for y in net(x)).backward()  # gradients exist from now on
+            sum(y.sum() for y in net(x)).backward()  # allocates the gradients
             with LiveMemory() as memory:
                 sum(y.sum() for y in net(x)).backward()
             found.append(memory.peak)

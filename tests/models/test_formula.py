@@ -77,7 +77,7 @@ def logits(images: Tensor, w: Weights, *, streams: int, units: tuple[int, ...]) 
 
 
 def randomise(model: nn.Module) -> None:
-    """Move every scale, shift and statistic off its initial 0 or 1: no term may be idle."""
+    """Change every scale, shift and statistic from its initial 0 or 1, so each term matters."""
     for key, tensor in model.state_dict().items():
         if key.endswith("running_var") or (tensor.dim() == 1 and key.endswith("weight")):
             tensor.uniform_(0.5, 1.5)

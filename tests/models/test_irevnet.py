@@ -1,4 +1,4 @@
-"""i-RevNets against the published description, written down as functions of a state dict."""
+"""i-RevNets against the published description, written as functions of a state dict."""
 
 import pytest
 import torch
@@ -98,7 +98,7 @@ def test_logits_representation_and_inverse_are_the_published_ones(kind):
         ("irevnet301", 1000, 125_120_356),
     ],
 )
-def test_parameters_are_those_of_the_release(name, classes, expected):
+def test_parameters_match_the_release(name, classes, expected):
     with torch.device("meta"):
         model = create_model(name, num_classes=classes)
     assert sum(p.numel() for p in model.parameters()) == expected

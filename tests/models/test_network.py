@@ -1,4 +1,4 @@
-"""What users of timm expect: headless models, pooling, intermediates, clear refusals."""
+"""timm's interface: headless models, pooling, intermediates, error messages."""
 
 from __future__ import annotations
 
@@ -105,8 +105,8 @@ def test_intermediates_are_the_feature_maps_and_the_features(name: str) -> None:
 @pytest.mark.parametrize(
     ("indices", "taken"), [(None, (0, 1, 2)), (2, (1, 2)), ([0, -1], (0, 2)), ((2, 0), (0, 2))]
 )
-def test_indices_are_those_of_timm(indices: Any, taken: tuple[int, ...]) -> None:
-    """A number means the last ones; maps come in the network's order, whatever that of indices."""
+def test_indices_follow_timm(indices: Any, taken: tuple[int, ...]) -> None:
+    """A number n selects the last n; maps come in the network's order, in any order of indices."""
     model = small().eval()
     x = torch.randn(2, 3, 8, 8)
     every = model.forward_intermediates(x, intermediates_only=True)
@@ -166,7 +166,7 @@ def test_gradients_enter_at_every_block_of_a_transformer(memory: str) -> None:
 
 
 def test_positions_are_resized_to_another_image_size(tmp_path: Any) -> None:
-    """A smooth field stays the field, sampled more densely; it was refused."""
+    """A smooth field keeps its values when it is sampled more densely; it was refused."""
     small_model = network("revvit_cifar", num_classes=5)
     with torch.no_grad():
         ramp = torch.linspace(-0.25, 1.25, 6)[1:5:3]  # 2 places a side
@@ -183,13 +183,13 @@ def test_positions_are_resized_to_another_image_size(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("given", [Image.new("RGB", (8, 8)), [1.0]])
-def test_what_is_no_tensor_is_named(given: Any) -> None:
+def test_inputs_that_are_no_tensor_are_refused_by_type(given: Any) -> None:
     kind = type(given).__name__
     with pytest.raises(TypeError, match=rf"Got a .*{kind}; .* model\.transforms\(\)\(image\)"):
         small()(given)
 
 
-def test_transforms_are_those_of_the_weights(tmp_path: Any) -> None:
+def test_transforms_match_the_weights(tmp_path: Any) -> None:
     write_entry(tmp_path, crop_pct=0.5)
     model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path))
     assert model.entry is not None

@@ -1,4 +1,4 @@
-"""Trained weights into models: found in order, fitted, checked before anything is loaded."""
+"""Trained weights in models: lookup order, adaptation, validation before loading."""
 
 import hashlib
 import re
@@ -179,7 +179,7 @@ def test_a_local_file_tells_classes_and_channels(tmp_path):
         create_model("revnet38", checkpoint_path=tmp_path / "none.pt")
 
 
-def test_a_download_into_a_given_cache(tmp_path, table, file, monkeypatch):
+def test_a_download_into_a_chosen_cache(tmp_path, table, file, monkeypatch):
     data = file.read_bytes()
     file.unlink()
     change(tmp_path, "revnet38.small", url="https://host/w.safetensors")
@@ -223,12 +223,12 @@ def test_a_folder_named_as_a_model_does_not_stand_in_for_it(tmp_path, monkeypatc
 
 
 def test_an_i_revnet_is_not_loaded_for_other_channels():
-    """It has no first convolution: zeros would have taken the place of what it was trained on."""
+    """It has no first convolution to adapt: zeros would have replaced the trained channels."""
     with pytest.raises(StateMismatchError, match=r"1 channels, model: 3; .* convert the images"):
         create_model("irevnet13", pretrained=True, in_chans=3)
 
 
-def test_a_file_says_which_images_it_is_for(tmp_path):
+def test_a_file_states_its_image_channels(tmp_path):
     create_model("irevnet13", in_chans=2).save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     assert create_model("irevnet13", checkpoint_path=path).in_chans == 2
@@ -248,8 +248,8 @@ def test_weights_that_are_not_finite_are_refused_by_name(tmp_path, value, suffix
     assert torch.equal(loaded.fc.weight.isfinite(), model.fc.weight.isfinite())
 
 
-def test_a_lone_file_says_how_its_model_is_made(tmp_path, table, file):
-    lone = tmp_path / "elsewhere" / "revnet38.safetensors"  # begins as an architecture does
+def test_a_single_file_describes_its_model(tmp_path, table, file):
+    lone = tmp_path / "elsewhere" / "revnet38.safetensors"  # starts like an architecture
     lone.parent.mkdir()
     lone.write_bytes(file.read_bytes())
     model = from_pretrained(lone)

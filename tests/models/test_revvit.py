@@ -1,4 +1,4 @@
-"""Reversible ViTs: parameters by formula, memory modes, stochastic depth, refusals."""
+"""Reversible ViTs: parameter counts, memory modes, stochastic depth, errors."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ def test_training_equals_store_with_stochastic_depth_and_dropout(mode):
         losses.append(F.cross_entropy(net(x), labels))
         losses[-1].backward()
     assert losses[0] == losses[1]
-    assert losses[0] != F.cross_entropy(model(x), labels)  # other masks
+    assert losses[0] != F.cross_entropy(model(x), labels)  # different masks
     actual, expected = ([p.grad for p in net.parameters()] for net in (other, model))
     assert error(actual, expected) <= (0 if mode == "exact" else 1e-12)
 

@@ -31,7 +31,7 @@ def test_training_keywords_are_no_part_of_the_shape(tmp_path):
     assert model.save_pretrained(tmp_path).options == {}
 
 
-def test_a_network_trained_on_keeps_what_is_still_true(tmp_path):
+def test_a_network_trained_further_keeps_the_facts_that_still_hold(tmp_path):
     write_entry(tmp_path, classes=tuple("abcde"))
     table = WeightsTable(tmp_path)
     model = create_model("revnet38", pretrained=True, table=table)
@@ -63,7 +63,7 @@ def test_a_network_without_a_name_is_refused(tmp_path):
         RevNet(REVNETS["revnet38"]).save_pretrained(tmp_path)
 
 
-def test_what_is_saved_does_not_follow_later_changes(tmp_path):
+def test_a_saved_network_does_not_follow_later_changes(tmp_path):
     model = small()
     model.save_pretrained(tmp_path)
     before = (tmp_path / "model.safetensors").read_bytes()
@@ -94,11 +94,10 @@ def test_a_push_uploads_what_a_folder_would_hold(monkeypatch):
 
 
 def test_a_new_head_asks_for_the_facts_of_its_data(tmp_path):
-    """A fine-tuned model saved with `save_pretrained` carries the mean, deviation and classes of
-    its pretraining."""
+    """A fine-tuned model was saved with the mean, deviation and classes of its pretraining."""
     write_entry(tmp_path, classes=tuple("abcde"))
     model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path))
-    model.reset_classifier(5)  # as many classes, but others
+    model.reset_classifier(5)  # the same number of other classes
     with pytest.raises(EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of the data"):
         model.save_pretrained(tmp_path / "net")
     assert not (tmp_path / "net").exists()

@@ -1,4 +1,4 @@
-"""Files of tensors: what is read, and that nothing in them is run."""
+"""Files of tensors: their content, and that reading runs no code in them."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_pickle_with_code_is_refused_and_not_run(tmp_path):
         read_checkpoint(tmp_path / "w.pt")
     assert not (tmp_path / "run").exists()
     torch.load(tmp_path / "w.pt", weights_only=False)
-    assert (tmp_path / "run").exists()  # it would have run
+    assert (tmp_path / "run").exists()  # unguarded, it runs
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt"])
@@ -92,7 +92,7 @@ def test_a_truncated_file_is_refused(tmp_path, suffix, size):
 
 
 def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
-    """A deep list in a header ended in a RecursionError that did not name the file."""
+    """A deep list in a header raised a RecursionError that did not name the file."""
     rng, path, refused = random.Random(0), tmp_path / "w.safetensors", 0
     known = {"name": "revnet38.x", "architecture": "revnet38", "num_classes": 2}
     content = safetensors_bytes(TENSORS, {"in_chans": "3", "entry": json.dumps(known)})
@@ -118,14 +118,14 @@ def test_mutated_headers_of_safetensors_are_read_or_refused_by_name(tmp_path):
     ("content", "message"),
     [([1, 2], "holds a list"), ({"a": torch.ones(1), "epoch": 3}, "other things.*: epoch")],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path, content, message):
+def test_files_without_a_state_dict_are_refused(tmp_path, content, message):
     torch.save(content, tmp_path / "w.pt")
     with pytest.raises(UnreadableWeightsError, match=message):
         read_checkpoint(tmp_path / "w.pt")
 
 
 @pytest.mark.parametrize(("name", "message"), [("w.pt", "no file"), ("w.npz", "no known format")])
-def test_missing_and_unknown_files_are_told(tmp_path, name, message):
+def test_missing_and_unknown_files_are_refused(tmp_path, name, message):
     if name.endswith("npz"):
         (tmp_path / name).touch()
     with pytest.raises(UnreadableWeightsError, match=message):
@@ -143,4 +143,6 @@ def test_a_file_is_held_against_the_entry_beside_it(tmp_path):
     with pytest.raises(HashMismatchError, match=f"expects {entry.sha256}"):
         create_model("revnet38", **options)
     path.with_suffix(".json").unlink()
-    assert create_model("revnet38", **options).num_classes == 5  # no one says what it was
+    assert (
+        create_model("revnet38", **options).num_classes == 5
+    )  # the checkpoint does not name its architecture

@@ -7,7 +7,7 @@ from revzoo.models.variant import UnitPlan
 
 
 class Affine(nn.Module):
-    """``scale * x + shift``, so that every term of a formula can be told apart."""
+    """``scale * x + shift``, which distinguishes the terms of a formula."""
 
     def __init__(self, scale: float, shift: float) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ def test_transition_follows_the_formula():
     assert y2.item() == 100 * 2 + (3 * 15 + 5)
 
 
-def test_units_without_inverse_say_so():
+def test_units_without_inverse_raise():
     unit = Transition(nn.Identity(), g=nn.Identity(), shortcuts=(nn.Identity(), nn.Identity()))
     assert not unit.invertible
     assert not ResidualUnit(nn.Identity(), shortcut=nn.Identity()).invertible

@@ -1,9 +1,9 @@
-"""What FrEIA's tests ask, where revzoo has the thing.
+"""FrEIA's tests, for the features that revzoo has.
 
-Written anew after tests/ of FrEIA; each docstring names the original. Not here: layers and
-frameworks that revzoo has not (splines, Gaussian mixtures, graphs of nodes, invertible ResNets),
-and sizes known before the first call: a sequence of FrEIA's knows its shapes, so that replacing a
-layer by one of another size is a ValueError there and one of the call here.
+Our own code, after tests/ of FrEIA; each docstring names the original. Not here: layers and
+frameworks that revzoo lacks (splines, Gaussian mixtures, graphs of nodes, invertible ResNets).
+FrEIA's sequence knows its shapes, so it refuses a replacement layer of another size at once; ours
+raises at the next call.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def data(*shape, seed=0):
 
 
 def log_det_by_hand(flow, x):
-    """Of each image's Jacobian (FrEIA's ``_jacobian``, exactly)."""
+    """log|det| of each image's Jacobian (FrEIA's ``_jacobian``, exactly)."""
 
     def flat(v):
         return flow(v.reshape(1, *x.shape[1:])).flatten()

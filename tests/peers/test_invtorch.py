@@ -1,8 +1,8 @@
-"""What users of InvTorch 0.5.0 rely on: its README and modules, beside ours.
+"""The documented features of InvTorch 0.5.0: its README and modules, beside ours.
 
-InvTorch has no tests; the behaviours are those of its README and of ``check()``, which its modules
-are tried with. Written anew; each docstring names the module or the section. Its ``x + f(x)``
-crashes, since it empties the storage of ``x``; nothing here does.
+InvTorch has no tests; we test the behaviours in its README and the properties that ``check()``
+verifies. Our own code; each docstring names the module or the section. Its ``x + f(x)`` crashes,
+since it empties the storage of ``x``; ours works.
 """
 
 import pytest
@@ -45,7 +45,7 @@ class InvertibleLinear(Invertible):
         return (outputs - self.bias) @ self.weight.T.pinverse()
 
 
-def test_a_module_of_ones_own_that_is_called_directly():
+def test_a_users_module_that_is_called_directly():
     """README, "Usage" and "checkpoint, invertible, and seed": flags that may change at any time."""
     torch.manual_seed(0)
     model = InvertibleLinear(3, 5).double()
@@ -75,7 +75,7 @@ def test_an_input_that_is_used_again():
 
 
 def test_temp_mode():
-    """``temp_mode``: another mode inside a ``with``, each module's own after it."""
+    """``temp_mode``: another mode inside a ``with`` block, each module's mode after it."""
     net = ReversibleSequence([InjectiveLinear(3, 4, streams=1), InjectiveLinear(4, 4, streams=1)])
     revzoo.set_memory(net[0], "recompute")
     with memory(net, "store"):
@@ -95,7 +95,7 @@ def test_checkpoint_without_an_inverse():
 
 
 class Hidden(Invertible):
-    """README, "num_outputs": what the inverse needs and no caller gets, kept in buffers."""
+    """README, "num_outputs": buffers keep values for the inverse that no caller receives."""
 
     streams = 1
     carried = ("scale",)
@@ -114,7 +114,7 @@ class Hidden(Invertible):
 
 
 class Extra(Invertible):
-    """An output for the caller that the inverse does not get."""
+    """An output for the caller that the inverse does not receive."""
 
     streams = extras = 1
 
@@ -131,7 +131,7 @@ def test_outputs_that_are_no_streams():
     for mode in ("invert", "store"):
         net = ReversibleSequence([Hidden(), Extra(), Hidden()], memory=mode)
         xs = [torch.linspace(1, k, 5, dtype=torch.float64).requires_grad_() for k in (2, 3)]
-        outputs = [net(x.sin()) for x in xs]  # two passes, each with a scale of its own
+        outputs = [net(x.sin()) for x in xs]  # two passes with different scales
         loss = sum(y.square().sum() + total for y, total in outputs)
         found.append(torch.autograd.grad(loss, xs))
     assert error(*found) < 1e-12

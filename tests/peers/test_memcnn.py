@@ -1,10 +1,10 @@
-"""What MemCNN's own tests ask, asked of ``revzoo.compat.memcnn``, with the originals beside it.
+"""MemCNN's tests, run on ``revzoo.compat.memcnn`` beside the original.
 
-Written anew after memcnn/models/tests of version 1.5.2; each docstring names the original. Not
-here: the tests of its private functions (test_get_set_device_states) and of the aliases that it
-had deprecated before (test_legacy_additive_coupling, test_legacy_affine_coupling: ``AdditiveBlock``
-and ``AffineBlock``), its trainer, data and loggers. What they ask of an input's storage, that it is
-empty after the forward pass, is asked the other way round: nobody's tensor may be emptied.
+Our own code, after memcnn/models/tests of version 1.5.2; each docstring names the original. Not
+here: the tests of its private functions (test_get_set_device_states) and of deprecated aliases
+(test_legacy_additive_coupling, test_legacy_affine_coupling: ``AdditiveBlock`` and ``AffineBlock``),
+its trainer, data and loggers. Its tests expect that the forward pass empties the input's storage;
+ours expect that no tensor of the caller is emptied.
 """
 
 import copy
@@ -58,7 +58,7 @@ class Multiply(nn.Module):
 
 
 class Identity(nn.Module):
-    """Multiplies by one, or passes its input on."""
+    """Multiplies by one, or returns its input."""
 
     def __init__(self, forwards=False, backwards=False):
         super().__init__()
@@ -91,9 +91,9 @@ def data(*shape, seed=3):
 
 
 def gradients(fn, module, x):
-    """Of the squared output, by the input and the parameters.
+    """Gradients of the squared output for the input and the parameters.
 
-    The input is no leaf: MemCNN writes its gradient to ``.grad`` itself, so that of a leaf doubles.
+    The input is no leaf: MemCNN writes to ``.grad`` itself, which doubles a leaf's gradient.
     """
     x = x.clone().requires_grad_()
     module.zero_grad()
@@ -114,7 +114,7 @@ def test_state_dicts_are_memcnns(kind):
     """Files of weights go both ways, in the order of MemCNN's keys."""
     wrappers = [lib.InvertibleModuleWrapper(coupling(kind, lib)) for lib in (ours, theirs)]
     x = data().requires_grad_()
-    wrappers[0](x).sum().backward()  # what is built for a pass adds no key
+    wrappers[0](x).sum().backward()  # a pass adds no key
     keys = [list(w.state_dict()) for w in wrappers]
     assert keys[0] == keys[1]
     wrappers[1].load_state_dict(wrappers[0].state_dict())
@@ -125,7 +125,7 @@ def test_state_dicts_are_memcnns(kind):
 @every_kind
 @pytest.mark.parametrize("inverse", [False, True])
 @pytest.mark.parametrize("keep", [False, True])
-def test_gradients_are_those_of_the_original(kind, inverse, keep):
+def test_gradients_equal_the_original(kind, inverse, keep):
     """test_coupling_implementations_against_reference, test_normal_vs_invertible_module_wrapper,
     test_invertible_module_wrapper_fwd_bwd. In evaluation: in training MemCNN counts batches more
     than once, and for an affine coupling, more."""
@@ -396,7 +396,7 @@ def test_shapes_that_are_none(shape):
         ours.is_invertible_module(Identity(True, True), shape)
 
 
-# ---- what MemCNN had deprecated
+# ---- deprecated in MemCNN
 
 
 @pytest.mark.parametrize("kind", ["additive", "affine"])

@@ -1,4 +1,4 @@
-"""What RevLib's and RevTorch's tests ask, asked of ``ReversibleSequence``.
+"""RevLib's and RevTorch's tests, run on ``ReversibleSequence``.
 
 RevLib's tests/backward_test.py and tests/memory_test.py run on a GPU and compare gradients loosely
 (1e-3) and memory of whole processes; here they run anywhere, in float64, and count bytes. RevTorch

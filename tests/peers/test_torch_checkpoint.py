@@ -1,8 +1,8 @@
-"""What torch's own tests ask of ``torch.utils.checkpoint``, asked of ``revzoo.checkpoint``.
+"""Torch's tests of ``torch.utils.checkpoint``, run on ``revzoo.checkpoint``.
 
-Written anew after the behaviours of ``TestAutograd``, ``TestNestedCheckpoint`` and
+Our own code, after the behaviours of ``TestAutograd``, ``TestNestedCheckpoint`` and
 ``TestSelectiveActivationCheckpoint`` in torch's test/test_autograd.py and of ``TestCheckpoint`` in
-test/test_utils.py; each docstring names the original. Not here: what needs several GPUs
+test/test_utils.py; each docstring names the original. Not here: tests that need several GPUs
 (test_checkpointing_without_reentrant_dataparallel, test_get_device_states_recursive), torch's
 private helpers (test_infer_device_state_recursive_meta), the warning for a missing
 ``use_reentrant`` (test_checkpoint_warns_if_use_reentrant_not_passed_explcitly: there is one way),
@@ -250,7 +250,7 @@ def test_a_large_model_in_checkpoints():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("outside", [True, False])
-def test_autocast_is_that_of_the_forward_pass(dtype, outside):
+def test_autocast_is_restored_from_the_forward_pass(dtype, outside):
     """test_checkpointing_non_reentrant_autocast_cpu."""
     seen = []
 
@@ -755,7 +755,7 @@ def test_chosen_operators_are_not_computed_again():
     assert_same(grads)
 
 
-# ---- issue 96136 of torch: what non-reentrant checkpointing leaves open
+# ---- torch issue 96136: open problems of non-reentrant checkpointing
 
 
 def test_statistics_count_a_batch_once():
@@ -771,8 +771,8 @@ def test_statistics_count_a_batch_once():
     assert net[1].num_batches_tracked == 3
 
 
-def test_flags_buffers_and_generators_are_those_of_the_forward_pass():
-    """Torch follows whatever they are by the time of the backward pass."""
+def test_flags_buffers_and_generators_are_restored_from_the_forward_pass():
+    """Torch uses their values at the time of the backward pass."""
 
     class Net(nn.Module):
         def __init__(self):
@@ -821,20 +821,20 @@ def test_a_decorator():
 
     @checkpoint(early_stop=False)
     def fn(x, factor=1.0):
-        """Its own words."""
+        """Its own docstring."""
         return (x * factor).exp()
 
     x = leaf()
     fn(x, factor=2.0).sum().backward()
-    assert fn.__doc__ == "Its own words."
+    assert fn.__doc__ == "Its own docstring."
     assert torch.equal(x.grad, 2 * (x * 2).exp())
     with pytest.raises(ValueError, match="pass fn first"):
         checkpoint(None, x)
 
 
 def test_torchvisions_densenet(monkeypatch):
-    """A program written for torch's checkpoint, with ours in its place: statistics and all are
-    those of the network that keeps its activations. With torch's they are not."""
+    """A program written for torch's checkpoint, run with ours: the network equals one that keeps
+    its activations, statistics included. With torch's checkpoint it does not."""
     from torchvision.models.densenet import DenseNet
 
     def train(efficient):

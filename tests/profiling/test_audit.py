@@ -1,4 +1,4 @@
-"""Audits: what a step keeps, counted on fake tensors and on real ones."""
+"""Audits: the memory that a step keeps, counted on fake and on real tensors."""
 
 import csv
 
@@ -109,7 +109,7 @@ def test_the_series_has_the_peak():
     totals = [sum(values) for values in zip(*levels.values(), strict=True)]
     trace = trace_step(real_twin(model), images_for(model, SHAPE))
     assert 0 < turn < len(totals)
-    # between two operators; within one, its result and what it replaces may be alive
+    # between two operators; within one, its input and its result may both be alive
     assert max(totals) == pytest.approx(trace.peak - trace.base, rel=0.02)
 
 

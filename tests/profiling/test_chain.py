@@ -1,4 +1,4 @@
-"""The search over chains: exact, as brute force tells."""
+"""The search over chains: optimal, by brute force."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ from revzoo.profiling.chain import Chain, Choice, Link, evaluate, fastest, leane
 
 
 def chain_of(seed: int, length: int) -> Chain:
-    """A chain of couplings of any sizes, in which streams pass through and are held by several."""
+    """A chain of couplings of random sizes; streams pass through, and several links hold one."""
     draw = random.Random(seed)
     sizes = {s: draw.randint(1, 30) for s in range(-length - 2, length + 2)}
     links = []
@@ -48,9 +48,9 @@ def chain_of(seed: int, length: int) -> Chain:
 
 
 def peak_by_hand(chain: Chain, choices) -> int:
-    """The peak as a list of what is alive at each moment, without running sums."""
+    """The peak from the list of live tensors at each moment, without running sums."""
     alive = []
-    kept = []  # what each link has put aside by its turn
+    kept = []  # bytes that each link keeps for its backward pass
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
         if i and choices[i - 1].joins and not choice.joins:
             kept += [("stream", s) for s in choices[i - 1].state]
@@ -85,7 +85,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_the_peak_is_that_of_a_list_of_what_is_alive(seed):
+def test_the_peak_equals_a_list_of_live_tensors(seed):
     chain = chain_of(seed, 10)
     draw = random.Random(seed)
     for _ in range(50):

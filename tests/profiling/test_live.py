@@ -1,4 +1,4 @@
-"""Counting live bytes, and with it: memory that does not grow with depth."""
+"""Counts of live bytes; memory does not grow with depth."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ import revzoo
 from revzoo.profiling.live import LiveMemory
 
 
-def test_counts_what_is_alive_at_once():
+def test_counts_simultaneously_live_bytes():
     x = torch.zeros(1000)  # made outside: not counted
     with LiveMemory() as memory:
         a = x + 1
@@ -24,7 +24,7 @@ def test_counts_what_is_alive_at_once():
 
 def peak(net, x):
     net.zero_grad(set_to_none=False)
-    net(x).square().mean().backward()  # gradients exist from now on
+    net(x).square().mean().backward()  # allocates the gradients
     with LiveMemory() as memory:
         net(x).square().mean().backward()
     return memory.peak
@@ -56,11 +56,11 @@ def test_models_save_memory(name):
 @pytest.mark.parametrize("mode", ["invert", "exact"])
 def test_a_replay_needs_two_streams_their_gradients_and_one_branch(mode):
     net, x = twin(conv_net(4), mode), images(channels=8, size=32)
-    (net(x) * x).sum().backward()  # gradients exist from now on
+    (net(x) * x).sum().backward()  # allocates the gradients
     with LiveMemory() as memory:
         (net(x) * x).sum().backward()
     stream = x.numel() * x.element_size() / 2
-    # a branch saves what its convolutions and its second norm take; two more are at work;
-    # exact streams are words, so that the branch's input is one more
+    # a branch saves the inputs of its convolutions and its second norm, and uses two temporaries;
+    # exact streams are integers, so the branch's float input is one more
     expected = 2 + 2 + 3 + 2 + (mode == "exact")
     assert memory.peak / stream == pytest.approx(expected, rel=0.02)

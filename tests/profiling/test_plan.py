@@ -1,4 +1,4 @@
-"""The planner: budgets that hold, on models of every kind."""
+"""The planner: plans stay within their budget, on models of every kind."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def model_of(name="revnet38", **options):
     ],
 )
 def test_real_steps_stay_within_their_budgets(name, options):
-    """The counted peak of a real step is the predicted one, and time falls as budgets rise."""
+    """The measured peak of a step equals the predicted one; larger budgets cost less time."""
     model = model_of(name, **options)
     planner = Planner(model, SHAPE, clock=False)
     plans = planner.frontier(3)
@@ -48,7 +48,7 @@ def test_real_steps_stay_within_their_budgets(name, options):
 
 
 def test_pure_modes_are_predicted_to_a_few_bytes():
-    """In mode exact a unit of the grid is beside the streams."""
+    """Mode ``exact`` keeps the unit of the grid beside the streams."""
     model = model_of()
     planner = Planner(model, SHAPE, clock=False)
     for mode in ("store", "recompute", "exact"):
@@ -90,7 +90,7 @@ def test_auto_stores_where_that_takes_no_more():
     assert set(Planner(net, (2048, 4), clock=False).auto().values()) == {"store"}
 
 
-def test_the_least_is_said_and_possible():
+def test_the_least_budget_is_reported_and_possible():
     model = model_of()
     planner = Planner(model, SHAPE, clock=False)
     with pytest.raises(revzoo.BudgetError, match=r"at least .* MiB .* batch of about \d+") as error:
@@ -127,7 +127,7 @@ def test_a_plan_is_data_and_text():
 
 
 def test_times_come_from_the_clock(monkeypatch):
-    """A millisecond an image and step in mode store; the other modes take more."""
+    """One millisecond per image and step in mode ``store``; more in the other modes."""
     monkeypatch.setattr(clock, "_time", lambda step, state, device: 1e-3 * len(state[0]))
     planner = Planner(model_of(), SHAPE)
     steps = len(planner.chain.links) - 1
@@ -227,7 +227,7 @@ def test_the_optimisers_state():
     trained = sum(p.nbytes for p in model.parameters())
     assert state_bytes(torch.optim.SGD(model.parameters(), lr=1)) == 0
     assert state_bytes(torch.optim.SGD(model.parameters(), lr=1, momentum=0.9)) == trained
-    counters = 4 * len([*model.parameters()])  # how often each was stepped
+    counters = 4 * len([*model.parameters()])  # the step count of each parameter
     assert state_bytes(torch.optim.AdamW(model.parameters(), lr=1)) == 2 * trained + counters
 
 

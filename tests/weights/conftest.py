@@ -1,4 +1,4 @@
-"""A server of one file whose behaviour a test chooses, and small entries."""
+"""A server for one file, whose behaviour a test sets, and small entries."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 
 
 class Served:
-    """What the server has, how it behaves, and the headers of the requests it got."""
+    """The server's file, its behaviour, and the headers of the requests it received."""
 
     def __init__(self) -> None:
         self.content = bytes(range(256)) * 40
         self.status = 200
-        self.cut: int | None = None  # send so many bytes of what was promised
+        self.cut: int | None = None  # send only this many bytes of the announced length
         self.silent: threading.Event | None = None  # send nothing before it is set
         self.requests: list[dict[str, str]] = []
         self.port = 0

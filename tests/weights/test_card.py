@@ -25,7 +25,7 @@ def test_the_card_tells_what_the_entry_tells(tmp_path):
     assert 'revzoo.from_pretrained("hf-hub:me/net")' in card
 
 
-def test_what_is_not_known_is_left_out():
+def test_unknown_facts_are_left_out():
     entry = WeightsEntry(
         name="revnet38",
         architecture="revnet38",

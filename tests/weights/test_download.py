@@ -1,4 +1,4 @@
-"""Downloads against a server on this machine that fails in every way a server can."""
+"""Downloads from a local server that fails in every way a server can."""
 
 from __future__ import annotations
 

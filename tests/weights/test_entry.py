@@ -43,7 +43,7 @@ def test_an_entry_survives_its_json(tmp_path):
     assert (entry.folder, entry.in_chans, entry.undescribed()) == (tmp_path, 3, [])
 
 
-def test_what_is_left_out_is_told(tmp_path):
+def test_missing_fields_are_reported(tmp_path):
     entry = read_entry(written(tmp_path, VALID))
     missing = ["mean", "std", "license", "recipe", "metrics", "measured_on"]
     assert entry.undescribed() == missing
@@ -91,7 +91,7 @@ def test_a_field_that_is_not_valid_is_named(tmp_path, change, message):
 
 
 def test_deep_json_is_refused_by_name(tmp_path):
-    """It ended in a RecursionError that did not name the file."""
+    """It raised a RecursionError that did not name the file."""
     path = tmp_path / "entry.json"
     for text in ("[" * 100_000, '{"options":' * 100_000):
         path.write_text(text)
@@ -100,7 +100,7 @@ def test_deep_json_is_refused_by_name(tmp_path):
 
 
 def mutated(content: bytes, rng: random.Random) -> bytes:
-    """``content`` with a byte changed, a piece cut out, or one value in the place of another."""
+    """``content`` with a changed byte, a missing piece, or a random value."""
     data = bytearray(content)
     place = rng.randrange(len(data))
     kind = rng.randrange(3)
@@ -117,7 +117,7 @@ def mutated(content: bytes, rng: random.Random) -> bytes:
 
 
 def test_mutated_entries_are_read_or_refused_by_name(tmp_path):
-    """A list as ``url`` ended in an AttributeError."""
+    """A list as ``url`` raised an AttributeError."""
     rng, path = random.Random(0), tmp_path / "entry.json"
     full = {
         **VALID,
@@ -137,7 +137,7 @@ def test_mutated_entries_are_read_or_refused_by_name(tmp_path):
     assert refused > 200
 
 
-def test_all_faults_are_told_at_once():
+def test_all_faults_are_reported_at_once():
     with pytest.raises(EntryError, match=r"sha256.*num_classes"):
         WeightsEntry(**{**VALID, "sha256": "", "num_classes": -1})
 

@@ -77,12 +77,12 @@ def test_a_damaged_file_beside_the_entry_is_refused(served, tmp_path, damage):
         read_bytes(entry(served, file="w.safetensors", folder=tmp_path))
 
 
-def test_a_file_that_is_nowhere_is_told(served, tmp_path):
+def test_a_missing_file_raises(served, tmp_path):
     with pytest.raises(UnknownWeightsError, match="has no url"):
         read_bytes(entry(served, url=None, file="w.safetensors", folder=tmp_path))
 
 
-def test_a_download_that_fails_is_told(served):
+def test_a_failed_download_raises(served):
     served.status = 404
     with pytest.raises(DownloadError, match="404"):
         read_bytes(entry(served))

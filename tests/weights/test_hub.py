@@ -1,4 +1,4 @@
-"""The hub, with a library that records what it is asked."""
+"""The hub, with a fake library that records the calls."""
 
 import sys
 import types
@@ -56,7 +56,7 @@ def test_a_push_makes_the_repository_and_uploads_the_folder(library, tmp_path):
     ]
 
 
-def test_what_the_hub_refuses_is_told(library, tmp_path):
+def test_refusals_of_the_hub_are_reported(library, tmp_path):
     with pytest.raises(HubError, match=r"hf-hub:me/net: none could not be fetched.*404"):
         fetch("hf-hub:me/net", "none")
     with pytest.raises(HubError, match="refused the upload: no space"):
@@ -72,7 +72,7 @@ def test_a_name_that_is_none_is_refused(library, tmp_path, name):
     assert library.calls == []
 
 
-def test_a_missing_library_is_told_with_the_remedy(monkeypatch):
+def test_a_missing_library_raises_with_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(HubError, match="pip install huggingface_hub"):
         fetch("hf-hub:me/net", "config.json")

@@ -47,7 +47,7 @@ def test_an_unknown_tag_is_refused_with_the_nearest(folder):
         WeightsTable(folder).find("revnet38.smal")
 
 
-def test_nothing_known_is_said_so():
+def test_an_empty_table_is_named_in_the_error():
     with pytest.raises(UnknownWeightsError, match="Known for revnet110: none"):
         WeightsTable().find("revnet110")
 
@@ -70,6 +70,6 @@ def test_two_folders_may_not_repeat_a_name(folder):
         WeightsTable(folder, folder).find("revnet38.small")
 
 
-def test_a_missing_folder_is_told(tmp_path):
+def test_a_missing_folder_raises(tmp_path):
     with pytest.raises(EntryError, match="no folder"):
         WeightsTable(tmp_path / "none").names()

@@ -1,4 +1,4 @@
-"""Damaged files of torch are refused wherever they are read; whole ones are not."""
+"""Every reader of torch's files refuses damaged ones and accepts intact ones."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_flipped_bit_of_a_weight_is_found_by_every_reader(tmp_path: Path) -> N
             read(path)
 
 
-def test_damage_anywhere_is_told_as_damage(tmp_path: Path) -> None:
+def test_damage_anywhere_is_reported_as_damage(tmp_path: Path) -> None:
     path, rng = tmp_path / "a.pt", random.Random(0)
     whole, found = save(path), 0
     for place in (*range(len(whole) - 1200, len(whole)), *rng.sample(range(len(whole)), 100)):
@@ -54,7 +54,7 @@ def test_damage_anywhere_is_told_as_damage(tmp_path: Path) -> None:
         damaged[place] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         try:
-            check_archive(path)  # a bit between the entries means nothing
+            check_archive(path)  # bits between the entries have no meaning
         except UnreadableWeightsError:
             found += 1
     assert found > 100
@@ -90,13 +90,13 @@ READERS = {
 
 
 def status(field: str) -> int:
-    """Bytes of this process: ``VmRSS`` now, or ``VmHWM`` at most since the last reset."""
+    """Bytes of this process: ``VmRSS`` now, or ``VmHWM``, the peak since the last reset."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def read_with_little_memory(path: Path, *readers: str) -> list[str]:
-    """What each reader says of a file, if it takes less than 128 MiB to say so."""
+    """The result of each reader, which must take less than 128 MiB."""
     said = []
     for name in readers or READERS:
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): resets VmHWM to the present use
@@ -122,7 +122,7 @@ def test_an_expanded_tensor_is_refused_before_it_takes_memory(tmp_path: Path) ->
 
 
 class Announced:
-    """A tensor that says that it is larger than its storage; torch then enlarges the storage."""
+    """A tensor with a shape larger than its storage; torch then enlarges the storage."""
 
     def __init__(self, storage: torch.Tensor, size: int) -> None:
         self.storage, self.size = storage, size
@@ -143,7 +143,7 @@ class Announced:
 
 @pytest.mark.parametrize("zipped", [True, False])
 def test_a_storage_is_not_enlarged(zipped: bool, tmp_path: Path) -> None:
-    """A shape is larger than its storage: torch itself refuses it, as long as it does."""
+    """A shape is larger than its storage: torch refuses it in the versions we support."""
     path = tmp_path / "a.ckpt"
     content = {"state_dict": {"fc.weight": Announced(torch.ones(4), 100_000_000)}}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -166,7 +166,7 @@ def test_a_bytearray_is_not_filled(tmp_path: Path) -> None:
 
 
 class Call:
-    """Pickled, it is a call of ``function``."""
+    """Pickles as a call of ``function``."""
 
     def __init__(self, function: Any, *arguments: Any) -> None:
         self.call = function, arguments
@@ -176,7 +176,7 @@ class Call:
 
 
 def digits(times: int) -> Any:
-    """Bytes that are encoded to hexadecimal digits, which doubles them, so often."""
+    """Bytes that are hex-encoded ``times`` times, which doubles them each time."""
     found: Any = b"ab"
     for _ in range(times):
         found = Call(codecs.encode, found, "hex")
@@ -184,7 +184,7 @@ def digits(times: int) -> Any:
 
 
 def endless() -> Any:
-    """A tensor of 8 bytes that says that it repeats them without end."""
+    """A tensor of 8 bytes whose shape repeats them endlessly."""
     storage = torch.storage.TypedStorage(
         wrap_storage=torch.ones(1).untyped_storage(), dtype=torch.float32, _internal=True
     )
@@ -192,7 +192,7 @@ def endless() -> Any:
 
 
 def nested_tuple(levels: int) -> Any:
-    """2**levels parts, in a file that holds one tuple for each level."""
+    """2**levels items in a file that holds one tuple per level."""
     found: Any = (1,)
     for _ in range(levels):
         found = (found, found)
@@ -200,7 +200,7 @@ def nested_tuple(levels: int) -> Any:
 
 
 class Keyed:
-    """A dictionary of this key; none is made here, since it would not end."""
+    """Pickles as a dictionary with this key; hashing the key here would never end."""
 
     def __init__(self, key: Any) -> None:
         self.key = key
@@ -233,7 +233,7 @@ BOMBS = {
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_bombs_in_pickles_are_refused_at_once(bomb: str, zipped: bool, tmp_path: Path) -> None:
-    """torch calls functions of its own with whatever the file gives: hashing, encoding, copying."""
+    """torch's unpickler hashes, encodes and copies arguments from the file."""
     path = tmp_path / "a.ckpt"
     content = {"state_dict": {"w": torch.ones(1)}, "x": BOMBS[bomb]()}
     torch.save(content, path, _use_new_zipfile_serialization=zipped)
@@ -245,14 +245,14 @@ def test_bombs_in_pickles_are_refused_at_once(bomb: str, zipped: bool, tmp_path:
 
 
 def test_flat_tuples_are_keys(tmp_path: Path) -> None:
-    """Not every tuple is a bomb."""
+    """Harmless tuples are accepted."""
     content = {"state_dict": {"w": WEIGHT}, "x": {(1, "a", 2.0): {3, 4}, torch.Size([2]): b"bytes"}}
     torch.save(content, tmp_path / "a.ckpt")
     assert files.read_checkpoint(tmp_path / "a.ckpt")["x"] == content["x"]
 
 
 def test_a_pickle_does_not_choose_the_size_of_the_readers_memo(tmp_path: Path) -> None:
-    """The unpickler in C makes room for as many values as the largest index in the file."""
+    """Python's C unpickler allocates as many values as the largest index in the file."""
     path = tmp_path / "a.ckpt"
     torch.save({"state_dict": {"w": torch.ones(1)}, "x": Path}, path)  # Path: not plain
     with zipfile.ZipFile(path) as archive:
@@ -268,7 +268,7 @@ def test_a_pickle_does_not_choose_the_size_of_the_readers_memo(tmp_path: Path) -
 def test_files_without_checksums_are_read_with_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of 600 bare pickles with flipped bits 192 were read, with other tensors, without a word."""
+    """Of 600 bare pickles with flipped bits 192 were read silently, with wrong tensors."""
     save(tmp_path / "whole.pt")
     save(tmp_path / "old.pt", _use_new_zipfile_serialization=False)
     for read in (read_checkpoint, read_tensors):
@@ -280,7 +280,7 @@ def test_files_without_checksums_are_read_with_a_warning(
 
 
 def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
-    """The names and versions in an archive's directory, too, ended in errors of ``zipfile``."""
+    """Damaged names and versions in an archive's directory raised errors of ``zipfile``."""
     path, rng = tmp_path / "a.pt", random.Random(0)
     whole = save(path)
     directory = whole.index(b"PK\x01\x02")
@@ -296,7 +296,7 @@ def test_damaged_archives_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_flipped_bits_of_bare_pickles_are_read_or_refused_by_name(tmp_path: Path) -> None:
-    """Nothing but a ConversionError, nothing larger than the file, and no hang."""
+    """The only outcome is a ConversionError: no large allocation and no hang."""
     path, rng = tmp_path / "a.pt", random.Random(0)
     whole = save(path, _use_new_zipfile_serialization=False)
     refused = 0
@@ -314,7 +314,7 @@ def test_flipped_bits_of_bare_pickles_are_read_or_refused_by_name(tmp_path: Path
 
 
 def in_seconds(path: Path, seconds: float = 5) -> list[str]:
-    """What each reader says of ``path``, if it says it soon."""
+    """The result of each reader for ``path``, within a time limit."""
     said = []
     for read in (read_checkpoint, files.read_checkpoint, read_tensors):
         start = time.monotonic()
@@ -341,7 +341,7 @@ def test_sixty_thousand_entries_over_one_record_are_refused_at_once(tmp_path: Pa
 
 @pytest.mark.parametrize("place", ["epoch", "state_dict", "hyper_parameters"])
 def test_shared_lists_are_refused_at_once(place: str, tmp_path: Path) -> None:
-    """40 levels of ``l = [l] * 10`` have 10**40 paths, and every walk of the content took them."""
+    """40 levels of ``l = [l] * 10`` have 10**40 paths, all of which we once walked."""
     shared: list[Any] = [1.0]
     for _ in range(40):
         shared = [shared] * 10
@@ -352,7 +352,7 @@ def test_shared_lists_are_refused_at_once(place: str, tmp_path: Path) -> None:
 
 
 def test_deep_lists_and_lists_that_hold_themselves_are_refused(tmp_path: Path) -> None:
-    """Walks of the content ended in a RecursionError."""
+    """Walking the content raised a RecursionError."""
     deep: list[Any] = []
     for _ in range(400):
         deep = [deep]
@@ -364,6 +364,6 @@ def test_deep_lists_and_lists_that_hold_themselves_are_refused(tmp_path: Path) -
 
 
 def test_a_pipe_is_no_checkpoint(tmp_path: Path) -> None:
-    """Opening a pipe waits for a writer that never comes."""
+    """Opening a pipe blocks until a writer comes."""
     os.mkfifo(tmp_path / "a.ckpt")
     assert all("there is no" in said for said in in_seconds(tmp_path / "a.ckpt"))

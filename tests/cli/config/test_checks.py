@@ -95,7 +95,7 @@ def test_pretrained_weights_must_be_known(
         (["+callbacks.footprnt={}"], "did you mean 'footprint'"),
         (["data.batch_size=0"], "batch_size=0"),
         (["+data.batchsize=1"], r"data\.batchsize: .*did you mean 'batch_size'"),
-        (["data.augment.chunk=0"], "augment.chunk is 0"),
+        (["data.augment.chunk=0"], "augment.chunk=0: expected a whole number"),
         (
             ["trainer.accumulate_grad_batches=true"],
             "accumulate_grad_batches=True: expected",
