@@ -82,3 +82,17 @@ def test_make_has_the_targets_that_pages_name() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     for page in SHOWN:
         assert set(re.findall(r"`make ([a-z-]+)", page.read_text())) <= targets, page
+
+
+def test_figures_of_the_decision_table_stand_in_their_reports() -> None:
+    page = ROOT / "docs" / "which-mode.md"
+    rows = [line.split("|")[1:-1] for line in page.read_text().splitlines() if "results/" in line]
+    for *_, why, report in rows:
+        (link,) = LINK.findall(report)
+        text = (page.parent / link).read_text()
+        words = re.sub(r"\w*[a-z]\w*|batch \d+|at \d+ pixels", "", why)
+        figures = re.findall(r"\d+(?:\.\d+)?", words)
+        assert figures, why
+        assert [
+            n for n in figures if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.])", text)
+        ] == []
