@@ -17,9 +17,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
+from torch import nn
 from torch.nn import functional
 
-from revzoo.core.modes import COUNTED
+from revzoo.core.invertible import Step, is_container
+from revzoo.core.modes import COUNTED, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.live import LiveMemory
 from revzoo.training.callbacks.footprint import peak_bytes
@@ -29,6 +31,7 @@ from revzoo.training.tuning.memory_limit import free_bytes, give_back
 FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
 LESS = 0.95  # a mode needs less than another if it needs at most this share
 GIB = 2**30
+PLAN = "the plan"  # the memory modes of a planned run, as one row beside the pure modes
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -107,14 +110,20 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
         device: where it was trained.
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
+    plan = modes_of(module.model)
     mode = spec.get("memory") or memory_of(module)
     said = f"{_used(device)}, with memory={mode}"
     if device.type == "cpu":
         mode = memory_of(module)
+    if mixed := len(set(plan.values())) > 1:
+        mode = PLAN
+        said = f"{_used(device)}, with a plan of {' and '.join(sorted(set(plan.values())))}"
     needs: dict[str, float] = {}
     # the model may be broken, or too little memory is left to count
     with suppress(Exception):
         counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
+        if mixed:
+            counts = {PLAN: bytes_per_image(spec, data.image_size, plan), **counts}
         needs = {m: count * batch_size for m, count in counts.items() if count is not None}
     if mode not in needs:
         return f"{said}; lower data.batch_size ({batch_size})"
@@ -131,7 +140,8 @@ def _used(device: torch.device) -> str:
 
 
 def _choice(needs: dict[str, float], free: int | None, present: str, batch_size: int) -> str:
-    least = next(mode for mode in reversed(needs) if LESS * needs[mode] <= min(needs.values()))
+    modes = [mode for mode in reversed(needs) if mode != PLAN]
+    least = next(mode for mode in modes if LESS * needs[mode] <= min(needs.values()))
     if needs[least] >= LESS * needs[present]:
         return f"No mode takes less than {present}: lower data.batch_size ({batch_size})"
     if free is None:
@@ -144,15 +154,30 @@ def _choice(needs: dict[str, float], free: int | None, present: str, batch_size:
     )
 
 
-def bytes_per_image(spec: Mapping[str, Any], image_size: int) -> float | None:
+def modes_of(model: nn.Module) -> dict[str, str]:
+    """The memory mode of each step of ``model``, by its path."""
+    steps = {path: m for path, m in model.named_modules() if isinstance(m, Step)}
+    return {path: step.memory for path, step in steps.items() if not is_container(step)}
+
+
+def bytes_per_image(
+    spec: Mapping[str, Any], image_size: int, plan: Mapping[str, str] | None = None
+) -> float | None:
     """Bytes of activations that each image adds to a training step's peak, in float32.
 
-    None where the model does not know the memory mode of ``spec``.
+    None if the model does not support the memory mode of ``spec``.
+
+    Args:
+        spec: arguments of ``create_model``.
+        image_size: side of the images in pixels.
+        plan: memory modes by path, see :func:`revzoo.set_memory`; None for the mode of ``spec``.
     """
     try:
         model = model_from(spec).train()
     except ValueError:
         return None
+    if plan is not None:
+        set_memory(model, plan)
     peaks = []
     for count in FEW:
         images = torch.randn(count, spec["in_chans"], image_size, image_size)

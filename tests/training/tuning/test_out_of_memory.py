@@ -16,6 +16,7 @@ from small_task import TINY, loader, trainer
 from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
+from revzoo.core.modes import set_memory
 from revzoo.training import Classifier
 from revzoo.training.tuning import out_of_memory
 from revzoo.training.tuning.out_of_memory import (
@@ -60,6 +61,16 @@ def test_the_advice(
     said = advice(batch_size, memory=memory, units=[1, 1, 1])
     assert message in said
     assert f"with memory={memory}" in said
+
+
+def test_the_advice_to_a_planned_run() -> None:
+    """A run with memory=auto was advised as if it had run in the inverting mode."""
+    module = Classifier({**SPEC, "units": [1, 1, 1], "memory": None})
+    set_memory(module.model, {"stages.2": "store"})
+    data: Any = SimpleNamespace(batch_size=64, image_size=32)
+    said = memory_advice(module, data, device=CPU)
+    assert "with a plan of exact and store" in said
+    assert re.search(r"activations take: the plan [\d.]+ GiB, store [\d.]+ GiB", said)
 
 
 def advice(batch_size: int, **spec: Any) -> str:
