@@ -28,7 +28,7 @@ from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.side_bits import make_reversible
+from revzoo.layers.side_bits import make_reversible, reversible_blocks
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import (
@@ -110,6 +110,7 @@ __all__ = [
     "register_data",
     "register_model",
     "register_optimizer",
+    "reversible_blocks",
     "set_drift_limit",
     "set_memory",
 ]

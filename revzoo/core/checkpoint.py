@@ -112,10 +112,11 @@ def record(
     entry = Entry(step, state, context, drift_limit)
     tape.close()  # steps that this one runs on its own input are no part of this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
-    aside = asides(entry.aside if inverts else None)
-    with entry.conditions, packed, explained(entry.name), aside:
+    aside: list[Tensor] = []
+    with entry.conditions, packed, explained(entry.name), asides(aside if inverts else None):
         call = call_without_changing_hooks if inverts else plain_call
         returned = call_on_grid(call, step, state, context)
+    entry.keep_aside(aside)
     outputs = streams_of(returned, step)
     entry.observe(state, outputs, inverts=inverts)
     tape.append(entry, outputs if inverts else None)

@@ -97,6 +97,12 @@ class Step(nn.Module):
     sums: bool = False
     """Whether an exact step adds to its streams by :func:`revzoo.core.fixedpoint.add` instead."""
 
+    needs_words: bool = False
+    """Whether its inverse needs streams in fixed point; in floating point it is recomputed."""
+
+    delegates: bool = False
+    """Whether a step that stands beside it runs it (:func:`revzoo.make_reversible`)."""
+
     loose: int = 0
     """How many of an exact step's streams, the last ones, stay in floating point."""
 
@@ -224,7 +230,9 @@ class Invertible(Step):
 
 def is_container(module: nn.Module) -> TypeGuard[Step]:
     """Whether it is a step whose members run in memory modes of their own, and it in none."""
-    return isinstance(module, Step) and type(module).__call__ is nn.Module.__call__
+    if not isinstance(module, Step):
+        return False
+    return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:

@@ -128,7 +128,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
 
     Raises:
         RuntimeError: the step changed its input in place, or a hook on it changed its streams.
-        ValueError: the step takes another number of streams.
+        ValueError: the step takes another number of streams, or needs integers to be inverted.
     """
     return as_state(run_alone(step, state, context), step)
 
@@ -140,10 +140,13 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
             f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
             f"or set streams = {len(state)} on the step"
         )
-    mode = mode_of(step.memory) if differentiates(step, state, context) else MODES["store"]
+    recorded = not step.delegates and differentiates(step, state, context)
+    mode = mode_of(step.memory) if recorded else MODES["store"]
     state = on_grid_of(step, state)
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
-        mode = MODES["invert"]
+        mode = MODES["recompute" if step.needs_words else "invert"]
+    if step.needs_words and mode.inverts and step.grid is None:
+        raise ValueError(_needs_words(step, mode.name))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     versions = versions_of(watched)
     outputs = mode.run(step, state, context)
@@ -180,7 +183,8 @@ def set_memory(
 
     Raises:
         ValueError: unknown mode, path or grid; no step in ``module``; ``invert`` where nothing has
-            an inverse; ``exact``, or a grid, for a step whose arithmetic is not exact on a grid.
+            an inverse, or for a step that is inverted on integers alone; ``exact``, or a grid, for
+            a step whose arithmetic is not exact on a grid.
 
     Example:
         >>> model = revzoo.create_model("revnet38")
@@ -195,6 +199,7 @@ def set_memory(
             each.check(module, steps)
         if (bits := each.grid if grid is None else grid) is not None:
             _check_grid(bits, steps)
+        _check_words(each.name, bits, steps)
     for each, steps in chosen:
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
@@ -237,9 +242,25 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
     grid = mode_of(mode).grid if grid is None else grid
     if grid is not None:
         _check_grid(grid, steps)
+    _check_words(mode, grid, steps)
     for step in steps:
         step.memory = mode
         step.grid = grid if step.invertible else None
+
+
+def _check_words(mode: str, grid: Grid | None, steps: Sequence[Step]) -> None:
+    if grid is not None or not mode_of(mode).inverts:
+        return
+    for step in steps:
+        if step.needs_words:
+            raise ValueError(_needs_words(step, mode))
+
+
+def _needs_words(step: Step, mode: str) -> str:
+    return (
+        f"{name_of(step)} has no inverse in floating point, in which mode {mode!r} computes: use "
+        "'exact', which inverts it on integers, or 'recompute' or 'store'"
+    )
 
 
 def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:

@@ -350,7 +350,7 @@ class Entry:
     """One executed step: what replaying it needs, but no activation and no part of the graph."""
 
     __slots__ = (
-        "aside",
+        "_aside",
         "conditions",
         "context",
         "dtypes",
@@ -380,8 +380,18 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
-        self.aside: list[Tensor] = []
+        self._aside: Kept | None = None
         self.witness = _Witness() if step.early_stop else None
+
+    def keep_aside(self, tensors: list[Tensor]) -> None:
+        """Keep what the step has put aside: inside another step, as activations of that."""
+        if tensors:
+            self._aside = Kept(tuple(tensors))
+
+    @property
+    def aside(self) -> Sequence[Tensor]:
+        """What the step has put aside."""
+        return () if self._aside is None else held_in(self._aside.state(self.name))
 
     def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
         """Note what the guard will compare: values of what will be recomputed, and the range."""
@@ -431,7 +441,7 @@ class Entry:
         """The step's inputs, without recording."""
         versions = versions_of(outputs)
         with torch.no_grad(), self.conditions.restored(inverting=True):
-            if self.aside:
+            if self._aside is not None:
                 inputs: Streams = self.step.replay(outputs, _Unrecorded(self), self.context)  # type: ignore[operator]
             else:
                 inputs = self.inverted(outputs)

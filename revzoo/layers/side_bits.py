@@ -20,14 +20,23 @@ NOTE [ Blocks in place ]
     ``make_reversible`` puts a step beside each block and lets the block's ``forward`` call it. The
     model's own code is never touched, and the step has no parameters, so the ``state_dict`` is the
     same. A block that is called with the very tensor that the block before returned continues
-    the run; any other input starts one. A block whose output has another shape than its input
-    ends the run before it and starts none: it is recomputed from its input.
+    the run; any other input starts one. So does an input from another checkpoint, whose replay does
+    not run the block before. A block whose output has another shape than its input
+    ends the run before it and starts none: it is recomputed from its input. So is one whose output
+    leaves the range of the run's grid, as in language models, whose values grow to thousands: the
+    next block starts a run on a coarser grid. A device other than the CPU is asked in the first
+    pass alone, as the host waits for its answer.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from itertools import pairwise
+from types import NoneType
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +45,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import did_you_mean, is_count
 from revzoo.core.fixedpoint import (
+    AUTO,
     Fixed,
     fixed_of,
     floats,
@@ -50,15 +60,42 @@ from revzoo.core.invertible import (
     NotInvertibleError,
     Recording,
     State,
+    Step,
     label_steps,
     name_of,
 )
+from revzoo.core.layout import has_values
 from revzoo.core.modes import run_step
 from revzoo.core.recording import put_aside
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
-_before: Any = WeakTensorKeyDictionary()  # x[k-1], by x[k]
+_before: Any = WeakTensorKeyDictionary()  # x[k-1] and the place of x[k], by x[k]
+
+# private: the hooks of the innermost checkpoint; without it, use no checkpoints of torch's
+_hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
+
+
+def _place(x: Tensor) -> tuple[Any, bool]:
+    """Differs inside and outside of a checkpoint; a reentrant one adds the gradient later."""
+    hooks = _hooks_now(True)
+    return None if hooks is None else hooks[0], x.requires_grad
+
+
+def _taken_before(x: Tensor) -> Tensor | None:
+    before, *place = _before.pop(x, (None,))
+    return before if before is not None and tuple(place) == _place(x) else None
+
+
+class Call(NamedTuple):
+    """What the last call of a block was in its run."""
+
+    joined: bool  # the run of the block before
+    continues: bool
+    unit: float | Tensor | None  # of the grid
+
+
+_calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class SideBits(Invertible):
@@ -74,8 +111,11 @@ class SideBits(Invertible):
     exact = True
     sums = True
     reads_words = True
+    needs_words = True
     memory = "exact"
-    grid = "auto"
+    grid = AUTO
+    fits: bool | None = None
+    """Whether the last output was in the range of the run's grid."""
 
     def __init__(self, block: nn.Module, bits: int, *, last: bool) -> None:
         super().__init__()
@@ -91,32 +131,51 @@ class SideBits(Invertible):
         """The block's ``forward`` in a reversible model."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return self._plain(x, *args, **kwargs)
-        before = _before.pop(x, None)
+        before = _taken_before(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
         known, y, *rest = run_step(self, state, args=args, **kwargs)
-        if not self.last and _alike(y, x) and keeps_words():
-            _before[y] = known
+        fixed = fixed_of(known)
+        continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
+        if continues and not self.last and keeps_words():
+            _before[y] = known, *_place(y)
+        _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.down)
         return tree_unflatten([y, *rest, *self._others], self._structure)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *before, x = state
         value, *rest = self._evaluate(x, **context)
-        if not _alike(value, x):
-            if before:  # a run ends here: its last state is kept
-                fixed = fixed_of(before[0])
-                put_aside(before[0].detach() if fixed is None else fixed.words)
-            return x, value, *rest
+        known = fixed_of(before[0]) if before else None
+        if _alike(value, x):
+            y = self._following(before, x, value, known)
+            if self._fits(y):
+                if known is not None:
+                    put_aside(pack_bits(known.words, self.bits))
+                return x, y, *rest
+        if before:  # a run ends here: its last state is kept
+            put_aside(before[0].detach() if known is None else known.words)
+        return x, value, *rest
+
+    def _following(
+        self, before: Sequence[Tensor], x: Tensor, value: Tensor, known: Fixed | None
+    ) -> Tensor:
         b = 2.0**-self.bits
         fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
         if not before:
-            y = value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value)
-        elif fixed is None or (known := fixed_of(before[0])) is None:
-            y = ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
-        else:
-            put_aside(pack_bits(known.words, self.bits))
-            y = second_difference(before[0], x, value, known, self.bits)
-        return x, y, *rest
+            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value)
+        if fixed is None or known is None:
+            return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
+        return second_difference(before[0], x, value, known, self.bits)
+
+    def _fits(self, y: Tensor) -> bool:
+        """Whether ``y`` is in the range of its grid, if we may choose another for what follows."""
+        fixed = fixed_of(y)
+        if self.grid != AUTO or fixed is None or fixed.peak is None or not has_values(y):
+            return True
+        if self.fits is None or y.device.type == "cpu":
+            peak = float(fixed.peak)
+            self.fits = peak < fixed.limit or not math.isfinite(peak)
+        return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
         raise NotInvertibleError(
@@ -132,7 +191,7 @@ class SideBits(Invertible):
         if len(record.needs) == 1:
             return (x,)
         (aside,) = record.aside
-        if not _alike(value, read):
+        if aside.dtype != torch.uint8:  # the run ended: no bits, but its state
             before = x.moved(aside) if isinstance(x, Fixed) else aside
         else:
             with torch.no_grad():
@@ -177,23 +236,26 @@ def make_reversible(
     """Make the runs of blocks of ``model`` reversible, in place; see the module for the method.
 
     A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
-    ``nn.ModuleList`` of the model. Training keeps ``bits`` bits an element and block, and the last
-    state of each run; :func:`revzoo.set_memory` chooses other modes. The ``state_dict`` keeps its
-    keys and shapes, so weights load before or after.
+    ``nn.ModuleList``, or numbered ones (``b1``, ``b2``) that are built alike. Of runs inside the
+    blocks of others, as in stages of blocks, those whose blocks are built alike are taken.
+    Training keeps ``bits`` bits an element and block, and the last state of each run;
+    :func:`revzoo.set_memory` chooses other modes. The ``state_dict`` keeps its keys and shapes, so
+    weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` show what was
+    made reversible.
 
     Args:
         model: torchvision's, timm's, Hugging Face's, your own: called as before.
         bits: 1 to 8: more change the outputs less and keep more. 4 leaves the accuracy of trained
             networks as it is. None: the plain network again. Another number changes those of a
             reversible model.
-        blocks: paths of the containers whose blocks are meant (``["layer3", "encoder.layers"]``);
+        blocks: paths of the modules whose blocks are meant (``["layer3", "encoder.layers"]``);
             None for all.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: ``bits`` is out of range; a path leads to no container; no run was found.
+        ValueError: ``bits`` is out of range; a path leads to no module; no run was found.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -202,43 +264,137 @@ def make_reversible(
     """
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
-    runs = list(_runs(model, blocks))
+    if blocks is None:
+        runs = list(_runs_in(model))
+    else:
+        runs = [run for path in blocks for run in _groups(_container(model, path))]
     if not runs:
         raise ValueError(
             f"{type(model).__name__} has no run of blocks: expected two or more consecutive "
             "modules of one class in an nn.Sequential or nn.ModuleList"
         )
-    for run in runs:
-        for block in run:
-            if NAME in block._modules:
-                del block._modules[NAME], block.forward
-            if bits is not None:
-                step = SideBits(block, bits, last=block is run[-1])
-                block.add_module(NAME, step.train(block.training))
-                block.forward = step.run
+    for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
+        _make_plain(block)
+    if bits is not None:
+        for block, last in [(block, block is run[-1]) for run in runs for block in run]:
+            step = SideBits(block, bits, last=last)
+            block.add_module(NAME, step.train(block.training))
+            block.forward = step.run
+            if isinstance(block, Step):
+                block.delegates = True
     label_steps(model)
     return model
 
 
-def _runs(model: nn.Module, blocks: Iterable[str] | None) -> Iterator[Sequence[nn.Module]]:
-    containers = {
-        path: module
-        for path, module in model.named_modules()
-        if isinstance(module, (nn.Sequential, nn.ModuleList))
-    }
-    chosen = list(containers) if blocks is None else list(blocks)
-    for path in chosen:
-        if path not in containers:
-            raise ValueError(
-                f"blocks: {type(model).__name__} has no nn.Sequential or nn.ModuleList {path!r}"
-                f"{did_you_mean(path, containers)}"
-            )
-        run: list[nn.Module] = []
-        for module in (*containers[path], None):
-            if run and type(module) is type(run[0]):
-                run.append(module)
-                continue
-            if len(run) > 1:
-                yield run
-            whole = module is not None and not isinstance(module, (nn.Sequential, nn.ModuleList))
-            run = [module] if whole and next(module.parameters(), None) is not None else []
+def _make_plain(block: nn.Module) -> None:
+    if isinstance(block._modules.get(NAME), SideBits):
+        del block._modules[NAME], block.forward
+        if isinstance(block, Step):
+            del block.delegates
+
+
+def _container(model: nn.Module, path: str) -> nn.Module:
+    modules = dict(model.named_modules())
+    if path not in modules:
+        known = [name for name, module in modules.items() if _is_list(module)]
+        raise ValueError(
+            f"blocks: {type(model).__name__} has no nn.Sequential or nn.ModuleList {path!r}"
+            f"{did_you_mean(path, known)}"
+        )
+    return modules[path]
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Sequential, nn.ModuleList))
+
+
+def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The runs in ``module``, none inside another."""
+    if isinstance(module, Step) and module.invertible:
+        return
+    taken: list[nn.Module] = []
+    for group in _groups(module):
+        if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
+            continue  # branches of a block, say: no list tells that they follow each other
+        inside = [run for block in group for run in _runs_in(block)]
+        if any(map(_has_twins, inside)) and not _has_twins(group):  # the group are stages
+            yield from inside
+        else:
+            yield group
+        taken += group
+    for child in module.children():
+        if not any(child is block for block in taken):
+            yield from _runs_in(child)
+
+
+def _groups(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Children of one class that follow each other, two or more."""
+    numbered = {n: m for n, m in module.named_children() if n[-1:].isdigit() and _is_block(m)}
+    children = [numbered.get(name) for name, _ in module.named_children()]
+    for kind, group in itertools.groupby(children, type):
+        blocks = [block for block in group if block is not None]
+        if kind is not NoneType and len(blocks) > 1:
+            yield blocks
+
+
+def _is_block(module: nn.Module) -> bool:
+    leaf = type(module).__module__.startswith("torch.nn") and not any(module.children())
+    reversible = isinstance(module, Step) and module.invertible
+    has_parameters = next(module.parameters(), None) is not None
+    return has_parameters and not (leaf or reversible or _is_list(module))
+
+
+def _has_twins(group: Sequence[nn.Module]) -> bool:
+    return any(itertools.starmap(_alike_built, itertools.combinations(group, 2)))
+
+
+def _alike_built(a: nn.Module, b: nn.Module) -> bool:
+    return [p.shape for p in a.parameters()] == [p.shape for p in b.parameters()]
+
+
+class BlockRow(NamedTuple):
+    """A block that :func:`make_reversible` has wrapped.
+
+    Attributes:
+        path: in the model.
+        bits: kept of each value where the block joins a run.
+        role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
+            follows; ``"ends"`` one, as its output has another shape or leaves the range of the
+            grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
+        grid: fractional bits of the integers in the last call; None in floating point, or before.
+    """
+
+    path: str
+    bits: int
+    role: str
+    grid: int | None
+
+
+def reversible_blocks(model: nn.Module) -> list[BlockRow]:
+    """What :func:`make_reversible` has made reversible, and what its last call was.
+
+    Example:
+        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
+        >>> net = revzoo.make_reversible(encoder, bits=4)
+        >>> y = net(torch.randn(2, 5, 16))
+        >>> for row in revzoo.reversible_blocks(net):
+        ...     print(row)
+        BlockRow(path='layers.0', bits=4, role='starts', grid=23)
+        BlockRow(path='layers.1', bits=4, role='joins', grid=23)
+    """
+    steps = {n: m for n, m in model.named_modules() if isinstance(m, SideBits)}
+    return [_row(path.rpartition(".")[0], step) for path, step in steps.items()]
+
+
+def _row(path: str, step: SideBits) -> BlockRow:
+    call = _calls.get(step)
+    if call is None:
+        return BlockRow(path, step.bits, "", None)
+    roles = {(True, True): "joins", (False, True): "starts", (True, False): "ends"}
+    unit = None if call.unit is None or not _is_known(call.unit) else float(call.unit)
+    grid = None if unit is None else round(-math.log2(unit))
+    return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)
+
+
+def _is_known(unit: float | Tensor) -> bool:
+    return isinstance(unit, float) or has_values(unit)

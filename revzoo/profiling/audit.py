@@ -23,6 +23,7 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo.core.modes import MODES, set_memory
+from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.measure import leaves
 from revzoo.profiling.trace import Trace, fake_twin, images_for, real_twin, trace_step
 from revzoo.profiling.units import in_units
@@ -116,18 +117,53 @@ class Audit:
         return levels, self._trace.turn
 
 
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A block of :func:`revzoo.make_reversible`.
+
+    Attributes:
+        block: its path, bits, role in its run, and the grid of the model's last call.
+        before: bytes an image that the plain block keeps.
+        after: bytes an image that the reversible one keeps, with the state at the end of a run.
+    """
+
+    block: BlockRow
+    before: int
+    after: int
+
+
 class Report:
     """One training step of a model, in its present setting and in each memory mode.
 
     Attributes:
         audits: by mode, the model's own setting first.
         input_shape: of the batch.
+        converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
+        plain: the audit of the plain network, where there are such blocks.
     """
 
-    def __init__(self, model: str, input_shape: tuple[int, ...], audits: Sequence[Audit]) -> None:
-        self.model, self.input_shape = model, input_shape
+    def __init__(
+        self,
+        model: str,
+        input_shape: tuple[int, ...],
+        audits: Sequence[Audit],
+        *,
+        blocks: Sequence[BlockRow] = (),
+        plain: Audit | None = None,
+    ) -> None:
+        self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
         self._own = audits[0]
+        self.converted = [
+            Converted(block, *(self._an_image(audit, block.path) for audit in (plain, self._own)))
+            for block in blocks
+            if plain is not None
+        ]
+
+    def _an_image(self, audit: Audit, path: str) -> int:
+        """Bytes an image that the module at ``path`` keeps."""
+        inside = (row.bytes for row in audit.rows if f"{row.module}.".startswith(f"{path}."))
+        return sum(inside) // self.input_shape[0]
 
     @property
     def kept_bytes(self) -> int:
@@ -222,6 +258,8 @@ class Report:
         for audit in self.audits.values():
             yield f"{audit.mode:12}{in_units(audit.kept_bytes):>14}{in_units(audit.peak_bytes):>14}"
         own = self._own
+        if self.plain is not None:
+            yield from self._converted_lines(self.plain)
         yield ""
         yield f"in {own.mode}, at the peak: " + ", ".join(
             f"{kind} {in_units(size)}" for kind, size in own.kinds.items()
@@ -237,6 +275,27 @@ class Report:
                 f"  {in_units(row.bytes):>12}  {row.module or 'model'} {row.operation} "
                 f"{row.shape} {row.dtype}, {by}"
             )
+
+    def _converted_lines(self, plain: Audit) -> Iterator[str]:
+        count = self.input_shape[0]
+        before, after = (in_units(a.kept_bytes // count) for a in (plain, self._own))
+        yield ""
+        yield f"reversible blocks; the model keeps {before} an image before, {after} after:"
+        for path, rows in itertools.groupby(
+            self.converted, lambda r: r.block.path.rpartition(".")[0]
+        ):
+            yield _line_of(path, list(rows))
+
+
+def _line_of(path: str, rows: Sequence[Converted]) -> str:
+    joined = sum(row.block.role in ("joins", "ends") for row in rows)
+    grids = sorted({row.block.grid for row in rows if row.block.grid is not None})
+    bits = ", ".join(map(str, sorted({row.block.bits for row in rows})))
+    before, after = in_units(sum(r.before for r in rows)), in_units(sum(r.after for r in rows))
+    return (
+        f"  {path or 'model'}: {len(rows)} blocks, {joined} of them inverted, {bits} bits, grid "
+        f"{', '.join(map(str, grids)) or 'auto'}, {before} an image before, {after} after"
+    )
 
 
 def plotting() -> Any:
@@ -287,6 +346,7 @@ def audit(
     """
     own = present_mode(model)
     wanted = _fitting(model) if modes is None else list(modes)
+    blocks: list[BlockRow] = []
     for mode in wanted:
         check_choice("modes", mode, MODES)
     if real and any(p.device.type == "meta" for p in model.parameters()):
@@ -298,7 +358,16 @@ def audit(
             set_memory(twin, mode)
         trace = trace_step(twin, images_for(twin, input_shape))
         audits.append(Audit(mode, trace, extra))
-    return Report(type(model).__name__, tuple(input_shape), audits)
+        if mode == own:
+            blocks = reversible_blocks(twin)
+    plain = None
+    if blocks:
+        grids = {row.path: row.grid for row in reversible_blocks(model)}
+        blocks = [row._replace(grid=grids[row.path]) for row in blocks]
+        twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
+        plain = Audit("plain", trace_step(twin, images_for(twin, input_shape)), extra)
+    shape = tuple(input_shape)
+    return Report(type(model).__name__, shape, audits, blocks=blocks, plain=plain)
 
 
 def present_mode(model: nn.Module) -> str:
@@ -316,6 +385,7 @@ def _fitting(model: nn.Module) -> list[str]:
         and not (mode.elsewhere and on_host)
         and not (mode.inverts and not invertible)
         and not (mode.grid is not None and not all(step.exact for step in invertible))
+        and not (mode.inverts and mode.grid is None and any(step.needs_words for step in steps))
         for name, mode in MODES.items()
     }
     return [name for name, does in fits.items() if does]

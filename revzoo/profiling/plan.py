@@ -274,8 +274,9 @@ def plan_memory(
 
 def inverting_mode(model: nn.Module) -> str:
     """The inverting mode that steps of ``model`` have now, or ``invert``."""
-    present = (step.memory for step in leaves(model))
-    return next((mode for mode in present if mode_of(mode).inverts), "invert")
+    steps = leaves(model)
+    default = "exact" if any(step.needs_words for step in steps) else "invert"
+    return next((step.memory for step in steps if mode_of(step.memory).inverts), default)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

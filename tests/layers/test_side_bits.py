@@ -8,7 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from revzoo import RangeError, ReversibleSequence, make_reversible, set_memory
+import revzoo
+from revzoo import (
+    AdditiveCoupling,
+    RangeError,
+    ReversibleSequence,
+    Step,
+    create_model,
+    make_reversible,
+    reversible_blocks,
+    set_memory,
+)
 from revzoo.core.fixedpoint import Fixed, pack_bits, undo_second_difference
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.live import LiveMemory
@@ -200,22 +210,156 @@ def test_an_input_that_was_changed_starts_a_run():
     assert (apart - Block.forward(net[1], middle)).abs().max() < 1e-6
 
 
-def test_values_beyond_the_range():
-    class Doubles(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.tensor(8.0))
+class Grows(nn.Module):
+    """A block of a language model, whose values grow to thousands."""
 
-        def forward(self, x):
-            return x * self.scale
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(8.0))
 
-    net = make_reversible(nn.Sequential(*(Doubles() for _ in range(6))))
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_values_beyond_the_range_get_a_coarser_grid():
+    found = []
+    for mode in ("exact", "store", "recompute"):
+        net = make_reversible(nn.Sequential(*(Grows() for _ in range(7))))
+        set_memory(net, mode, grid="auto")
+        y = net(torch.ones(2, 3))
+        found.append([y, *torch.autograd.grad(y.sum(), net.parameters())])
+    assert all(map(torch.equal, found[0], found[1]))
+    assert all(map(torch.equal, found[0], found[2]))
+    rows = reversible_blocks(net)
+    assert [row.role for row in rows] == 3 * ["starts", "ends"] + ["starts"]
+    assert [row.grid for row in rows] == sorted((row.grid for row in rows), reverse=True)
+    assert rows[0].grid == 23
+    assert rows[-1].grid <= 30 - 18 - 3  # 8**6 goes into the last block
+
+
+def test_values_beyond_a_chosen_range():
+    net = make_reversible(nn.Sequential(*(Grows() for _ in range(6))))
+    set_memory(net, "exact", grid=20)
     y = net(torch.ones(2, 3))
     assert y.isnan().all()
     with pytest.raises(RangeError, match="choose grid="):
         y.sum().backward()
     set_memory(net, "exact", grid=8)
     net(torch.ones(2, 3)).sum().backward()
+
+
+def test_modes_in_floating_point_are_refused():
+    net = make_reversible(network())
+    for mode in ("invert", {"1.3": "invert"}):
+        with pytest.raises(ValueError, match=r"SideBits has no inverse in .*: use 'exact'"):
+            set_memory(net, mode)
+    assert {m.memory for m in net.modules() if isinstance(m, SideBits)} == {"exact"}
+    set_memory(net, "invert", grid="auto")
+    net(pictures()).sum().backward()
+    for step in (m for m in net.modules() if isinstance(m, SideBits)):
+        step.grid = None
+    with pytest.raises(ValueError, match=r"1\.0\.reversible SideBits has no inverse in float"):
+        net(pictures())
+
+
+@pytest.mark.parametrize("options", [{"use_reentrant": False}, {"use_reentrant": True}, None])
+@pytest.mark.parametrize("length", [1, 2])
+def test_runs_do_not_leave_a_checkpoint(options, length):
+    from torch.utils import checkpoint as torchs
+
+    def gradients(call):
+        net = make_reversible(network(dropout=0.0), 2)
+        x = pictures().requires_grad_()
+        parts = [net[1][i : i + length] for i in range(0, 6, length)]
+        y = net[0](x)
+        for part in parts:
+            y = call(part, y)
+        y.square().sum().backward()
+        return [y, *(t.grad for t in (x, *net[1].parameters()))]
+
+    def checkpointed(part, y):
+        if options is None:
+            return revzoo.checkpoint(part, y)
+        return torchs.checkpoint(part, y, **options)
+
+    found = gradients(checkpointed)
+    expected = gradients(lambda part, y: part(y.clone()))
+    assert all(
+        (a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(found, expected, strict=True)
+    )
+
+
+def test_an_outer_step_drops_the_bits_of_inner_ones():
+    def kept(depth):
+        torch.manual_seed(0)
+        branches = (nn.Sequential(*(Block(dropout=0.0) for _ in range(4))) for _ in range(depth))
+        net = ReversibleSequence([AdditiveCoupling(make_reversible(b, 8)) for b in branches])
+        x = torch.randn(16, 8, 16, 16)
+        with LiveMemory() as memory:
+            y = net(x)
+        return memory.now, y
+
+    one = 16 * 4 * 16 * 16  # values of a stream, bytes of its bits
+    assert (kept(6)[0] - kept(2)[0]) / 4 < one / 2
+
+
+class Stage(nn.Module):
+    def __init__(self, width, depth):
+        super().__init__()
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.next = nn.Conv2d(width, 2 * width, 2, 2)
+
+    def forward(self, x):
+        return self.next(self.blocks(x))
+
+
+class Numbered(nn.Module):
+    """As timm's RegNet: a stage whose blocks are no list."""
+
+    def __init__(self):
+        super().__init__()
+        self.b1, self.b2, self.b3 = Block(4, 6), Block(6), Block(6)
+        self.conv1, self.conv2 = Stage(6, 1), Stage(12, 1)
+
+    def forward(self, x):
+        return self.b3(self.b2(self.b1(x)))
+
+
+def paths(net, **options):
+    return [row.path for row in reversible_blocks(make_reversible(net, **options))]
+
+
+def test_runs_are_found_once():
+    stages = nn.Sequential(Stage(4, 2), Stage(8, 3))
+    inner = ["0.blocks.0", "0.blocks.1", "1.blocks.0", "1.blocks.1", "1.blocks.2"]
+    assert paths(stages) == inner
+    assert paths(stages, blocks=["1.blocks"]) == inner  # the others stay as they are
+    assert paths(nn.Sequential(*(Stage(4, 2) for _ in range(2)))) == ["0", "1"]
+    assert paths(nn.ModuleList([Numbered()])) == ["0.b1", "0.b2", "0.b3"]
+    make_reversible(stages, None, blocks=["1.blocks"])
+    assert [row.path for row in reversible_blocks(stages)] == inner[:2]
+    assert sorted(paths(stages, blocks=[""])) == ["0", *inner[:2], "1"]
+    make_reversible(stages, None)
+    assert not reversible_blocks(stages)
+    make_reversible(stages, blocks=[""])
+    assert paths(stages) == inner
+
+
+def test_steps_as_blocks():
+    net = create_model("resnet32", units=(3, 3, 3))
+    make_reversible(net)
+    assert len(reversible_blocks(net)) == 9
+    found = []
+    for mode in ("exact", "store"):
+        set_memory(net, mode, grid="auto")
+        with LiveMemory() as memory:
+            y = net(torch.ones(8, 3, 32, 32))
+        found.append([memory.now, torch.autograd.grad(y.square().sum(), net.stages.parameters())])
+    assert all(map(torch.equal, found[0][1], found[1][1]))
+    assert found[0][0] < 0.7 * found[1][0]
+    make_reversible(net, None)
+    set_memory(net, "recompute")
+    assert not any(m.delegates for m in net.modules() if isinstance(m, Step))
 
 
 @pytest.mark.parametrize("bits", [0, 9, 2.0, True])
@@ -246,7 +390,6 @@ def test_bits_are_packed_and_come_back(bits):
 
 def test_inside_a_reversible_sequence_of_a_users_own():
     """Steps of one network may be of both kinds."""
-    from revzoo import AdditiveCoupling
 
     def build():
         torch.manual_seed(0)

@@ -130,3 +130,20 @@ def test_models_on_the_meta_device():
     assert audit(model, SHAPE, modes=[]).peak_bytes == audit(small(), SHAPE, modes=[]).peak_bytes
     with pytest.raises(ValueError, match="meta"):
         audit(model, SHAPE, real=True)
+
+
+def test_blocks_that_were_made_reversible():
+    torch.manual_seed(0)
+    net = revzoo.make_reversible(revzoo.create_model("resnet32", units=(4, 1, 1)), 4)
+    net(torch.randn(2, 3, 32, 32))
+    report = audit(net, SHAPE, modes=[])
+    assert report.plain.kept_bytes == audit(revzoo.make_reversible(net, None), SHAPE).kept_bytes
+    rows = {row.block.path: row for row in report.converted}
+    roles = {path: row.block.role for path, row in rows.items()}
+    assert list(roles.values())[:4] == ["starts", "joins", "joins", "joins"]
+    second = rows["stages.0.steps.1"]
+    stream = 16 * 32 * 32  # values of an image
+    assert (second.block.bits, second.block.grid) == (4, 23)
+    assert stream // 2 <= second.after < 0.55 * stream + 1000
+    assert second.before > 5 * stream
+    assert "stages.0.steps: 4 blocks, 3 of them inverted, 4 bits, grid 23" in str(report)
