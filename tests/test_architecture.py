@@ -21,12 +21,15 @@ FLOORS = {
     "interop": 3,
     "compat": 3,
     "profiling": 3,
+    "integrations": 3,
     "training": 4,
     "cli": 5,
 }
 # floors of the same height that know nothing of each other
 STRANGERS = {
     frozenset({"interop", "profiling"}),
+    frozenset({"integrations", "interop"}),
+    frozenset({"integrations", "profiling"}),
     frozenset({"compat", "interop"}),
     frozenset({"compat", "profiling"}),
     frozenset({"models", "data"}),
@@ -40,6 +43,8 @@ CONFINED = {
     "hydra": {"cli"},
     "omegaconf": {"cli"},
     "optuna": {"cli"},
+    "backpack": {"integrations"},
+    "opacus": {"integrations"},
 }
 
 

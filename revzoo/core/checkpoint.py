@@ -93,6 +93,11 @@ except ImportError:  # to assume so costs one retained state, see rule 5
         return True
 
 
+def graph_is_kept() -> bool:
+    """Whether the running backward pass keeps the graph for another one."""
+    return _graph_is_kept()
+
+
 def record(
     step: Step, state: State, context: Mapping[str, Any], *, inverts: bool, drift_limit: float
 ) -> Any:
@@ -277,7 +282,7 @@ class Tape:
 
     def _stand(self, index: int, state: Streams) -> None:
         """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
-        if _graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
+        if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = index, state
             return
         del self.entries[index:]

@@ -126,6 +126,15 @@ def outside_recordings() -> Iterator[None]:
         _thread.hooks = outer
 
 
+def keep(t: Tensor) -> Callable[[], Tensor]:
+    """Save ``t`` as the graph saves tensors here; returns what a backward pass calls for it.
+
+    What a replay of the same code keeps is what the forward pass kept.
+    """
+    pack, give = getattr(_thread, "hooks", None) or (Resident.of, unpack)
+    return functools.partial(give, pack(t))
+
+
 _NONE = torch.empty(0, device="cpu")
 
 

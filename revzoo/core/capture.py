@@ -1,0 +1,126 @@
+"""What a layer gets, with the gradient of what it returns: for per-sample gradients and norms.
+
+Libraries for such quantities keep the input of each layer in a forward hook, until a backward hook
+uses it: so every input stays alive, and a reversible network saves nothing. Where an activation is
+recomputed, their forward hooks also run twice. Here the input of a layer is one more tensor that
+its step saves for the backward pass: whatever the memory mode does with activations, it does with
+these (NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`). A mode that drops activations
+drops them, the replay of the step fills them in again, and they go when the layer's backward is
+over. So the inputs of one step at most are alive.
+
+NOTE [ Captured inputs ]
+    1. The forward hook saves the inputs in the forward pass and in each replay, so that both save
+       the same tensors in the same order.
+    2. The hook on the output of a replay never runs: gradients flow through the forward pass's
+       graph, the graph of a replay dies with the replay.
+    3. The hook on the output belongs to one call. A layer that is called twice has two, each with
+       the inputs of its own call.
+    4. The reference to the inputs ends with the backward pass of the call, unless the graph is
+       kept for another one; then the tape empties the slots when it moves on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from revzoo.core.checkpoint import graph_is_kept
+from revzoo.core.recording import keep
+
+OnGradient = Callable[["Call", Tensor], None]
+
+
+def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
+    """Call ``on_gradient(call, gradient)`` in the backward pass of each call of ``module``.
+
+    ``gradient`` has the shape of the output; ``call.inputs()`` returns what the module got.
+
+    Args:
+        module: any layer that returns one tensor, or the same tensor several times.
+        on_gradient: runs before the layer's own backward, once for each call and backward pass.
+
+    Returns:
+        A handle whose ``remove()`` ends it, also for graphs that exist already.
+
+    Raises:
+        TypeError: at the call, if the module returns several different tensors.
+
+    Example:
+        >>> from revzoo.core.capture import capture
+        >>> linear = nn.Linear(3, 2)
+        >>> handle = capture(linear, lambda call, gradient: print(call.inputs()[0], gradient))
+        >>> linear(torch.ones(1, 3)).sum().backward()
+        tensor([[1., 1., 1.]]) tensor([[1., 1.]])
+        >>> handle.remove()
+    """
+    hook = _Capture(on_gradient)
+    handle = module.register_forward_hook(hook)
+    hook.id = handle.id
+    return handle
+
+
+class Call:
+    """One call of a module: the hook on its output."""
+
+    def __init__(
+        self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Tensor]]
+    ) -> None:
+        self.module = module
+        self._hook = hook
+        self._inputs = inputs
+        hook.calls.add(self)
+
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The positional tensor arguments, detached; replays the step that dropped them."""
+        return tuple(take().detach() for take in self._inputs)
+
+    @property
+    def alone(self) -> bool:
+        """Whether no other call of the module waits for its backward pass."""
+        return len(self._hook.calls) == 1
+
+    def __call__(self, gradient: Tensor) -> None:
+        try:
+            if self._hook.id in self.module._forward_hooks:
+                self._hook.on_gradient(self, gradient.detach())
+        finally:
+            if not graph_is_kept():  # rule 4
+                self._inputs = []
+                self._hook.calls.discard(self)
+
+
+class _Capture:
+    """The forward hook. An object of this package: the search of a step looks into none of them."""
+
+    def __init__(self, on_gradient: OnGradient) -> None:
+        self.on_gradient = on_gradient
+        self.id = -1
+        self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
+
+    def __deepcopy__(self, memo: object) -> _Capture:
+        copy = _Capture(self.on_gradient)  # calls are the original's
+        copy.id = self.id
+        return copy
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return
+        tensors = {t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad}
+        if not tensors:
+            return
+        if len(tensors) > 1:
+            raise TypeError(
+                f"{type(module).__name__} returned {len(tensors)} different tensors, expected one: "
+                "the gradient of each would come by itself. Put its parameters into layers that "
+                "return one tensor"
+            )
+        inputs = [keep(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
+        tensors.pop().register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]

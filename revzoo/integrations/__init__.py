@@ -1,0 +1,1 @@
+"""Other libraries on reversible networks: BackPACK and Opacus."""

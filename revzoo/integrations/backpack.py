@@ -1,0 +1,214 @@
+"""BackPACK 1.7 on reversible networks: per-sample gradients at the memory of one branch.
+
+BackPACK's ``extend`` keeps the input and output of every module from the forward pass on. This one
+leaves the inputs to the memory modes (:mod:`revzoo.core.capture`); extensions, their context and
+their options are BackPACK's.
+
+It adds rules for the layers that BackPACK has none for: GroupNorm, LayerNorm, convolutions that
+pad with other values than zeros, and any other layer that has parameters; parameters that are used
+several times; and :class:`BatchDotGrad`.
+
+Source: F. Dangel, F. Kunstner, P. Hennig, "BackPACK: Packing more into Backprop", ICLR 2020, arXiv
+1912.10985.
+
+Known limit: first-order extensions only. The others send quantities from module to module, for
+which every operation must be a module that BackPACK knows; sums of streams are none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from backpack import hook_run_extensions, hook_store_io, memory_cleanup
+from backpack.context import CTX
+from backpack.extensions import BatchGrad, BatchL2Grad, SumGradSquared, Variance
+from backpack.extensions.backprop_extension import BackpropExtension as Extension
+from backpack.extensions.firstorder.base import (
+    FirstOrderBackpropExtension,
+    FirstOrderModuleExtension,
+)
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from revzoo.core.capture import Call, capture
+from revzoo.layers.per_sample import (
+    mixes_samples,
+    own_parameters,
+    per_sample_gradients,
+    refuse_mixing,
+    squared_norms,
+    trainable,
+)
+
+
+class BatchDotGrad(FirstOrderBackpropExtension):  # type: ignore[misc]
+    """Products of the gradients of all pairs of samples, ``(B, B)``, in ``batch_dot``.
+
+    Of a parameter alone; their sum over the parameters is the Gram matrix of the gradients. Scaled
+    as BackPACK's ``BatchGrad``: with a loss that is a mean over B samples, by ``1 / B**2``.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(savefield="batch_dot", module_exts={})
+
+
+def _dot(gradients: Tensor) -> Tensor:
+    rows = gradients.flatten(1)
+    return rows @ rows.T
+
+
+# What an extension makes of per-sample gradients (B, ...).
+_QUANTITIES: dict[type, Callable[[Tensor], Tensor]] = {
+    BatchGrad: lambda g: g,
+    BatchL2Grad: lambda g: g.flatten(1).square().sum(1),
+    BatchDotGrad: _dot,
+    SumGradSquared: lambda g: g.square().sum(0),
+    Variance: lambda g: g.var(0, correction=0),
+}
+
+
+class _Rule(FirstOrderModuleExtension):  # type: ignore[misc]
+    """An extension's rule for a layer with these parameters that BackPACK has no rule for."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        names = list(names)
+        for name in names:
+            setattr(self, name, functools.partial(self._quantity, name))
+        super().__init__(names)
+
+    @staticmethod
+    def _quantity(
+        name: str, ext: Extension, module: Any, g_inp: Any, g_out: Any, quantities: None
+    ) -> Tensor:
+        if type(ext) is BatchL2Grad:
+            return squared_norms(module, [module.input0], g_out[0])[name]
+        return _quantity(ext, per_sample_gradients(module, [module.input0], g_out[0])[name])
+
+
+def _quantity(ext: Extension, gradients: Tensor) -> Tensor:
+    chosen = ext.get_subsampling()
+    return _QUANTITIES[type(ext)](gradients if chosen is None else gradients[chosen])
+
+
+def extend(model: nn.Module) -> nn.Module:
+    """Prepare every layer of ``model`` for BackPACK's extensions; returns the model.
+
+    A second call changes nothing. Layers whose parameters are frozen cost nothing.
+
+    Raises:
+        ValueError: BackPACK's own ``extend`` was here before: it keeps every input and output.
+
+    Example:
+        >>> from backpack import backpack
+        >>> from backpack.extensions import BatchGrad
+        >>> from revzoo.integrations.backpack import extend
+        >>> model = extend(revzoo.create_model("revnet38", norm="group"))
+        >>> with backpack(BatchGrad()):
+        ...     model(torch.randn(2, 3, 32, 32)).logsumexp(1).sum().backward()
+        >>> model.fc.weight.grad_batch.shape
+        torch.Size([2, 10, 112])
+    """
+    owners: dict[nn.Parameter, int] = {}
+    for module in model.modules():
+        for p in own_parameters(module).values():
+            owners[p] = owners.get(p, 0) + 1
+    for name, module in model.named_modules():
+        if _hooks(module) or not (own_parameters(module) or mixes_samples(module)):
+            continue
+        if hook_store_io in module._forward_hooks.values():
+            raise ValueError(
+                f"{name!r} was extended by backpack.extend, which keeps its input and output: "
+                "extend the model with revzoo.integrations.backpack.extend instead"
+            )
+        tied = any(owners[p] > 1 for p in own_parameters(module).values())
+        CTX.add_hook_handle(capture(module, _run_tied if tied else _run))
+    return model
+
+
+def remove(model: nn.Module) -> None:
+    """Undo :func:`extend`, also for graphs that exist already."""
+    for module in model.modules():
+        for key in _hooks(module):
+            del module._forward_hooks[key]
+
+
+def _hooks(module: nn.Module) -> list[int]:
+    """Keys of this file's hooks, which copies of a model have, too."""
+    hooks = module._forward_hooks.items()
+    return [key for key, hook in hooks if getattr(hook, "on_gradient", None) in (_run, _run_tied)]
+
+
+def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
+    """What BackPACK does in its backward hook, with the inputs of this call."""
+    module, exts = call.module, CTX.get_active_exts()
+    if not exts or not (trainable(module) or mixes_samples(module)):
+        return
+    refuse_mixing(module)
+    for ext in exts:
+        if type(ext) not in _QUANTITIES:
+            known = ", ".join(kind.__name__ for kind in _QUANTITIES)
+            raise NotImplementedError(
+                f"{type(ext).__name__} on a model of revzoo.integrations.backpack.extend: expected "
+                f"one of {known}. Use backpack.extend on a plain sequence of modules for the others"
+            )
+    others_pad = getattr(module, "padding_mode", "zeros") != "zeros"  # BackPACK pads with zeros
+    if tied or others_pad or not call.alone or _sums.holds(module):
+        _add(module, call.inputs(), gradient, exts)
+        return
+    for ext in exts:
+        lean = type(ext) is BatchL2Grad  # BackPACK's forms products of all pairs of places
+        with contextlib.suppress(ValueError):  # BackPACK has one
+            ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=lean)
+    for i, t in enumerate(call.inputs()):
+        setattr(module, f"input{i}", t)
+    module.output = gradient  # rules of first order read its shape alone
+    try:
+        hook_run_extensions(module, (), (gradient,))
+    finally:
+        memory_cleanup(module)
+
+
+_run_tied = functools.partial(_run, tied=True)
+
+
+class _Sums:
+    """Per-sample gradients of parameters that a backward pass reaches several times."""
+
+    def __init__(self) -> None:
+        self._task = -1
+        self._gradients: dict[nn.Parameter, Tensor] = {}
+
+    def _current(self) -> dict[nn.Parameter, Tensor]:
+        if (task := torch._C._current_graph_task_id()) != self._task:  # an error ended the last one
+            self._task, self._gradients = task, {}
+        return self._gradients
+
+    def holds(self, module: nn.Module) -> bool:
+        gradients = self._current()
+        return any(p in gradients for p in own_parameters(module).values())
+
+    def add(self, p: nn.Parameter, gradients: Tensor) -> Tensor:
+        """The sum so far; it goes with the backward pass."""
+        sums = self._current()
+        if not sums:
+            Variable._execution_engine.queue_callback(sums.clear)
+        sums[p] = sums[p] + gradients if p in sums else gradients
+        return sums[p]
+
+
+_sums = _Sums()
+
+
+def _add(
+    module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor, exts: Iterable[Extension]
+) -> None:
+    parameters = own_parameters(module)
+    for name, gradients in per_sample_gradients(module, inputs, gradient).items():
+        total = _sums.add(parameters[name], gradients)
+        for ext in exts:
+            setattr(parameters[name], ext.savefield, _quantity(ext, total))
+    CTX.get_extension_hook()(module)

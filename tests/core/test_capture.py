@@ -1,0 +1,181 @@
+"""Inputs and output gradients of layers, captured on the replay instead of the forward pass."""
+
+import copy
+
+import pytest
+import torch
+from compare import conv_net, images, linear_net, twin
+from torch import nn
+
+import revzoo
+from revzoo.core.capture import capture
+from revzoo.profiling.live import LiveMemory
+
+MODES = ("store", "offload", "recompute", "invert", "exact")
+
+
+def watch(net, keep):
+    """Capture each layer with parameters; ``keep`` collects (name, inputs, gradient)."""
+    return [
+        capture(m, lambda call, g, name=name: keep.append((name, call.inputs(), g)))
+        for name, m in net.named_modules()
+        if m._parameters
+    ]
+
+
+def plain_hooks(net, x):
+    """What torch's own hooks give in the stored network, in the order of the backward pass."""
+    inputs, found = {}, []
+    net = copy.deepcopy(net)
+    revzoo.set_memory(net, "store")
+    for name, m in net.named_modules():
+        if m._parameters:
+            m.register_forward_hook(lambda m, args, out, name=name: inputs.update({name: args[0]}))
+            m.register_full_backward_hook(
+                lambda m, gi, go, name=name: found.append((name, (inputs[name].detach(),), go[0]))
+            )
+    net(x.clone().requires_grad_()).square().sum().backward()
+    return found
+
+
+def assert_same(got, expected):
+    assert sorted(name for name, *_ in got) == sorted(name for name, *_ in expected)
+    expected = {name: rest for name, *rest in expected}
+    for name, inputs, gradient in got:
+        (x,), g = expected[name]
+        torch.testing.assert_close(inputs[0], x, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(gradient, g, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inputs_and_gradients_are_those_of_plain_hooks(mode):
+    net = twin(conv_net(dropout=0.0, norm=lambda c: nn.GroupNorm(2, c)), mode)
+    expected = plain_hooks(net, images())
+    got = []
+    watch(net, got)
+    net(images()).square().sum().backward()
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_kept_graph_gives_them_again(mode):
+    net = twin(linear_net(), mode)
+    x = images().flatten(1)[:, :8]
+    expected = plain_hooks(net, x)
+    got = []
+    watch(net, got)
+    loss = net(x).square().sum()
+    for _ in range(2):
+        loss.backward(retain_graph=True)
+        assert_same(got, expected)
+        got.clear()
+
+
+def test_a_sequence_in_a_branch():
+    """The replay of the outer step runs the inner ones, whose own replays come later."""
+    inner = twin(linear_net(2, 2), "invert")
+    net = revzoo.ReversibleSequence(
+        [revzoo.ReversibleBlock(nn.Sequential(inner, nn.Linear(4, 4).double()))], memory="invert"
+    )
+    revzoo.set_memory(net, "invert")
+    x = images().flatten(1)[:, :8]
+    expected = plain_hooks(net, x)
+    got = []
+    watch(net, got)
+    net(x).square().sum().backward()
+    assert_same(got, expected)
+
+
+def test_a_recomputed_function_and_an_inverse():
+    linear = nn.Linear(4, 4).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    got = []
+    watch(linear, got)
+    revzoo.checkpoint(lambda x: linear(x).tanh(), x).sum().backward()
+    assert len(got) == 1
+    assert torch.equal(got[0][1][0], x)
+    # an inverse is plain autograd under the conditions of a replay
+    got.clear()
+    net = twin(linear_net(2, 2), "invert")
+    watch(net, got)
+    net.inverse(x).sum().backward()
+    assert sorted(name for name, *_ in got) == sorted(
+        n for n, m in net.named_modules() if m._parameters
+    )
+
+
+def test_nothing_is_captured_without_gradient_or_after_removal():
+    net = twin(linear_net(), "invert")
+    x = images().flatten(1)[:, :8]
+    got = []
+    handles = watch(net, got)
+    with torch.no_grad():
+        net(x)
+    torch.func.grad(lambda x: net(x).sum())(x)
+    loss = net(x).sum()
+    for handle in handles:
+        handle.remove()
+    loss.backward()  # its replays run the hooks of the forward pass, which saved the inputs
+    net(x).sum().backward()
+    assert got == []
+    assert not any(m._forward_hooks for m in net.modules())
+
+
+def test_each_call_of_a_layer_has_its_own_inputs():
+    linear = nn.Linear(2, 2)
+    got = []
+    capture(linear, lambda call, g: got.append((call.inputs()[0], call.alone)))
+    x = torch.randn(3, 2)
+    hidden = linear(x)
+    linear(hidden).sum().backward()
+    assert torch.equal(got[0][0], hidden)
+    assert torch.equal(got[1][0], x)
+    assert [alone for _, alone in got] == [False, True]
+
+
+def test_an_input_changed_in_place_raises():
+    linear = nn.Linear(2, 2)
+    capture(linear, lambda call, g: call.inputs())
+    x = torch.randn(3, 2)
+    linear.weight.requires_grad_(False)  # so that autograd does not need x itself
+    loss = linear(x).sum()
+    x.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_several_outputs_are_refused():
+    class Two(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.scale, x + self.scale
+
+    module = Two()
+    capture(module, lambda call, g: None)
+    with pytest.raises(TypeError, match="2 different tensors"):
+        module(torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_memory_is_that_of_the_network_alone(mode):
+    """No more is alive at the peak than without the hooks, but for one input under way."""
+
+    def peak(watched):
+        net = twin(linear_net(8, 64), mode).float()
+        revzoo.set_memory(net, mode)
+        handles = []
+        if watched:
+            for m in net.modules():
+                if m._parameters:
+                    handles.append(capture(m, lambda call, g: call.inputs()))
+        x = torch.randn(512, 128)
+        net(x).sum().backward()
+        net.zero_grad(set_to_none=False)
+        with LiveMemory() as memory:
+            net(x).sum().backward()
+        return memory.peak
+
+    assert peak(True) - peak(False) <= 512 * 64 * 4

@@ -1,0 +1,101 @@
+"""Per-sample gradients of single layers, against a loop over samples."""
+
+import pytest
+import torch
+from torch import nn
+
+from revzoo.layers import per_sample
+from revzoo.layers.per_sample import per_sample_gradients, squared_norms
+
+
+class Scaled(nn.Module):
+    """A layer that no rule knows, with a layer inside that is none of its own parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(6, 6)
+        self.scale = nn.Parameter(torch.randn(6))
+
+    def forward(self, x):
+        out = self.inner(x) * self.scale
+        return out, out
+
+
+LAYERS = {
+    "linear": (lambda: nn.Linear(6, 5), (4, 6)),
+    "linear on tokens": (lambda: nn.Linear(6, 5, bias=False), (4, 3, 6)),
+    "linear on a grid": (lambda: nn.Linear(6, 5), (4, 3, 2, 6)),
+    "wide linear on few tokens": (lambda: nn.Linear(6, 50), (4, 3, 6)),
+    "conv1d": (lambda: nn.Conv1d(4, 6, 3, padding=1, dilation=2, groups=2), (4, 4, 9)),
+    "conv1d same": (lambda: nn.Conv1d(4, 6, 3, padding="same"), (4, 4, 9)),
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), (4, 4, 7, 5)),
+    "conv2d groups": (lambda: nn.Conv2d(4, 6, (3, 1), groups=2, padding=(1, 0)), (4, 4, 7, 5)),
+    "wide conv2d": (lambda: nn.Conv2d(16, 32, 3), (4, 16, 4, 4)),
+    "conv2d reflected": (
+        lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="reflect"),
+        (4, 4, 7, 5),
+    ),
+    "conv3d": (lambda: nn.Conv3d(2, 3, 2), (4, 2, 3, 4, 3)),
+    "group norm": (lambda: nn.GroupNorm(2, 6), (4, 6, 5, 3)),
+    "group norm without places": (lambda: nn.GroupNorm(2, 6), (4, 6)),
+    "layer norm": (lambda: nn.LayerNorm(6), (4, 3, 6)),
+    "layer norm without bias": (lambda: nn.LayerNorm((3, 6), bias=False), (4, 3, 6)),
+    "batch norm in evaluation": (lambda: nn.BatchNorm2d(6).eval(), (4, 6, 5, 3)),
+    "unknown": (Scaled, (4, 6)),
+}
+
+
+def setting(name):
+    torch.manual_seed(0)
+    make, shape = LAYERS[name]
+    layer = make().double()
+    with torch.no_grad():
+        for p in layer.parameters():
+            p.normal_()
+    x = torch.randn(shape, dtype=torch.float64)
+    out = layer(x)
+    out = out[0] if isinstance(out, tuple) else out
+    return layer, x, torch.randn_like(out)
+
+
+def looped(layer, x, gradient):
+    """The gradients of a loop over samples, by name."""
+    own = dict(layer.named_parameters(recurse=False))
+    rows = []
+    for i in range(len(x)):
+        out = layer(x[i : i + 1])
+        out = out[0] if isinstance(out, tuple) else out
+        rows.append(torch.autograd.grad(out, own.values(), gradient[i : i + 1]))
+    return {name: torch.stack(g) for name, g in zip(own, zip(*rows, strict=True), strict=True)}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize("unfolded", [2**22, 300])
+def test_gradients_and_norms_equal_a_loop(name, unfolded, monkeypatch):
+    """Also where a batch is cut into parts, to bound the memory of unfolding."""
+    monkeypatch.setattr(per_sample, "UNFOLDED", unfolded)
+    layer, x, gradient = setting(name)
+    expected = looped(layer, x, gradient)
+    gradients = per_sample_gradients(layer, [x], gradient)
+    norms = squared_norms(layer, [x], gradient)
+    assert gradients.keys() == norms.keys() == expected.keys()
+    for key, e in expected.items():
+        torch.testing.assert_close(gradients[key], e, rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(norms[key], e.flatten(1).square().sum(1), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_frozen_parameters_get_none_and_empty_batches_work(name):
+    layer, x, gradient = setting(name)
+    first, *others = (name for name, _ in layer.named_parameters(recurse=False))
+    layer.get_parameter(first).requires_grad_(False)
+    x, gradient = x[:0], gradient[:0]
+    gradients = per_sample_gradients(layer, [x], gradient)
+    assert [*gradients] == [*squared_norms(layer, [x], gradient)] == others
+    for key, g in gradients.items():
+        assert g.shape == (0, *layer.get_parameter(key).shape)
+
+
+def test_a_batch_normalisation_in_training_is_refused():
+    with pytest.raises(ValueError, match='norm="group"'):
+        squared_norms(nn.BatchNorm2d(3), [torch.ones(2, 3, 4, 4)], torch.ones(2, 3, 4, 4))

@@ -1,0 +1,51 @@
+"""Small networks of the zoo, and the loop over samples that per-sample gradients must equal."""
+
+import torch
+from torch.nn import functional
+
+import revzoo
+
+MODES = ("store", "offload", "recompute", "invert", "exact")
+_SMALL = {"norm": "group", "num_classes": 5, "stem_width": 8, "units": (2, 1)}
+_STAGED = {**_SMALL, "widths": (8, 16), "strides": (1, 2)}
+ZOO = {
+    "resnet32": _STAGED,
+    "revnet38": _STAGED,
+    "revnet38_memcnn": _STAGED,
+    "revnet164": _STAGED,
+    "revnet56": _STAGED,
+    "irevnet13": {
+        "norm": "group",
+        "num_classes": 5,
+        "units": (2, 1),
+        "strides": (1, 2),
+        "channels": (6, 24),
+    },
+    "revvit_cifar": {"num_classes": 5, "width": 8, "depth": 2, "heads": 2, "img_size": 8},
+}
+
+
+def network(name, mode="store"):
+    """The same small network in each call, in float64."""
+    torch.manual_seed(0)
+    if mode not in ("store", "offload", "recompute") and name.startswith("resnet"):
+        mode = "recompute"  # nothing to invert
+    net = revzoo.create_model(name, **ZOO[name]).double()
+    revzoo.set_memory(net, mode)
+    return net
+
+
+def batch(count=3, size=8, seed=1):
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randn(count, 3, size, size, dtype=torch.float64, generator=generator)
+    return images, torch.arange(count) % 5
+
+
+def looped(net, images, labels):
+    """By parameter, the gradient of each sample's own loss ``(B, ...)``."""
+    rows = []
+    parameters = {n: p for n, p in net.named_parameters() if p.requires_grad}
+    for i in range(len(images)):
+        loss = functional.cross_entropy(net(images[i : i + 1]), labels[i : i + 1])
+        rows.append(torch.autograd.grad(loss, parameters.values()))
+    return {n: torch.stack(g) for n, g in zip(parameters, zip(*rows, strict=True), strict=True)}
