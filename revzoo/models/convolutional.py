@@ -1,4 +1,4 @@
-"""The end of a convolutional network, and the image sizes that its strides allow.
+"""The head of convolutional networks, and the image sizes that their strides allow.
 
 streams -> BN - ReLU -> pool -> [dropout] -> linear
 """
@@ -21,7 +21,7 @@ class ConvolutionalClassifier(ImageNetwork):
     """Height and width of an image must be multiples of it."""
 
     size_reason: ClassVar[str]
-    """The reason, for the error message."""
+    """Why, for the error message: "this model ... and expects"."""
 
     def _append_norm(self, norm_act: NormAct, *, size_multiple: int) -> None:
         self.size_multiple = size_multiple

@@ -3,20 +3,20 @@
     (x1, x2) -> (psi(x2), psi(x1) + F(x2))      psi: squeeze, at the first block of a stage
 
 J.-H. Jacobsen, A. Smeulders, E. Oyallon, "i-RevNet: Deep Invertible Networks", ICLR 2018, arXiv
-1802.07088, and its PyTorch release, whose channel orders, constants and places of dropout are kept:
-its weights fit (see :func:`revzoo.load_published`). A network is *bijective*, its widths following
-from the image's channels, or *injective*: wider, by channels of zeros after the image's.
+1802.07088, and its PyTorch release. Channel orders, constants and places of dropout are the
+release's, so its weights fit (see :func:`revzoo.load_published`). A *bijective* network derives its
+widths from the image's channels. An *injective* network is wider: it appends channels of zeros.
 
-F is three 3x3 convolutions, the first with the stride. A block that squeezes is written as a
-squeeze of both streams and a coupling whose branch reads the stream as it was before::
+F is three 3x3 convolutions, the first with the stride. We write a block that squeezes as a squeeze
+of both streams and a coupling whose branch undoes the squeeze::
 
     (u1, u2) = (psi(x1), psi(x2)),   (u1, u2) -> (u2, u1 + F(psi^-1(u2)))
 
-so that one coupling, with its one rule of replaying, serves all blocks.
+One kind of coupling, with its one rule of replaying, then serves all blocks.
 
-The release averages over a window of the size that its training images end in; here the average is
-over the whole map, the same for those images and defined for any other size. Its inverse of the
-padding keeps the wrong channels (29 of 32 for CIFAR); ours strips the zeros.
+The release averages over a window of fixed size, the size of the last map of its training images.
+We average over the whole map: equal for these images, and defined for all sizes. The release's
+inverse of the padding keeps the wrong channels (29 of 32 for CIFAR); ours strips the zeros.
 """
 
 import math
@@ -42,8 +42,8 @@ from revzoo.layers.squeeze import Squeeze, unsqueezed
 from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 
-# The release leaves its BatchNorms at torch's defaults, but for the head's momentum. That is 0.9 in
-# torch's sense: its running statistics follow the last few batches.
+# BatchNorm in the release: torch's defaults, except momentum 0.9 (torch's convention) in the head,
+# whose running statistics therefore follow the last few batches.
 MOMENTUM = 0.1
 HEAD_MOMENTUM = 0.9
 EPSILON = 1e-5
@@ -56,15 +56,15 @@ class IRevNetVariant:
     Attributes:
         units: number of blocks of each stage.
         strides: stride of the first block of each stage, 1 or 2.
-        channels: channels *per stream* of each stage, four times those before it where the stride
-            is 2, and at least those before it where it is 1 (zeros are appended); None for the
-            bijective network: as many as the image's channels give.
+        channels: channels *per stream* of each stage: four times the previous number for stride 2,
+            at least the previous number for stride 1 (zeros are appended). None for the bijective
+            network, whose numbers follow from the image's channels.
         squeeze: factor of the squeeze before the first block; 1 for none.
         bottleneck: output width of a branch over its inner width.
         dropout: probability of dropping a value of a branch's second convolution.
         norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
         activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
-        image_size: side in pixels of the images that it was published for; others work too.
+        image_size: side in pixels of the images of the publication; others work, too.
 
     Raises:
         ValueError: a field is out of range or the sequences differ in length.
@@ -111,7 +111,7 @@ class IRevNetVariant:
         """Channels of both streams before and after each stage's zero padding, squeezes included.
 
         Raises:
-            ValueError: the channels do not fit the image's, or the ones before them.
+            ValueError: the channels do not fit the image, or the stage before.
         """
         found = []
         width = in_chans * self.squeeze**2
@@ -120,17 +120,17 @@ class IRevNetVariant:
             after = width if self.channels is None else 2 * self.channels[stage]
             if after < width or (stride > 1 and after != width):
                 raise ValueError(
-                    f"channels={self.channels}: stage {stage} gets {width} channels (images of "
-                    f"{in_chans}, squeezed) and cannot have 2x{self.channels and after // 2}. A "
-                    "stage of stride 2 has four times the channels before it, one of stride 1 at "
-                    "least as many. channels=None takes the image's."
+                    f"channels={self.channels}: stage {stage} receives {width} channels (images of "
+                    f"{in_chans}, squeezed), so it cannot have 2x{self.channels and after // 2}: "
+                    "expected four times the channels for stride 2, at least as many for stride 1. "
+                    "channels=None derives them from the image."
                 )
             if after // stride**2 % 2:  # only the first stage can start from an odd number
                 raise ValueError(
                     f"images of {in_chans} channels, squeezed by {self.squeeze}, give "
                     f"{after // stride**2} channels, which cannot be split in two streams: use "
                     "squeeze=2, or a first stage of stride 1 with channels=(...), which appends "
-                    "zeros."
+                    "zeros"
                 )
             if after // 2 < self.bottleneck:
                 raise ValueError(
@@ -142,8 +142,8 @@ class IRevNetVariant:
         return found
 
 
-# The release's networks; named after their depth, three convolutions a block and the linear layer.
-# 163: CIFAR, injective. 301: ImageNet, bijective, (b) in the paper. 13: small, for 8x8 digits.
+# The release's networks, named after their depth: three convolutions per block, one linear layer.
+# 163: CIFAR, injective. 301: ImageNet, bijective, (b) in the paper. 13: ours, for 8x8 digits.
 IREVNETS: dict[str, IRevNetVariant] = {
     "irevnet163": IRevNetVariant(
         units=(18, 18, 18), strides=(1, 2, 2), channels=(16, 64, 256), dropout=0.1
@@ -158,7 +158,8 @@ IREVNETS: dict[str, IRevNetVariant] = {
 class IRevNet(ConvolutionalClassifier):
     """i-RevNet, ``(B, in_chans, H, W) -> (B, num_classes)``; every step has an inverse.
 
-    Height and width must be multiples of the squeezes' product (4 for CIFAR, 32 for ImageNet).
+    Height and width must be multiples of the product of all squeezes (4 for CIFAR, 32 for
+    ImageNet).
 
     Args:
         variant: widths, depths and strides.
@@ -167,7 +168,7 @@ class IRevNet(ConvolutionalClassifier):
         memory: memory mode of all steps, see :func:`revzoo.set_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
         global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
-        drop_path_rate: probability of dropping the value of the last branch for an image; it rises
+        drop_path_rate: probability of dropping the last branch's output for an image; it rises
             linearly from 0 at the first block.
 
     Raises:
@@ -224,7 +225,7 @@ class IRevNet(ConvolutionalClassifier):
         return self.variant.image_size
 
     def forward_with_representation(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The logits and what :meth:`encode` gives, from one pass: the release's ``forward``.
+        """Logits, and the representation of :meth:`encode`, in one pass: the release's ``forward``.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -234,7 +235,7 @@ class IRevNet(ConvolutionalClassifier):
 
 
 def _stem(variant: IRevNetVariant, width: tuple[int, int]) -> Iterator[Step]:
-    """From an image to two streams: squeeze, padding where the first stage does not squeeze."""
+    """From an image to two streams: squeeze, and zero padding if the first stage is wider."""
     if variant.squeeze > 1:
         yield Squeeze(variant.squeeze, order="irevnet", streams=1)
     if width[1] > width[0]:
@@ -276,8 +277,8 @@ def _stage(
 
 
 def _since_padding(variant: IRevNetVariant, widths: list[tuple[int, int]]) -> Iterator[int]:
-    """Of each block, how many there are between it and the last zeros appended before it."""
-    count = RECOMPUTED  # as far from any as need be
+    """For each block, the number of blocks since the last zero padding."""
+    count = RECOMPUTED  # no padding yet
     for (before, after), units in zip(widths, variant.units, strict=True):
         count = 0 if after > before else count
         for _ in range(units):
@@ -293,5 +294,5 @@ class _Unsqueezed(nn.Module):
 
 
 def _before_squeeze(branch: nn.Module) -> nn.Module:
-    """``branch`` of the stream before its squeeze."""
+    """``branch``, applied to the stream before its squeeze."""
     return nn.Sequential(OrderedDict(unsqueeze=_Unsqueezed(), branch=branch))

@@ -2,14 +2,13 @@
 
     image -> stem -> stages of steps -> features -> pool -> [dropout] -> linear
 
-Names and meanings of what users call are timm's (R. Wightman, https://github.com/huggingface/
-pytorch-image-models, 1.0): ``forward_features``, ``forward_head``, ``forward_intermediates``,
+The public methods follow timm (R. Wightman, https://github.com/huggingface/pytorch-image-models,
+1.0): ``forward_features``, ``forward_head``, ``forward_intermediates``,
 ``get_classifier``, ``reset_classifier``, ``num_classes=0``, ``global_pool``.
 
-Stem and stages are sequences of steps on one state, so the streams of the last stage are a
-*representation* of the image, from which it can be computed again where every step has an inverse.
-Feature extraction, pretrained weights and saving are built on the states after the stages, once for
-all networks.
+Stem and stages are sequences of steps on one state. The streams after the last stage are a
+*representation* of the image; if every step has an inverse, they determine the image. Feature
+extraction, pretrained weights and saving use the states after the stages, for all networks.
 
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
@@ -42,13 +41,13 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
 from revzoo.models.save import Saved, Spec
 
-# Draw anew in each pass. By name, as torchvision's is imported only where it is used; _DropoutNd is
-# the base of torch's Dropout*, AlphaDropout*.
+# Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
+# base of torch's Dropout* and AlphaDropout*.
 DROPS = ("_DropoutNd", "StochasticDepth")
 
 
 class FeatureInfo(NamedTuple):
-    """A feature map: its channels, by how much it is smaller than the image, and where it ends."""
+    """A feature map: its channels, image side over map side, and the module that returns it."""
 
     num_chs: int
     reduction: int
@@ -65,23 +64,23 @@ class ImageNetwork(Saved, ABC):
         in_chans: channels of the images.
 
     Attributes:
-        num_features: channels of what :meth:`forward_features` gives.
+        num_features: channels of the features of :meth:`forward_features`.
 
     Raises:
         ValueError: ``in_chans`` is no positive whole number.
     """
 
     default_memory: ClassVar[str]
-    """The memory mode of a model for which none was chosen."""
+    """The memory mode for ``memory=None``."""
 
     streams: ClassVar[int] = 2
-    """How many streams leave the stages."""
+    """Number of streams after the stages."""
 
     channel_dim: ClassVar[int] = 1
     """The dimension along which the streams are merged."""
 
     places: ClassVar[tuple[int, ...]] = (2, 3)
-    """The dimensions of the features that are pooled."""
+    """The dimensions that pooling removes."""
 
     output_formats: ClassVar[tuple[str, ...]] = ("NCHW",)
     """The formats of :meth:`forward_intermediates`."""
@@ -90,10 +89,10 @@ class ImageNetwork(Saved, ABC):
     """Path of the last linear layer."""
 
     input_layer: ClassVar[str | None] = None
-    """Path of the first convolution, whose weights can be adapted to other image channels."""
+    """Path of the first convolution, which can be adapted to other image channels; None: none."""
 
     positions: ClassVar[str | None] = None
-    """Path of learned positions (1, N, D), which can be resized to images of another size."""
+    """Path of learned positions (1, N, D), which can be resized for other images; None: none."""
 
     num_features: int
     stem: ReversibleSequence
@@ -113,13 +112,13 @@ class ImageNetwork(Saved, ABC):
         self.drop = nn.Dropout(drop_rate)
         self.reset_classifier(num_classes)
         label_steps(self)
-        if memory is not None:  # refuses what does not apply; the default needs no refusal
+        if memory is not None:  # raises for modes that do not fit; the default fits
             set_memory(self, memory)
 
     @property
     @abstractmethod
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The states whose maps can be given: one for each that :meth:`stage_states` yields."""
+        """The available feature maps, one for each state of :meth:`stage_states`."""
 
     @abstractmethod
     def check_size(self, height: int, width: int) -> None:
@@ -130,13 +129,13 @@ class ImageNetwork(Saved, ABC):
         """The features of images ``(B, in_chans, H, W)`` that :meth:`forward_head` pools."""
 
     def normed(self, z: Tensor, index: int) -> Tensor:
-        """The ``index``-th state, merged, as the head's normalisation gives it; z if that is of
-        another width.
+        """The merged ``index``-th state ``z`` after the head's normalisation, or ``z`` unchanged if
+        its width differs.
         """
         return z
 
     def pooled(self, features: Tensor) -> Tensor:
-        """Features pooled over their places: ``(B, num_features)``; ``catavgmax`` gives twice."""
+        """Pooled features ``(B, num_features)``; twice as many for ``catavgmax``."""
         return self.pool(features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -148,10 +147,10 @@ class ImageNetwork(Saved, ABC):
         return self.forward_head(self.forward_features(x))
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """Pool what :meth:`forward_features` gives and classify it: ``(B, num_classes)``.
+        """Pool and classify the result of :meth:`forward_features`: ``(B, num_classes)``.
 
-        With ``pre_logits``, or where ``num_classes`` is 0, the pooled features
-        ``(B, num_features)`` are returned instead.
+        With ``pre_logits``, or if ``num_classes`` is 0, return the pooled features
+        ``(B, num_features)`` instead.
         """
         pooled: Tensor = self.drop(self.pooled(features))
         return pooled if pre_logits else self.get_classifier()(pooled)
@@ -188,23 +187,23 @@ class ImageNetwork(Saved, ABC):
         output_fmt: str = "NCHW",
         intermediates_only: bool = False,
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
-        """The last features and feature maps on the way there, from one pass in any memory mode.
+        """The last features and intermediate feature maps, from one pass in any memory mode.
 
         Args:
             x: images ``(B, in_chans, H, W)``.
-            indices: which maps, by their places in :attr:`feature_info`: a number n for the last
-                n, a sequence (negative ones from the end), None for all.
+            indices: positions in :attr:`feature_info` (negative ones from the end); a number n
+                for the last n maps; None for all.
             norm: apply the head's normalisation to the maps that have its width.
-            stop_early: compute nothing after the last of the ``indices``.
-            output_fmt: ``"NCHW"``; of transformers also ``"NLC"``, tokens.
-            intermediates_only: return the maps alone.
+            stop_early: stop after the last of the ``indices``.
+            output_fmt: ``"NCHW"``; for transformers also ``"NLC"``, tokens.
+            intermediates_only: return only the maps.
 
         Returns:
-            What :meth:`forward_features` gives (after an early stop, the last map that was
-            computed), and the maps in the order of the network; or the maps alone.
+            The features of :meth:`forward_features` (after an early stop, the last computed map),
+            and the maps in the order of the network; or only the maps.
 
         Raises:
-            ValueError: an index is out of range, there is no such format, or the images do not fit.
+            ValueError: an index is out of range, the format is unknown, or the images do not fit.
 
         Example:
             >>> model = revzoo.create_model("revnet38")
@@ -214,7 +213,7 @@ class ImageNetwork(Saved, ABC):
         """
         check_choice("output_fmt", output_fmt, self.output_formats)
         count = len(self.feature_info)
-        taken = _taken(indices, count)
+        taken = taken_indices(indices, count)
         last = max(taken) if stop_early else count - 1
         maps: list[Tensor] = []
         for i, state in enumerate(self.stage_states(x)):
@@ -228,19 +227,19 @@ class ImageNetwork(Saved, ABC):
         return maps if intermediates_only else (self.normed(z, last), maps)
 
     def get_classifier(self) -> nn.Module:
-        """The classifier: a linear layer, or ``nn.Identity`` where ``num_classes`` is 0."""
+        """The classifier: a linear layer, or ``nn.Identity`` if ``num_classes`` is 0."""
         return self.get_submodule(self.classifier)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a fresh one with ``num_classes`` outputs, on the same device.
 
         Args:
-            num_classes: 0 for none: the model then gives the pooled features.
+            num_classes: 0 for none: the model then returns the pooled features.
             global_pool: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for none,
-                which needs ``num_classes=0``; None keeps what there is.
+                which needs ``num_classes=0``; None keeps the present pooling.
 
         Raises:
-            ValueError: ``num_classes`` is no whole number >= 0, or they do not go together.
+            ValueError: ``num_classes`` is no integer >= 0, or is not 0 without pooling.
         """
         check_count("num_classes", num_classes, least=0)
         pool = self.pool if global_pool is None else GlobalPool(global_pool, places=self.places)
@@ -262,7 +261,7 @@ class ImageNetwork(Saved, ABC):
 
     @property
     def invertible(self) -> bool:
-        """Whether no layer before the head loses information, so that :meth:`inverse` works."""
+        """Whether every layer before the head has an inverse, so that :meth:`inverse` works."""
         return all(step.invertible for step in self._steps())
 
     def encode(self, x: Tensor) -> Tensor:
@@ -279,15 +278,15 @@ class ImageNetwork(Saved, ABC):
         return moved(lambda *state: (torch.cat(state, dim=self.channel_dim),), last)[0]
 
     def inverse(self, z: Tensor) -> Tensor:
-        """The images ``(B, in_chans, H, W)`` whose representation :meth:`encode` gives as ``z``.
+        """The images ``(B, in_chans, H, W)`` with representation ``z`` (see :meth:`encode`).
 
         Raises:
-            NotInvertibleError: a layer loses information, and is named; or the model is in
-                training mode and drops activations, which it would do differently this time.
-            RangeError: on a grid, a stream is too large for its sums to have been exact.
+            NotInvertibleError: a layer loses information (the message names it), or the model is in
+                training mode and drops activations, with a different mask in each pass.
+            RangeError: a stream is too large for exact sums on the grid.
         """
         self._check_invertible()
-        # dense, as in the forward pass: kernels sum views in another order
+        # as dense as in the forward pass: kernels sum views in another order
         state: State = (z,)
         if self.streams == 2:
             state = moved(functools.partial(halves, dim=self.channel_dim), state)
@@ -297,7 +296,7 @@ class ImageNetwork(Saved, ABC):
         return state[0]
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
-        """The streams at the end of each stage (of a transformer: block), as they are asked for.
+        """Yield the streams after each stage (of a transformer: each block), computed lazily.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -317,7 +316,7 @@ class ImageNetwork(Saved, ABC):
         return self.as_map(torch.cat(state, dim=self.channel_dim))
 
     def keep_stages(self, count: int) -> None:
-        """Remove everything after the first ``count`` states, the head included."""
+        """Remove the head and all stages after the first ``count``."""
         self.stages = self.stages[:count]
         self._remove_head()
 
@@ -335,16 +334,16 @@ class ImageNetwork(Saved, ABC):
         if lossy:
             raise NotInvertibleError(
                 f"{type(self).__name__} cannot be inverted: {', '.join(lossy)} "
-                f"{'loses' if len(lossy) == 1 else 'lose'} information. i-RevNets are invertible "
-                "from end to end; of other models, a stage without such a step is: "
+                f"{'loses' if len(lossy) == 1 else 'lose'} information. Use an i-RevNet, which is "
+                "invertible from end to end, or invert single stages without such a step: "
                 "model.stages[i].inverse(...)"
             )
         for name, module in self.stages.named_modules():
             drops = any(kind.__name__ in DROPS for kind in type(module).__mro__)
             if drops and module.training and module.p > 0:
                 raise NotInvertibleError(
-                    f"stages.{name} drops values with p={module.p} in training mode, other ones in "
-                    "each pass: call eval() before encode and inverse"
+                    f"stages.{name} drops values with p={module.p} in training mode, different "
+                    "ones in each pass: call eval() before encode and inverse"
                 )
 
     def _check_images(self, x: object) -> None:
@@ -352,8 +351,7 @@ class ImageNetwork(Saved, ABC):
             raise TypeError(
                 f"Got a {type(x).__module__}.{type(x).__qualname__}; expected a tensor of images "
                 f"(B, {self.in_chans}, H, W). Prepare an image with "
-                "model.transforms()(image).unsqueeze(0), or give it to revzoo.predict(image, model)"
-                "."
+                "model.transforms()(image).unsqueeze(0), or call revzoo.predict(image, model)."
             )
         if x.dim() != 4:
             raise ValueError(
@@ -362,9 +360,9 @@ class ImageNetwork(Saved, ABC):
             )
         if not x.is_floating_point():
             raise ValueError(
-                f"Got images of {x.dtype}; expected normalised ones of a floating type. Batches of "
-                "revzoo.data hold bytes: give the trainer datamodule=data, or the model "
-                "data.transform(images, training=False)."
+                f"Got images of {x.dtype}; expected normalised images of a floating type. Batches "
+                "of revzoo.data hold bytes: pass datamodule=data to the trainer, or call the model "
+                "on data.transform(images, training=False)."
             )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
@@ -375,8 +373,12 @@ class ImageNetwork(Saved, ABC):
         self.check_size(height, width)
 
 
-def _taken(indices: int | Sequence[int] | None, count: int) -> list[int]:
-    """The places that ``indices`` means, from 0: timm's ``feature_take_indices``."""
+def taken_indices(indices: int | Sequence[int] | None, count: int) -> list[int]:
+    """``indices`` as positions from 0, by the rules of timm's ``feature_take_indices``.
+
+    Raises:
+        ValueError: no index, or an index out of range.
+    """
     if indices is None:
         return list(range(count))
     if is_count(indices) and indices <= count:  # type: ignore[operator]
@@ -386,13 +388,13 @@ def _taken(indices: int | Sequence[int] | None, count: int) -> list[int]:
         if whole and all(-count <= i < count for i in indices):
             return [i % count for i in indices]
     raise ValueError(
-        f"indices={indices}: this model has {count} feature maps; expected a number of the last "
-        f"ones, 1 to {count}, or indices from {-count} to {count - 1}"
+        f"indices={indices}: this model has {count} feature maps; expected 1 to {count} for "
+        f"the last ones, or a list of indices from {-count} to {count - 1}"
     )
 
 
 def feature_infos(channels: Iterable[int], reductions: Iterable[int]) -> tuple[FeatureInfo, ...]:
-    """One for each stage."""
+    """The descriptions of the maps after each stage."""
     pairs = zip(channels, reductions, strict=True)
     return tuple(FeatureInfo(c, r, f"stages.{i}") for i, (c, r) in enumerate(pairs))
 

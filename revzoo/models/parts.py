@@ -1,9 +1,9 @@
-"""The parts of a network from the image to the logits, each frozen or given a learning rate as one.
+"""The parts of a network in order, as units to freeze or to give a learning rate.
 
     stem, stages.0, ..., stages.N (with the normalisation after it), fc
 
-Lightning's ``BaseFinetuning.flatten_modules`` takes a network apart into layers; here its order is
-what matters, as a part that is frozen saves activations unless all parts before it are, too.
+Lightning's ``BaseFinetuning.flatten_modules`` returns single layers. We need the order from image
+to logits: a frozen part still saves activations unless all parts before it are frozen, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from revzoo.models.network import ImageNetwork
 
 
 class Part(NamedTuple):
-    """Modules of a network that stand between the same two states; named as in the network."""
+    """The modules between two states of a network, under their name in the network."""
 
     name: str
     modules: tuple[nn.Module, ...]
@@ -29,16 +29,15 @@ class Part(NamedTuple):
 
 
 def parts(network: nn.Module) -> tuple[Part, ...]:
-    """The parts of ``network`` in order, the classifier last; every parameter is in one of them.
+    """The parts of ``network`` in order, the classifier last; each parameter is in one part.
 
     Raises:
-        ValueError: it is no network of the zoo, so that its order is not known.
+        ValueError: ``network`` is no network of the zoo, so its order is unknown.
     """
     if not isinstance(network, ImageNetwork):
         raise ValueError(
-            f"{type(network).__name__} is no ImageNetwork: expected a model of create_model, whose "
-            "stem, stages and classifier are known; freeze other models, and group their "
-            "parameters, by hand"
+            f"{type(network).__name__} is no ImageNetwork: expected a model of create_model, with "
+            "stem, stages and classifier; freeze other models and group their parameters by hand"
         )
     named = dict(network.named_children())
     stem, stages = named.pop("stem"), list(network.stages)

@@ -1,13 +1,13 @@
-"""Trained weights into a network: found, verified, fitted, and only then loaded.
+"""Finds, verifies, adapts and loads trained weights.
 
-Three things may differ from the training of the weights, as in a transfer to other data:
+Three things may differ from the training of the weights, for transfer to other data:
 
 * image channels: the first convolution's weights are summed to one channel, or repeated and
-  scaled, so that its activations keep their size (the rule of the library timm);
-* classes: the classifier stays as it was initialised, everything else is loaded;
-* size of a transformer's images: the positions' embeddings are resized (timm's rule as well).
+  scaled, so that activations keep their size (timm's rule);
+* classes: everything but the classifier is loaded;
+* image size of a transformer: the position embeddings are resized (timm's rule, too).
 
-Everything else must fit, name by name and shape by shape.
+All other names and shapes must match.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Source:
-    """The meaning of a name given to ``create_model``."""
+    """The architecture, entry and options that a name of ``create_model`` stands for."""
 
     architecture: str
     entry: WeightsEntry | None = None
@@ -53,18 +53,18 @@ def find_source(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
 ) -> Source:
-    """``architecture``, ``architecture.tag``, ``hf-hub:owner/name``, a file or a saved folder.
+    """Resolve ``architecture[.tag]``, ``hf-hub:owner/name``, a file or a saved folder.
 
     Args:
-        name: one of these; a file is a safetensors file, and names of architectures go before
-            folders.
+        name: one of these. A file must be safetensors; an architecture precedes a folder of the
+            same name.
         known: the architectures.
-        pretrained: whether weights are wanted, so that a bare architecture means its default ones.
+        pretrained: whether to look for weights; an architecture alone then means its default ones.
         cache_dir: for files from the hub.
-        table: where names are looked up; None for the package's entries.
+        table: the entries to search; None for the package's.
 
     Raises:
-        WeightsError: there are no such weights, or their entry is not valid.
+        WeightsError: the weights are unknown, or their entry is not valid.
     """
     text = str(name)
     if text.endswith(SUFFIX) and Path(name).is_file():
@@ -85,10 +85,10 @@ def _of(entry: WeightsEntry) -> Source:
 
 
 def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> TensorFile:
-    """The tensors of ``entry``, verified.
+    """The tensors of ``entry``, after verification of the file.
 
     Raises:
-        WeightsError: the file is missing, cannot be fetched, or is not the one described.
+        WeightsError: the file is missing, cannot be fetched, or has another hash.
     """
     return parse_safetensors(read_bytes(entry, cache_dir=cache_dir), entry.name)
 
@@ -96,11 +96,12 @@ def read_weights(entry: WeightsEntry, *, cache_dir: str | Path | None = None) ->
 def load_weights(
     network: ImageNetwork, file: TensorFile, *, architecture: str, allow_nonfinite: bool = False
 ) -> None:
-    """Load ``file`` into ``network``, fitted to its classes and image channels.
+    """Load ``file`` into ``network``, adapted to its classes and image channels.
 
     Raises:
-        ArchitectureMismatchError: the file says that it is of another architecture.
-        NotFiniteError: a tensor holds NaN or Inf, and that is not allowed; nothing is loaded.
+        ArchitectureMismatchError: the file names another architecture.
+        NotFiniteError: a tensor holds NaN or Inf and ``allow_nonfinite`` is False; nothing is
+            loaded.
         StateMismatchError: lists the tensors that do not fit; nothing is loaded.
     """
     if file.architecture not in (None, architecture):
@@ -118,22 +119,22 @@ def load_weights(
     head = _fresh_head(network, own, tensors)
     if head:
         log.warning(
-            "%s has another number of classes than %d: the classifier starts afresh",
+            "%s does not have %d classes: the classifier stays randomly initialised",
             file.where,
             network.num_classes,
         )
     fitted = {**tensors, **head}
     check_fit(own, fitted, file.where)
     if not allow_nonfinite:
-        check_finite(file.tensors, file.where)  # after the shapes: it costs memory
+        check_finite(file.tensors, file.where)  # after the shapes: it needs memory
     network.load_state_dict(fitted)
 
 
 def check_channels(network: ImageNetwork, trained: int | None, where: str) -> None:
-    """Refuse weights for other images where the network has no layer that could be adapted.
+    """Refuse weights for other image channels if the network has no layer to adapt.
 
     Raises:
-        StateMismatchError: they are for ``trained`` channels, which are not the network's.
+        StateMismatchError: ``trained`` differs from the network's channels.
     """
     if network.input_layer is None and trained not in (None, network.in_chans):
         raise StateMismatchError(
@@ -146,7 +147,7 @@ def check_channels(network: ImageNetwork, trained: int | None, where: str) -> No
 
 
 def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int | None, ...]:
-    """Classes and image channels that the tensors are for; None where they do not tell."""
+    """Numbers of classes and image channels of the weights; None if unknown."""
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
     return (
@@ -158,9 +159,9 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Weights ``(out, C, h, w)`` of a convolution for ``channels`` instead of C channels.
+    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
 
-    One channel: the sum, which is what C equal channels would give. Others: repeated, times
+    For one channel: the sum, which acts like C equal channels. Otherwise: repeat them and scale by
     ``C / channels``, so that the sum over channels stays about the same.
     """
     old = weight.shape[1]
@@ -180,9 +181,9 @@ def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
 
 
 def adapt_positions(positions: Tensor, count: int) -> Tensor:
-    """Embeddings ``(1, N, D)`` of a square of N places for a square of ``count`` places.
+    """Resize embeddings ``(1, N, D)`` of a square of N patches to a square of ``count`` patches.
 
-    Bicubic and antialiased, as timm's ``resample_abs_pos_embed``.
+    Bicubic and antialiased, like timm's ``resample_abs_pos_embed``.
     """
     _, old, width = positions.shape
     grid = positions.float().reshape(1, math.isqrt(old), math.isqrt(old), width).permute(0, 3, 1, 2)
@@ -206,7 +207,7 @@ def _adapt_positions(
 def _fresh_head(
     network: ImageNetwork, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The network's own classifier, where the file's has another number of classes."""
+    """The network's initial classifier, if the file's has another number of classes; else none."""
     weight = tensors.get(f"{network.classifier}.weight")
     if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
         return {}
@@ -215,7 +216,7 @@ def _fresh_head(
 
 
 def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors of other names, shapes or kinds of number than a model's ``own``.
+    """Refuse tensors whose names, shapes or kinds (float or not) differ from a model's ``own``.
 
     Raises:
         StateMismatchError: lists them.

@@ -1,7 +1,7 @@
 """Models by name: ``create_model("revnet38")`` and ``list_models("revnet*")``.
 
-The names come from the variant tables; a table's rows can be changed by keyword, so a wider or
-shallower network needs no new name.
+The names come from the variant tables. Keywords change the fields of a row, so a wider or shallower
+network needs no new name.
 """
 
 import fnmatch
@@ -33,7 +33,7 @@ from revzoo.weights.table import SHIPPED, WeightsTable
 
 
 class Entry(NamedTuple):
-    """A network class and the row of its table."""
+    """A network class and a row of its table."""
 
     network: type[ImageNetwork]
     variant: Any
@@ -62,14 +62,14 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     """Add a model to the zoo: ``create_model(name)`` then builds ``network(variant, ...)``.
 
     Args:
-        name: letters, digits and underscores; a dot would begin the tag of weights.
+        name: letters, digits and underscores; a dot separates the tag of weights.
         network: a subclass of :class:`~revzoo.models.network.ImageNetwork` whose constructor takes
             a row and keywords: ``num_classes``, ``in_chans``, ``memory`` and others.
         variant: the row, a dataclass, such as :class:`~revzoo.models.variant.Variant`.
 
     Raises:
-        ValueError: the name is taken, or not of these characters.
-        TypeError: ``network`` or ``variant`` is of another kind.
+        ValueError: the name is taken, or has other characters.
+        TypeError: ``network`` or ``variant`` has another type.
 
     Example:
         >>> from revzoo.models.revnet import RevNet
@@ -92,7 +92,7 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     MODELS[name] = Entry(network, variant)
 
 
-# keywords of training, which weights do not depend on
+# keywords that do not change the shapes of weights
 _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
 
 
@@ -106,11 +106,11 @@ def list_models(
     """Names of the models, sorted.
 
     Args:
-        filter: patterns with ``*``, ``?``, ``[...]``, one or several; a name must match one of
-            them. Empty for all names.
-        pretrained: names ``architecture.tag`` of weights instead, of the package or of ``table``.
-        exclude_filters: patterns of names that are left out.
-        table: where names of weights are looked up; None for the package's own.
+        filter: one pattern with ``*``, ``?``, ``[...]``, or several; a name must match one. Empty
+            for all names.
+        pretrained: list weights, ``architecture.tag``, instead.
+        exclude_filters: patterns of names to leave out.
+        table: the weights to list; None for the package's.
 
     Example:
         >>> revzoo.list_models(["revnet*", "irevnet*"], exclude_filters=["*memcnn", "*1??"])
@@ -161,27 +161,26 @@ def create_model(
     Args:
         name: one of :func:`list_models`, alone or with the tag of weights (``revnet38.cifar10``);
             ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
-        pretrained: load the weights of ``name``: of the tag, or of the default one. They are taken
-            from the package, the cache, or downloaded into it, and verified.
+        pretrained: load weights: the tag's, or the architecture's default. They come from the
+            package or the cache, or are downloaded into the cache, and are verified.
         num_classes: number of logits; None for the weights', or 10. If it differs from the
-            weights', the classifier starts afresh. 0 for no classifier: the model gives pooled
-            features ``(B, num_features)``.
-        in_chans: channels of the images; None for the weights', or 3. If it differs, the
-            first convolution is adapted.
-        features_only: give a list of feature maps instead, see :class:`FeatureNet`.
-        out_indices: the stages whose maps are given, negative ones from the last; None for all.
-        checkpoint_path: a local file of weights to use instead of ``name``'s: safetensors, a
-            ``state_dict`` (.pt, .pth) or a checkpoint of training (.ckpt).
-        cache_dir: where downloads are kept; None for ``$REVZOO_CACHE``, or the user's cache.
-        table: where names of weights are looked up; None for the package's own.
-        allow_nonfinite: load weights with NaN or Inf, too, which are refused otherwise.
-        keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for the model's own
-            default: ``"exact"`` for reversible models, ``"store"`` for others), ``drop_rate``
-            (probability of dropping a pooled feature before the classifier), ``drop_path_rate``
-            (of dropping the last branch's value), ``dropout`` (inside the residual functions),
-            ``global_pool`` (``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
-            none, with ``num_classes=0``); or
-            fields of the network's row (:class:`~revzoo.models.variant.Variant`,
+            weights', the classifier is randomly initialised. 0 for no classifier: the model returns
+            pooled features ``(B, num_features)``.
+        in_chans: channels of the images; None for the weights', or 3. If it differs from the
+            weights', the first convolution is adapted.
+        features_only: return a list of feature maps instead, see :class:`FeatureNet`.
+        out_indices: the stages whose maps to return, negative ones from the last; None for all.
+        checkpoint_path: a local file of weights to use instead: safetensors, a ``state_dict``
+            (.pt, .pth) or a training checkpoint (.ckpt).
+        cache_dir: folder of downloads; None for ``$REVZOO_CACHE``, or the user's cache.
+        table: the weights to search for ``name``; None for the package's.
+        allow_nonfinite: also load weights with NaN or Inf.
+        keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
+            reversible models and ``"store"`` in others), ``drop_rate`` (probability of dropping a
+            pooled feature before the classifier), ``drop_path_rate`` (of dropping the last
+            branch), ``dropout`` (inside the residual functions), ``global_pool`` (``"avg"``,
+            ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for none, with ``num_classes=0``);
+            or fields of the network's row (:class:`~revzoo.models.variant.Variant`,
             :class:`~revzoo.models.irevnet.IRevNetVariant`,
             :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 
@@ -190,14 +189,14 @@ def create_model(
 
     Raises:
         ValueError: unknown name or keyword, or a value out of range.
-        WeightsError: the weights are not known, not the described ones, or do not fit.
+        WeightsError: the weights are unknown, damaged, or do not fit.
 
     Example:
         >>> revzoo.create_model("revnet38", num_classes=100).num_classes
         100
     """
     if out_indices is not None and not features_only:
-        raise ValueError(f"out_indices={out_indices} chooses feature maps: give features_only=True")
+        raise ValueError(f"out_indices={out_indices} selects feature maps: add features_only=True")
     pretrained = pretrained and checkpoint_path is None
     source = find_source(
         name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
@@ -215,10 +214,10 @@ def create_model(
 
 
 def from_pretrained(source: str | Path, **keywords: Any) -> ImageNetwork | FeatureNet:
-    """The model of ``save_pretrained``'s folder, or of ``hf-hub:owner/name``, with its weights.
+    """Load a model with weights from a folder of ``save_pretrained`` or ``hf-hub:owner/name``.
 
     Args:
-        source: folder or repository; a name of :func:`list_models` as well.
+        source: folder or repository, or a name of :func:`list_models`.
         keywords: as for :func:`create_model`.
 
     Raises:
@@ -239,7 +238,7 @@ def _build(
     file: TensorFile | None,
     keywords: dict[str, Any],
 ) -> ImageNetwork:
-    """The network, for the weights of ``file``, if any: numbers left open are theirs."""
+    """The network; the weights decide numbers that are None."""
     entry = _entry_of(source.architecture)
     known = (num_classes, in_chans)
     if file is not None:
@@ -294,7 +293,7 @@ def arguments_of(variant: Any, names: Iterable[str], **given: Any) -> dict[str, 
 
     Args:
         variant: a row, as in a model's table.
-        names: models of the same table. The first whose row is equal is named; if there is none,
+        names: models of the same table. The result names the first one with an equal row; otherwise
             the first of all, with the fields that differ.
         given: further arguments, passed on.
     """

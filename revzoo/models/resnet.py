@@ -1,11 +1,11 @@
-"""Pre-activation ResNets, the baselines that the RevNets are compared with.
+"""Pre-activation ResNets, the baselines of the RevNets.
 
     y = s(x) + F(x)
 
 K. He, X. Zhang, S. Ren, J. Sun, "Identity Mappings in Deep Residual Networks", ECCV 2016, arXiv
-1603.05027, in the form of the TensorFlow release of the RevNet paper (arXiv 1707.04585): the stem
-ends in BN-ReLU, which the first branch therefore skips, and a unit that changes the shape pools
-and pads its shortcut (basic) or projects it without normalisation (bottleneck).
+1603.05027, as in the TensorFlow release of the RevNet paper (arXiv 1707.04585): the stem ends in
+BN-ReLU, so the first branch skips it; a unit that changes the shape pools and pads its shortcut
+(basic) or projects it without normalisation (bottleneck).
 
 torchvision's ``resnet50`` is the post-activation network of arXiv 1512.03385: another architecture,
 whose weights do not fit here.
@@ -31,7 +31,7 @@ def _imagenet(units: tuple[int, ...]) -> Variant:
     )
 
 
-# The baselines of arXiv 1707.04585 (CIFAR and ImageNet), numbers from its TensorFlow release.
+# The baselines of arXiv 1707.04585 (CIFAR and ImageNet), as in its TensorFlow release.
 RESNETS: dict[str, Variant] = {
     "resnet32": Variant(stem_width=16, widths=(16, 32, 64), units=(5, 5, 5)),
     "resnet110": Variant(stem_width=16, widths=(16, 32, 64), units=(18, 18, 18)),
@@ -50,7 +50,7 @@ RESNETS |= {
 class ResNet(StagedNetwork):
     """Pre-activation ResNet, ``(B, in_chans, H, W) -> (B, num_classes)``; one stream.
 
-    Nothing in it has an inverse: the memory modes are ``store`` and ``recompute``. Basic variants
+    Its units have no inverse, so the memory modes are ``store`` and ``recompute``. Basic variants
     take sizes that are multiples of 4 (three stages of strides 1, 2, 2), bottlenecks any size.
 
     Example:

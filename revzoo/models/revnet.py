@@ -4,13 +4,13 @@
     y2 = x2 + G(y1)          x1 = y1 - F(x2)
 
 A. Gomez, M. Ren, R. Urtasun, R. Grosse, "The Reversible Residual Network: Backpropagation Without
-Storing Activations", NeurIPS 2017, arXiv 1707.04585. F and G are branches of a ResNet on half of
-the channels each, so a RevNet unit has the depth of two residual units; the variants have about
-the parameters of the ResNets they are compared with.
+Storing Activations", NeurIPS 2017, arXiv 1707.04585. F and G are branches of a ResNet, each on half
+of the channels, so a RevNet unit is as deep as two residual units. Each variant has about as many
+parameters as the ResNet it is compared with.
 
-Known limits: a unit that changes width or resolution (the first of a stage, except where the stem
-already gives the stage's shape) has no inverse and is recomputed from its stored input. So is the
-stem.
+Known limits: the stem and the units that change width or resolution (the first of a stage, except
+where the stem's output already has the stage's shape) have no inverse. They store their input and
+are recomputed from it.
 """
 
 from dataclasses import replace
@@ -70,7 +70,7 @@ class RevNet(StagedNetwork):
         if plan.convention.merges and not plan.keeps_shape:
             return MergedUnit(branch(plan), shortcut=shortcut(plan))
         f = branch(half)
-        # G reads the new first stream: output shape, no stride, and never activated before.
+        # G reads the new first stream: it has the output shape, and no BN-ReLU came before it
         first = plan.activate_first or not plan.convention.g_skips_too
         g = branch(replace(half, in_channels=half.out_channels, stride=1, activate_first=first))
         if plan.keeps_shape:

@@ -5,12 +5,11 @@
 
 K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
 Transformers", CVPR 2022, arXiv 2302.04869: Rev-ViT, with the widths, depths and heads of the ViTs
-and DeiTs it is compared with. Both streams start as the patch embedding and are fused at the end:
-concatenated, normalised, averaged over the tokens, classified by a linear layer of width 2 D.
+and DeiTs it is compared with. Both streams start as the patch embedding. At the end they are
+concatenated, normalised, averaged over the tokens and classified by a linear layer of width 2 D.
 
-Tokens are averaged and there is no class token. It would be one more token in both streams whose
-two halves the head would read alone, while the fused patch tokens, half of the last layers' work,
-were computed for nothing; the average reads them all and has no parameters.
+There is no class token: the head averages all tokens. The average has no parameters, and it uses
+the patch tokens of the last layers, which a class token would leave unread.
 
 Shapes: B batch, N patches, D width of a token in one stream.
 """
@@ -30,7 +29,7 @@ from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.models.network import FeatureInfo, ImageNetwork
 
-# Standard deviation of the initial weights, cut at two of them, as for DeiT (arXiv 2012.12877).
+# Standard deviation of the initial weights, truncated at two deviations, as in DeiT (2012.12877).
 STD = 0.02
 
 
@@ -40,16 +39,16 @@ class RevViTVariant:
 
     Attributes:
         width: width D of a token in one stream.
-        depth: number of blocks, each of an attention and an MLP.
+        depth: number of blocks; each is an attention and an MLP.
         heads: heads of the attention, a divisor of ``width``.
-        img_size: height and width of the images in pixels, a multiple of ``patch_size``; the
-            positions' embeddings are learned for it.
+        img_size: height and width of the images in pixels, a multiple of ``patch_size``; decides
+            the number of position embeddings.
         patch_size: side of a patch in pixels.
         mlp_ratio: hidden width of an MLP over ``width``.
         activation: of the MLPs, a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
-        dropout: probability of zeroing a value that a branch computes.
-        drop_path_rate: probability of dropping a sample's whole branch, in the last block; it grows
-            linearly with depth from 0 (stochastic depth).
+        dropout: probability of zeroing a value in a branch.
+        drop_path_rate: probability of dropping a branch for an image (stochastic depth) in the last
+            block; it rises linearly from 0 at the first.
 
     Raises:
         ValueError: a field is out of range or does not fit another.
@@ -98,7 +97,7 @@ REVVITS: dict[str, RevViTVariant] = {
 
 
 class PatchEmbedding(Step):
-    """``(B, in_chans, H, W)`` -> two streams ``(B, N, D)``, both the embedded patches.
+    """``(B, in_chans, H, W)`` -> two equal streams ``(B, N, D)``, the embedded patches.
 
     Args:
         in_chans: channels of the image.
@@ -123,8 +122,8 @@ class PatchEmbedding(Step):
 class RevViT(ImageNetwork):
     """Reversible ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``; two streams.
 
-    Every block is invertible. The patch embedding is not: the model has no :meth:`inverse`, but
-    ``model.stages[0]`` has.
+    Every block is invertible, but the patch embedding is not. So ``model.stages[0].inverse`` works
+    and :meth:`inverse` raises.
 
     Args:
         variant: width, depth, heads and sizes.
@@ -189,7 +188,7 @@ class RevViT(ImageNetwork):
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """The tokens after each block as one map, timm's convention for transformers."""
+        """The tokens after each block as one map, as in timm."""
         return tuple(
             FeatureInfo(self.num_features, self.variant.patch_size, f"stages.0.steps.{i}")
             for i in range(self.variant.depth)

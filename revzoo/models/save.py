@@ -1,4 +1,4 @@
-"""Networks to folders and to the hub: weights, entry and model card."""
+"""Saves networks to folders and to the hub: weights, entry and model card."""
 
 from __future__ import annotations
 
@@ -24,28 +24,28 @@ from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 if TYPE_CHECKING:
     from torchvision.transforms import v2
 
-# what an entry says of the data; it describes a network as long as nothing of that has changed
+# fields of an entry that describe the data; true for a network until its data changes
 _OF_DATA = ("classes", "mean", "std", "crop_pct", "input_size")
 _NEEDED = ("classes", "mean", "std")
 
 
 class Spec(NamedTuple):
-    """How ``create_model`` made a network: the architecture and the keywords that shape it."""
+    """The architecture of a network, and the keywords of ``create_model`` that shape it."""
 
     architecture: str
     options: Mapping[str, Any]
 
 
 class Saved(nn.Module):
-    """A network that writes itself to a folder or to the hub.
+    """A network that can save itself to a folder or to the hub.
 
     Attributes:
         num_classes: number of logits.
         in_chans: channels of the images.
-        spec: how it was made; None for a network built from its class.
-        trained_on: fields of an entry that describe the data it was trained on since it was
-            created, empty if those are unknown; None if it was not trained. Training sets it.
-        fresh_head: whether the classifier was replaced since ``entry`` or ``trained_on`` was set.
+        spec: arguments of ``create_model``; None for a network built from its class.
+        trained_on: fields of an entry that describe the data of its training, which sets them;
+            empty if unknown, None if it was not trained since its creation.
+        fresh_head: whether the classifier was replaced after ``entry`` or ``trained_on`` was set.
     """
 
     num_classes: int
@@ -67,10 +67,10 @@ class Saved(nn.Module):
     @property
     @abstractmethod
     def image_size(self) -> int:
-        """Side in pixels of the images that the architecture was published for."""
+        """Side in pixels of the images in the architecture's publication."""
 
     def transforms(self, size: int | None = None) -> v2.Compose:
-        """What turns an image into an input of this network, as when its weights were evaluated.
+        """The transform from an image to an input, as in the evaluation of the weights.
 
         Args:
             size: side of the result in pixels; None for the weights'.
@@ -80,7 +80,7 @@ class Saved(nn.Module):
             floats in [0, 1], to float32 (..., C, size, size).
 
         Raises:
-            ValueError: the network has no weights that say their ``mean`` and ``std``.
+            ValueError: the ``mean`` and ``std`` of the weights are unknown.
 
         Example:
             >>> model = revzoo.create_model("revnet38.cifar10", pretrained=True)
@@ -92,9 +92,8 @@ class Saved(nn.Module):
         facts = self.facts
         if facts.get("mean") is None or facts.get("std") is None:
             raise ValueError(
-                f"this {type(self).__name__} has no weights that say how their images were "
-                'normalised: create it with pretrained=True ("revnet38.cifar10"), or train it on '
-                "data of revzoo"
+                f"the mean and std of this {type(self).__name__}'s training images are unknown: "
+                'create it with pretrained=True ("revnet38.cifar10"), or train it on data of revzoo'
             )
         if self.in_chans != len(facts["mean"]):
             raise ValueError(
@@ -108,7 +107,7 @@ class Saved(nn.Module):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What is known of the data of the weights: fields of an entry; empty if nothing is."""
+        """The known facts about the data of the weights: fields of an entry."""
         if self.trained_on is not None:
             return self.trained_on
         return {} if self.entry is None else {n: getattr(self.entry, n) for n in _OF_DATA}
@@ -118,20 +117,20 @@ class Saved(nn.Module):
 
         Args:
             folder: created if missing; files of these names in it are replaced.
-            facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`: ``license``, ``recipe``,
-                ``metrics`` and so on. ``classes``, ``mean``, ``std``, ``crop_pct`` and
-                ``input_size`` come from the data it was trained on or, if it was not trained, from
-                the weights that it was created with.
+            facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`, such as ``license``,
+                ``recipe`` and ``metrics``. The defaults of ``classes``, ``mean``, ``std``,
+                ``crop_pct`` and ``input_size`` come from its training data or, if it was not
+                trained, from the weights that it was created with.
 
         Raises:
-            EntryError: a fact is unknown or not valid; ``create_model`` did not make the network;
-                or its classifier, image channels or data changed since its weights were loaded
-                and ``facts`` do not describe the new ones. Nothing is written.
+            EntryError: a fact is no field or not valid; the network was not made by
+                ``create_model``; or its classifier, image channels or data changed after its
+                weights were loaded and ``facts`` do not describe them. Nothing is written.
         """
         return _save(self, Path(folder), facts, source=Path(folder).name)
 
     def push_to_hub(self, repository: str, *, private: bool = False, **facts: Any) -> str:
-        """Upload what :meth:`save_pretrained` writes to ``owner/name``; returns the address.
+        """Upload the files of :meth:`save_pretrained` to ``owner/name``; returns the address.
 
         Raises:
             EntryError: as :meth:`save_pretrained`.
@@ -160,7 +159,7 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
     """
     if network.spec is None:
         raise EntryError(
-            f"this {type(network).__name__} does not know its architecture's name: make it with "
+            f"the name of this {type(network).__name__}'s architecture is unknown: make it with "
             "create_model"
         )
     architecture, options = network.spec
@@ -176,7 +175,7 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
     try:
         entry = WeightsEntry(**{**described, **fixed})
     except TypeError as error:
-        raise EntryError(f"a fact is no field of an entry: {error}") from error
+        raise EntryError(f"unknown field of an entry: {error}") from error
     data = safetensors_bytes(network.state_dict(), metadata_for(entry))
     return data, replace(entry, sha256=hashlib.sha256(data).hexdigest())
 
@@ -190,8 +189,7 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
     """The known facts about the data of the network's weights.
 
     Raises:
-        EntryError: the weights it was created with say something that is no longer true, and
-            ``given`` does not say what is.
+        EntryError: facts from its creation are no longer true, and ``given`` lacks the new ones.
     """
     entry, trained_on = network.entry, network.trained_on
     facts = dict(network.facts)
@@ -206,10 +204,10 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
         untrue = _NEEDED
     if missing := [name for name in untrue if name not in given]:
         raise EntryError(
-            f"the network was changed or trained since its weights were loaded, and their "
-            f"{', '.join(missing)} may be wrong now: give save_pretrained "
-            f"{', '.join(f'{name}=...' for name in missing)} of the data it was trained on (None "
-            "if unknown)"
+            f"the network was changed or trained after its weights were loaded, so their "
+            f"{', '.join(missing)} may be wrong: pass "
+            f"{', '.join(f'{name}=...' for name in missing)} of its training data (None if "
+            "unknown) to save_pretrained"
         )
     if network.in_chans != facts.get("input_size", (network.in_chans,))[0]:
         del facts["input_size"]

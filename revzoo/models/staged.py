@@ -2,9 +2,8 @@
 
     image -> stem -> stages of residual units -> BN - ReLU -> average pool -> [dropout] -> linear
 
-The classes in :mod:`revzoo.models.resnet` and :mod:`revzoo.models.revnet` say how one unit is built
-and how many streams run through the stages. torchvision's ResNets are post-activation ones, without
-streams and without a memory mode.
+:mod:`revzoo.models.resnet` and :mod:`revzoo.models.revnet` define the units and the number of
+streams. torchvision's ResNets are post-activation networks without streams or memory modes.
 
 Shapes: B batch, C channels of all streams together, H, W height and width.
 """
@@ -32,14 +31,14 @@ class Stem(Step):
         CIFAR       conv3x3 - BN - ReLU
         ImageNet    conv7x7(stride 2) - BN - ReLU - max pool 3x3(stride 2)
 
-    as in the TensorFlow release of arXiv 1707.04585. As the stem ends in BN-ReLU, the first branch
-    after it has none.
+    as in the TensorFlow release of arXiv 1707.04585. The stem ends in BN-ReLU, so the first branch
+    omits it.
 
     Args:
         in_chans: channels of the image.
         channels: channels of all streams together.
         out_streams: number of streams, split along the channels.
-        downsample: the ImageNet stem, whose output is ``(H/4, W/4)`` (rounded up), where true.
+        downsample: True for the ImageNet stem, whose output is ``(H/4, W/4)``, rounded up.
         norm_act: normalisation and activation.
     """
 
@@ -75,16 +74,16 @@ class StagedNetwork(ConvolutionalClassifier):
         variant: widths, depths and strides.
         num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the image.
-        memory: memory mode of all steps (see :func:`revzoo.set_memory`); None for the model's own
-            default, :attr:`default_memory`.
+        memory: memory mode of all steps (see :func:`revzoo.set_memory`); None for
+            :attr:`default_memory`.
         drop_rate: probability of dropping a pooled feature before the classifier.
         global_pool: a name in :data:`~revzoo.layers.pool.POOLS`.
-        dropout: probability of dropping an activation inside every residual function.
-        drop_path_rate: probability of dropping the value of the last residual function for an
-            image; it rises linearly from 0 at the first unit.
+        dropout: probability of dropping an activation inside a residual function.
+        drop_path_rate: probability of dropping the last residual function's output for an image; it
+            rises linearly from 0 at the first unit.
 
     Raises:
-        ValueError: an argument is out of range, or the memory mode does not apply.
+        ValueError: an argument is out of range, or the memory mode does not fit.
     """
 
     size_reason: ClassVar[str] = "halves the size with pooling shortcuts"
@@ -133,10 +132,10 @@ class StagedNetwork(ConvolutionalClassifier):
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """Each stage's last map, streams merged, as it is before the next BN-ReLU."""
+        """Each stage's last map, streams merged, before the next BN-ReLU."""
         return feature_infos(self.variant.stage_channels, self.variant.reductions)
 
     @property
     def image_size(self) -> int:
-        """Side in pixels of CIFAR's or ImageNet's images, as the stem tells."""
+        """224 for the ImageNet stem, 32 for the CIFAR stem."""
         return 224 if self.variant.downsampling_stem else 32

@@ -1,7 +1,6 @@
-"""The tensors of a model in a file: safetensors, a ``state_dict``, or a checkpoint of training.
+"""Reads a model's tensors from safetensors, a ``state_dict`` or a training checkpoint.
 
-safetensors files hold bytes and shapes only. torch's own files are read by
-:mod:`revzoo.weights.torch_file`.
+safetensors files hold only bytes and shapes. :mod:`revzoo.weights.torch_file` reads torch's files.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ PICKLED = (".pt", ".pth", ".ckpt")
 
 
 class TensorFile(NamedTuple):
-    """Tensors by name, their name in errors, and what the file says about their network."""
+    """Tensors by name, the file's name for errors, and the file's facts about the network."""
 
     tensors: dict[str, Tensor]
     where: str
@@ -40,7 +39,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     """
     try:
         tensors = load(data)
-    except Exception as error:  # its own error, or a KeyError for a type that torch does not have
+    except Exception as error:  # SafetensorError, or a KeyError for a dtype that torch lacks
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
@@ -54,9 +53,10 @@ def read_checkpoint(path: Path) -> TensorFile:
     """The tensors of a local file: safetensors, a ``state_dict``, or a checkpoint of training.
 
     Raises:
-        EntryError: beside a safetensors file stands an entry of it that is not valid.
+        EntryError: the entry beside a safetensors file is not valid.
         HashMismatchError: that entry describes another file.
-        UnreadableWeightsError: missing, damaged, of another format, or with more than tensors.
+        UnreadableWeightsError: the file is missing, damaged, of another format, or holds more than
+            tensors.
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
@@ -66,7 +66,7 @@ def read_checkpoint(path: Path) -> TensorFile:
         return parse_safetensors(data, str(path))
     if path.suffix not in PICKLED:
         raise UnreadableWeightsError(
-            f"{path} is of no known format; expected .safetensors, {', '.join(PICKLED)}"
+            f"{path} has an unknown format; expected .safetensors, {', '.join(PICKLED)}"
         )
     content = read_torch_file(path)
     if not isinstance(content, Mapping):
@@ -79,7 +79,7 @@ def read_checkpoint(path: Path) -> TensorFile:
 
 
 def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
-    """Architecture and image channels that a checkpoint of training tells; other files do not."""
+    """Architecture and image channels in a training checkpoint; None in other files."""
     kept = content.get("hyper_parameters")
     spec = kept.get("model") if isinstance(kept, Mapping) else None
     if not isinstance(spec, Mapping):
@@ -95,19 +95,17 @@ def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int |
 
 
 def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
-    """The model's tensors, under the model's own names.
-
-    Wrappers (Lightning's module, DDP, compilation) put their names before the model's.
+    """The model's tensors, without the prefixes of wrappers (Lightning, DDP, compilation).
 
     Raises:
-        UnreadableWeightsError: there is something else among the tensors.
+        UnreadableWeightsError: an item is no tensor.
     """
     tensors = content.get("state_dict", content)
     if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
         raise UnreadableWeightsError(
             f"{where} holds no tensors by name: expected a state_dict, as model.state_dict() gives"
         )
-    if "hyper_parameters" in content:  # a Lightning module: the model, beside states of metrics
+    if "hyper_parameters" in content:  # from Lightning: also holds states of metrics
         tensors = {k: v for k, v in tensors.items() if k.startswith("model.")}
         tensors = {k.removeprefix("model."): v for k, v in tensors.items()}
     tensors = {k.removeprefix("module.").replace("_orig_mod.", ""): v for k, v in tensors.items()}
@@ -116,10 +114,10 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse anything but a ``state_dict`` of a model: a dense tensor by each name.
+    """Refuse a ``state_dict`` in which an item is no dense tensor.
 
     Raises:
-        UnreadableWeightsError: naming the others.
+        UnreadableWeightsError: names these items.
     """
     others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
     if others:
@@ -131,10 +129,10 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
 
 
 def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse trained weights with NaN or Inf: every output would be NaN, and nothing would say why.
+    """Refuse weights with NaN or Inf, which would make every output NaN.
 
     Raises:
-        NotFiniteError: naming the tensors.
+        NotFiniteError: names the tensors.
     """
     counts = {key: int((~value.isfinite()).sum()) for key, value in tensors.items()}
     found = {key: count for key, count in counts.items() if count}

@@ -4,17 +4,17 @@
     MergedUnit      y  = s(x)   + F(x),  x and y of all channels    two streams, merged and split
     Transition      y1 = s1(x1) + F(x2),  y2 = s2(x2) + G(y1)       two streams
 
-with shortcuts ``s`` that may change width and resolution (arXiv 1707.04585). Such a unit loses
-information, so its input has to be kept; being steps, all can be recomputed from it, and are where
-the memory mode is ``recompute`` or ``invert``.
+The shortcuts ``s`` may change width and resolution (arXiv 1707.04585). Such a unit loses
+information, so its input must be kept. All units are steps: in the memory modes ``recompute`` and
+``invert`` they are recomputed from that input.
 
-A shortcut is the identity where the unit keeps the shape. Elsewhere it is, as in the TensorFlow
-release of arXiv 1707.04585, where each stream of a RevNet has its own,
+A shortcut is the identity if the unit keeps the shape. Otherwise it follows the TensorFlow release
+of arXiv 1707.04585, in which each stream of a RevNet has its own shortcut:
 
     basic       average pool by the stride, then zero channels, half before and half after
     bottleneck  1x1 convolution with the stride, without normalisation
 
-or, where the variant's convention projects,
+or, if the variant's convention projects:
 
     either      1x1 convolution with the stride, then normalisation
 """
@@ -36,7 +36,7 @@ class ResidualUnit(Step):
 
     Args:
         branch: residual function F.
-        shortcut: identity, or what gives the branch's output shape.
+        shortcut: identity, or a module with the branch's output shape.
     """
 
     streams = 1
@@ -52,11 +52,11 @@ class ResidualUnit(Step):
 
 
 class MergedUnit(ResidualUnit):
-    """A residual unit on both streams merged, ``(B, C/2, H, W)`` each; its output is split again.
+    """A residual unit on the merged streams, ``(B, C/2, H, W)`` each; splits its output again.
 
     Args:
-        branch: residual function F from all channels to an even number of them.
-        shortcut: what gives the branch's output shape.
+        branch: residual function F of all channels, with an even number of output channels.
+        shortcut: a module with the branch's output shape.
     """
 
     streams = 2
@@ -70,9 +70,9 @@ class Transition(Step):
     """``y1 = s1(x1) + f(x2)``, ``y2 = s2(x2) + g(y1)`` on two streams.
 
     Args:
-        f: residual function from the second stream; it carries the stride and the change of width.
-        g: residual function from the first new stream.
-        shortcuts: ``s1`` and ``s2``, each giving the shape of ``f``'s output.
+        f: residual function of the second stream; it has the stride and changes the width.
+        g: residual function of the new first stream.
+        shortcuts: ``s1`` and ``s2``, both with the shape of ``f``'s output.
     """
 
     streams = 2
@@ -93,7 +93,7 @@ class Transition(Step):
 
 
 def branch(plan: UnitPlan) -> nn.Module:
-    """The residual function of ``plan``, with the channels of one stream."""
+    """The residual function of ``plan``, whose channels are per stream."""
     layers = BRANCHES[plan.branch](
         plan.in_channels,
         out_channels=plan.out_channels,
@@ -111,7 +111,7 @@ class PoolAndPad(nn.Module):
 
     Args:
         in_channels: channels of the input.
-        out_channels: channels of the output, at least ``in_channels``. Where the difference is odd,
+        out_channels: channels of the output, at least ``in_channels``. If the difference is odd,
             the extra zero channel comes last.
         stride: side of the pooling window; H and W must be multiples of it.
 
@@ -140,7 +140,7 @@ class PoolAndPad(nn.Module):
 
 
 def shortcut(plan: UnitPlan) -> nn.Module:
-    """The shortcut of one stream for ``plan``, with the channels of that stream."""
+    """The shortcut of one stream for ``plan``, whose channels are per stream."""
     if plan.keeps_shape:
         return nn.Identity()
     if plan.branch == "basic" and not plan.convention.projects:

@@ -1,9 +1,9 @@
 """One row of a model table: widths, depths and strides of a staged network.
 
-A variant is pure data, so a table of them can be read next to the paper's. :meth:`Variant.stages`
-turns it into one :class:`UnitPlan` per residual unit, which a network class builds from; the rules
-that all networks of the release share (where a stage changes width and stride, which branch skips
-its activation) are written once, here. Channels count all streams together.
+A variant is pure data, so a table of variants can be compared with the paper's table.
+:meth:`Variant.stages` derives one :class:`UnitPlan` per residual unit, from which a network class
+builds it. The rules that all networks of the release share (where width and stride change, which
+branch skips its activation) stand here. Channels count all streams together.
 """
 
 from dataclasses import dataclass, replace
@@ -21,11 +21,11 @@ class Convention:
     """Differences between implementations of the same networks.
 
     Attributes:
-        projects: shortcuts are a 1x1 convolution and a normalisation, whatever the branch.
+        projects: shortcuts are a 1x1 convolution and a normalisation, for both kinds of branch.
         merges: a RevNet unit that changes shape is one residual unit on all channels.
-        stride_at_3x3: a bottleneck's 3x3 convolution carries the stride, not its first 1x1.
-        g_skips_too: G of the first unit has no leading activation either.
-        momentum: of batch normalisation, in torch's sense.
+        stride_at_3x3: a bottleneck's 3x3 convolution has the stride, not its first 1x1.
+        g_skips_too: G of the first unit also lacks the leading activation.
+        momentum: of batch normalisation, in torch's convention.
         epsilon: of the normalisation.
     """
 
@@ -42,7 +42,7 @@ _MEMCNN = Convention(
 )
 # gomez: the TensorFlow release of arXiv 1707.04585. memcnn: van de Leemput et al., "MemCNN: A
 # Python/PyTorch package for creating memory-efficient invertible neural networks", JOSS 2019, doi
-# 10.21105/joss.01576; its CIFAR configurations, and the normalisation that it calls a fix.
+# 10.21105/joss.01576: its CIFAR configurations. memcnn_fix: with its option batch_norm_fix.
 CONVENTIONS: dict[str, Convention] = {
     "gomez": Convention(),
     "memcnn": _MEMCNN,
@@ -66,7 +66,7 @@ class UnitPlan:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether the unit's output has the shape of its input, as an invertible one must."""
+        """Whether output and input have one shape, which an inverse requires."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
     def per_stream(self, streams: int) -> "UnitPlan":
@@ -98,11 +98,11 @@ class Variant:
         units: number of residual units of each stage.
         strides: stride of the first unit of each stage.
         branch: kind of residual function, ``"basic"`` or ``"bottleneck"``.
-        downsampling_stem: 7x7 stride-2 convolution and 3x3 stride-2 max pool (ImageNet) where true,
-            one 3x3 convolution (CIFAR) where false.
+        downsampling_stem: True for a 7x7 stride-2 convolution and a 3x3 stride-2 max pool
+            (ImageNet), False for one 3x3 convolution (CIFAR).
         norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
         activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
-        convention: a name in :data:`CONVENTIONS`, whose implementation is followed.
+        convention: a name in :data:`CONVENTIONS`.
 
     Raises:
         ValueError: a field is out of range or the sequences differ in length.
@@ -157,21 +157,21 @@ class Variant:
 
     @property
     def reductions(self) -> tuple[int, ...]:
-        """How many times smaller than the image the maps of each stage are."""
+        """Image side over map side, after each stage."""
         stem = 4 if self.downsampling_stem else 1
         return tuple(stem * product for product in accumulate(self.strides, mul))
 
     def stages(self, *, dropout: float = 0.0, drop_path_rate: float = 0.0) -> list[list[UnitPlan]]:
         """One list of unit plans per stage; the first unit of a stage changes width and stride.
 
-        The probability of dropping a branch's value rises linearly to ``drop_path_rate``.
+        The probability of dropping a branch rises linearly to ``drop_path_rate``.
         """
         plans: list[list[UnitPlan]] = []
         shared = dropout, CONVENTIONS[self.convention], self.norm_act
         channels = self.stem_width
         rates = iter(drop_path_rates(drop_path_rate, sum(self.units)))
         for width, units, stride in zip(self.stage_channels, self.units, self.strides, strict=True):
-            # The stem ends in BN-ReLU, so the very first branch would repeat it.
+            # the stem ends in BN-ReLU, so the first branch of all skips it
             first = UnitPlan(channels, width, stride, self.branch, bool(plans), *shared)
             rest = UnitPlan(width, width, 1, self.branch, True, *shared)
             stage = [first] + [rest] * (units - 1)

@@ -75,7 +75,7 @@ def test_nothing_is_left_of_what_comes_after_the_last_map():
 
 @pytest.mark.parametrize("indices", [(), (3,), (-4,), (0, -3), (1.0,)])
 def test_indices_that_choose_no_stage_are_refused(indices):
-    with pytest.raises(ValueError, match="out_indices"):
+    with pytest.raises(ValueError, match="indices="):
         FeatureNet(small(), indices)
 
 
