@@ -183,8 +183,8 @@ def test_features_are_the_normalised_representation():
     ("keywords", "message"),
     [
         ({"channels": (16, 64)}, "differ in length"),
-        ({"channels": (16, 60, 256)}, "stage 1 gets 128 channels.*cannot have 2x60"),
-        ({"channels": (1, 4, 16), "in_chans": 3}, "stage 0 gets 3 channels"),
+        ({"channels": (16, 60, 256)}, "stage 1 receives 128 channels.*cannot have 2x60"),
+        ({"channels": (1, 4, 16), "in_chans": 3}, "stage 0 receives 3 channels"),
         ({"channels": None}, "give 3 channels, which cannot be split"),
         ({"strides": (1, 2, 4)}, r"strides=\(1, 2, 4\)"),
         ({"squeeze": 0}, "squeeze=0"),

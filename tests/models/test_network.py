@@ -206,7 +206,7 @@ def test_transforms_match_the_weights(tmp_path: Any) -> None:
 
 
 def test_transforms_need_weights() -> None:
-    with pytest.raises(ValueError, match="no weights that say how their images were normalised"):
+    with pytest.raises(ValueError, match="training images are unknown"):
         small().transforms()
 
 

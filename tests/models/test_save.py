@@ -43,7 +43,7 @@ def test_a_network_trained_further_keeps_the_facts_that_still_hold(tmp_path):
     assert (entry.num_classes, entry.classes) == (3, None)
     assert from_pretrained(tmp_path / "classes").num_classes == 3
     gray = create_model("revnet38", pretrained=True, in_chans=1, table=table)
-    with pytest.raises(EntryError, match=r"give save_pretrained mean=\.\.\., std=\.\.\. of"):
+    with pytest.raises(EntryError, match=r"pass mean=\.\.\., std=\.\.\. of"):
         gray.save_pretrained(tmp_path / "gray")
     entry = gray.save_pretrained(tmp_path / "gray", mean=None, std=None)
     assert (entry.mean, entry.in_chans) == (None, 1)
@@ -98,7 +98,9 @@ def test_a_new_head_asks_for_the_facts_of_its_data(tmp_path):
     write_entry(tmp_path, classes=tuple("abcde"))
     model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path))
     model.reset_classifier(5)  # the same number of other classes
-    with pytest.raises(EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of the data"):
+    with pytest.raises(
+        EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of its training data"
+    ):
         model.save_pretrained(tmp_path / "net")
     assert not (tmp_path / "net").exists()
     facts = {"classes": tuple("vwxyz"), "mean": (0.1,) * 3, "std": (0.5,) * 3}

@@ -124,7 +124,7 @@ def test_files_without_a_state_dict_are_refused(tmp_path, content, message):
         read_checkpoint(tmp_path / "w.pt")
 
 
-@pytest.mark.parametrize(("name", "message"), [("w.pt", "no file"), ("w.npz", "no known format")])
+@pytest.mark.parametrize(("name", "message"), [("w.pt", "no file"), ("w.npz", "unknown format")])
 def test_missing_and_unknown_files_are_refused(tmp_path, name, message):
     if name.endswith("npz"):
         (tmp_path / name).touch()

@@ -63,7 +63,7 @@ def test_what_is_no_image_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
-    with pytest.raises(ValueError, match="no weights that say"):
+    with pytest.raises(ValueError, match="training images are unknown"):
         revzoo.predict(image, small())
     model = revzoo.create_model(folder, pretrained=True)
     model.reset_classifier(5)
