@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
 HOW_TO = ROOT / "docs" / "how-to"
 ELSEWHERE = {HOW_TO / "extend.md", HOW_TO / "move-from-memcnn.md"}  # tests/cli, tests/peers
-SITE = [ROOT / "docs" / name for name in ("index.md", "tutorial.md", "which-mode.md")]
+SITE = [
+    ROOT / "docs" / name for name in ("index.md", "tutorial.md", "which-mode.md", "questions.md")
+]
 HOW_TOS = sorted(set(HOW_TO.glob("*.md")) - ELSEWHERE)
 PAGES = [README, *SITE, *HOW_TOS, *sorted(GUIDE.glob("*.md"))]
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)

@@ -283,9 +283,15 @@ class ImageNetwork(Saved, ABC):
         Raises:
             NotInvertibleError: a layer loses information (the message names it), or the model is in
                 training mode and drops activations, with a different mask in each pass.
+            ValueError: ``z`` has another number of dimensions, as logits have.
             RangeError: a stream is too large for exact sums on the grid.
         """
         self._check_invertible()
+        if z.dim() != 4 + min(self.channel_dim, 0):
+            raise ValueError(
+                f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns. "
+                "Logits and pooled features have lost the rest of the image."
+            )
         # as dense as in the forward pass: kernels sum views in another order
         state: State = (z,)
         if self.streams == 2:
