@@ -17,7 +17,8 @@ NOTE [ Slots and the tape ]
     backward                          <---- y           first slot of step 2 asked for: replay it;
                             <---- s                     its input inverts step 1, and so on
 
-    1. A slot stands in the graph for one saved activation. Slots hold the tape; the tape refers
+    1. A slot stands in the graph for one saved activation; what is small beside the step's input,
+       such as the statistics of a normalisation, stays itself. Slots hold the tape; the tape refers
        to slots weakly, and its entries hold only what a replay needs. So there is no cycle:
        graph and tape die by reference counting.
     2. The tape holds one *known state*, normally the last output (a detached alias: it shares the

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from revzoo.core.recording import Recording, Resident
+from revzoo.core.recording import Recording, Resident, unpack_resident
 from revzoo.core.replay import address
 
 _STAYS = ("cpu", "meta")  # on the host already, or without data to move
@@ -41,5 +41,4 @@ def offloaded(module: nn.Module) -> Recording:
 def _unpack(packed: Resident | _Moved) -> Tensor:
     if isinstance(packed, _Moved):
         return packed.copy.to(packed.device, non_blocking=True)
-    packed.check()
-    return packed.tensor
+    return unpack_resident(packed)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import module
 from torch.utils._pytree import tree_map_only
@@ -94,6 +94,11 @@ def unpack(packed: Slot | Resident) -> Tensor:
             packed.tape.replay(packed.index)
         assert packed.value is not None
         return packed.value
+    return unpack_resident(packed)
+
+
+def unpack_resident(packed: Resident) -> Tensor:
+    """Give the graph what it saved, which nobody may have changed."""
     packed.check()
     return packed.tensor
 
@@ -114,6 +119,47 @@ class Recording(saved_tensors_hooks):
     def __exit__(self, *exception: object) -> None:
         _thread.hooks = self._outer
         super().__exit__(*exception)
+
+
+class _Shape(NamedTuple):
+    """Stands in the graph for a tensor of which the gradient reads the shape alone."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """A context in which the graph keeps no more of ``x`` than its shape.
+
+    For single operators: the gradient gets memory in which no value was written.
+    """
+    if not hooks_allowed():
+        return contextlib.nullcontext()
+    pack, unpack = getattr(_thread, "hooks", None) or (Resident.of, unpack_resident)
+    at = address(x)
+
+    def pack_others(t: Tensor) -> Any:
+        if address(t) == at:
+            return _Shape(t.shape, t.stride(), t.dtype, t.device)
+        return pack(t)
+
+    def unpack_others(packed: Any) -> Tensor:
+        if isinstance(packed, _Shape):
+            return torch.empty_strided(*packed[:2], dtype=packed.dtype, device=packed.device)
+        return unpack(packed)
+
+    return Recording(pack_others, unpack_others)
+
+
+def hooks_allowed() -> bool:
+    """Whether torch calls hooks on saved tensors here: not in transforms and captured graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
 
 
 @contextlib.contextmanager
@@ -295,9 +341,9 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
     return outputs
 
 
-def hooked(step: Step) -> bool:
-    """Whether a hook may look at the step's streams, or change them."""
-    own = step._forward_hooks or step._forward_pre_hooks
+def hooked(layer: nn.Module) -> bool:
+    """Whether a hook may look at what the layer gets or returns, or change it."""
+    own = layer._forward_hooks or layer._forward_pre_hooks
     return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
@@ -355,6 +401,17 @@ def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -
             raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
 
 
+_SMALL = 512  # a storage below this part of a step's input is kept rather than replayed
+
+
+def _bytes_of(t: Tensor) -> int:
+    """The bytes of its storage; 0 where it has none."""
+    try:
+        return t.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
+        return 0
+
+
 class Entry:
     """One executed step: what replaying it needs, but no activation and no part of the graph."""
 
@@ -369,6 +426,7 @@ class Entry:
         "peaks",
         "samples",
         "saved",
+        "small",
         "step",
         "strides",
         "witness",
@@ -381,6 +439,7 @@ class Entry:
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
         self.dtypes = tuple(t.dtype for t in inputs)
+        self.small = sum(map(_bytes_of, inputs)) // _SMALL
         self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
         # Detached: a context computed from this very chain would hold the graph that holds it.
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
@@ -421,15 +480,19 @@ class Entry:
         """The pack hook for the step's forward pass."""
         resident = self.conditions.storages()
         saved = self.saved
+        small = self.small
         witness = self.witness
+        chain = weakref.ref(tape)  # the graph holds this function, with or without slots
 
         def pack(t: Tensor) -> Slot | Resident:
-            if address(t) in resident:
+            if address(t) in resident or 0 < _bytes_of(t) <= small:
                 saved.append(None)
                 return Resident.of(t)
             if witness is not None:
                 witness.note(len(saved), t)
-            slot = Slot(tape, index, t.shape, t.dtype)
+            alive = chain()
+            assert alive is not None
+            slot = Slot(alive, index, t.shape, t.dtype)
             saved.append(weakref.ref(slot))
             return slot
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo.layers.droppath import drop_path as make_drop_path
+from revzoo.layers.lean import run
 from revzoo.layers.norm import ACTIVATIONS
 
 # ViT's layer normalisation (the JAX release of arXiv 2010.11929); torch's default is 1e-5.
@@ -48,7 +49,7 @@ class Attention(nn.Module):
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, N, D / heads)
         mixed = functional.scaled_dot_product_attention(q, k, v)
         mixed = mixed.transpose(1, 2).reshape(batch, tokens, width)
-        return self.drop_path(self.drop(self.proj(mixed)))
+        return self.drop_path(run((self.proj, self.drop), mixed))
 
 
 class MLP(nn.Module):
@@ -80,5 +81,5 @@ class MLP(nn.Module):
         self.drop_path = make_drop_path(drop_path)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden = self.drop(self.act(self.fc1(self.norm(x))))
-        return self.drop_path(self.drop(self.fc2(hidden)))
+        layers = (self.norm, self.fc1, self.act, self.drop, self.fc2, self.drop)
+        return self.drop_path(run(layers, x))

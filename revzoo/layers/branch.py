@@ -14,7 +14,7 @@ Wide ResNets, arXiv 1605.07146); it holds no state, so the keys of a branch are 
 The triple branch comes from i-RevNets (arXiv 1802.07088), with dropout where their release has it.
 Other normalisations and activations by ``norm_act``.
 
-No operation works in place: a branch must leave its input as it was, since that is a stream.
+A branch leaves its input as it was, since that is a stream.
 """
 
 from collections import OrderedDict
@@ -23,6 +23,7 @@ from typing import Literal, Protocol
 from torch import Tensor, nn
 
 from revzoo.layers.conv import conv2d
+from revzoo.layers.lean import Lean
 from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.precision import narrowed
 
@@ -32,11 +33,11 @@ BranchKind = Literal["basic", "bottleneck"]
 BOTTLENECK_EXPANSION = 4
 
 
-class _Branch(nn.Sequential):
+class _Branch(Lean):
     """Layers of a branch, computed in autocast's type where autocast is on."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(narrowed(x))  # type: ignore[no-untyped-call]
+        return super().forward(narrowed(x))
 
 
 class BasicBranch(_Branch):

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo.core.invertible import Invertible, State
+from revzoo.core.recording import keeping_shape_of
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.streams import Streamwise
 
@@ -149,7 +150,8 @@ class SpatialPadding(Streamwise):
         self.exact = not value
 
     def transform(self, x: Tensor) -> Tensor:
-        return functional.pad(x, self.padding, self.mode, self.value or None)
+        with keeping_shape_of(x):
+            return functional.pad(x, self.padding, self.mode, self.value or None)
 
     def restore(self, y: Tensor) -> Tensor:
         x = y

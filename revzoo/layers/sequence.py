@@ -31,7 +31,7 @@ from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
-from revzoo.layers.split import HALVES, Merge, Split
+from revzoo.layers.split import HALVES, Merge, Parts, Split
 
 
 class ReversibleSequence(Invertible):
@@ -221,7 +221,7 @@ class ReversibleSequence(Invertible):
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
-            state = run_step(_like(last, Merge(self.dim, self.split)), state)
+            state = merged(state, last, dim=self.dim, split=self.split)
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -319,6 +319,11 @@ def _advance(
     end = len(outputs) - step.extras
     cut = end - len(total)
     return outputs[:cut], outputs[cut:end], outputs[end:]
+
+
+def merged(state: State, last: Step, *, dim: int = 1, split: Parts = HALVES) -> State:
+    """The two streams that ``last`` returned as one tensor, which is part of its chain."""
+    return run_step(_like(last, Merge(dim, split)), state)
 
 
 def _like(neighbour: Step, edge: Step) -> Step:

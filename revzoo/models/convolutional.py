@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from revzoo.layers.lean import run
 from revzoo.layers.norm import NormAct
 from revzoo.models.network import ImageNetwork
 
@@ -49,4 +50,4 @@ class ConvolutionalClassifier(ImageNetwork):
             )
 
     def _activated(self, z: Tensor) -> Tensor:
-        return self.relu(self.norm(z))
+        return run((self.norm, self.relu), z)

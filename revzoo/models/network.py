@@ -37,7 +37,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import set_memory
 from revzoo.layers.pool import GlobalPool
-from revzoo.layers.sequence import ReversibleSequence
+from revzoo.layers.sequence import ReversibleSequence, merged
 from revzoo.layers.split import halves
 from revzoo.models.save import Saved, Spec
 
@@ -274,8 +274,11 @@ class ImageNetwork(Saved, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        last = deque(self.stage_states(x), maxlen=1).pop()
-        return moved(lambda *state: (torch.cat(state, dim=self.channel_dim),), last)[0]
+        state = deque(self.stage_states(x), maxlen=1).pop()
+        if len(state) > 1:
+            *_, last = self._steps()
+            state = merged(state, last, dim=self.channel_dim)
+        return state[0]
 
     def inverse(self, z: Tensor) -> Tensor:
         """The images ``(B, in_chans, H, W)`` with representation ``z`` (see :meth:`encode`).

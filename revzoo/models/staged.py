@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_probability
 from revzoo.core.invertible import State, Step
 from revzoo.layers.conv import conv2d
+from revzoo.layers.lean import run
 from revzoo.layers.norm import RELEASE, NormAct
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import halves
@@ -63,7 +64,7 @@ class Stem(Step):
 
     def forward(self, *state: Tensor) -> State:
         (x,) = state
-        y: Tensor = self.pool(self.relu(self.norm(self.conv(x))))
+        y = run((self.conv, self.norm, self.relu, self.pool), x)
         return (y,) if self.out_streams == 1 else halves(y)
 
 

@@ -27,6 +27,7 @@ from revzoo.core.invertible import State, Step
 from revzoo.layers.branch import BRANCHES
 from revzoo.layers.conv import conv2d
 from revzoo.layers.droppath import add_drop_path
+from revzoo.layers.lean import Lean, avg_pool2d, run
 from revzoo.layers.split import halves
 from revzoo.models.variant import UnitPlan
 
@@ -48,7 +49,7 @@ class ResidualUnit(Step):
 
     def forward(self, *state: Tensor) -> State:
         (x,) = state
-        return (self.shortcut(x) + self.branch(x),)
+        return (run((self.shortcut,), x) + self.branch(x),)
 
 
 class MergedUnit(ResidualUnit):
@@ -87,8 +88,8 @@ class Transition(Step):
 
     def forward(self, *state: Tensor) -> State:
         x1, x2 = state
-        y1 = self.shortcut1(x1) + self.f(x2)
-        y2 = self.shortcut2(x2) + self.g(y1)
+        y1 = run((self.shortcut1,), x1) + self.f(x2)
+        y2 = run((self.shortcut2,), x2) + self.g(y1)
         return y1, y2
 
 
@@ -132,7 +133,7 @@ class PoolAndPad(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
-            x = F.avg_pool2d(x, self.stride)
+            x = avg_pool2d(x, self.stride)
         return F.pad(x, (0, 0, 0, 0, *self.padding))
 
     def extra_repr(self) -> str:
@@ -150,4 +151,4 @@ def shortcut(plan: UnitPlan) -> nn.Module:
     )
     if not plan.convention.projects:
         return projection
-    return nn.Sequential(projection, plan.norm_act.normalise(plan.out_channels))
+    return Lean(projection, plan.norm_act.normalise(plan.out_channels))

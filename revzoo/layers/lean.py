@@ -1,0 +1,83 @@
+"""Layers in a row that keep only what a gradient needs.
+
+torch's layers keep more: a convolution keeps its input also where its weight is frozen, a batch
+normalisation in eval mode also where its affine part is, an average pooling for its shape; a leaky
+ReLU keeps its input though its output has the same signs; dropout on the CPU keeps a mask of
+floats. Here they run with the same kernels and the same results, but for an ELU, whose gradient
+from the output differs by rounding. An activation works in place where nothing else has its input.
+
+Hooked, subclassed or patched layers run as they are: their code may look at any tensor. So do all
+layers inside ``torch.compile``, which chooses for itself what to keep, and ``torch.func``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from revzoo.core.recording import hooked, hooks_allowed, keeping_shape_of
+
+_CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+# Layers whose output is new memory, which their own gradient does not read.
+_MAKERS = frozenset((*_CONVS, *_BATCH_NORMS, nn.GroupNorm, nn.LayerNorm, nn.Linear))
+_IN_PLACE: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.ReLU: lambda layer, x: functional.relu(x, inplace=True),
+    nn.LeakyReLU: lambda layer, x: functional.leaky_relu(x, layer.negative_slope, inplace=True),
+    nn.ELU: lambda layer, x: functional.elu(x, layer.alpha, inplace=True),
+    nn.Tanh: lambda layer, x: torch.tanh_(x),
+}
+
+
+class Lean(nn.Sequential):
+    """``nn.Sequential`` that keeps only what a gradient needs; results and keys are the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return run(self, x)
+
+
+def run(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """``x`` through ``layers``, one after the other."""
+    layers = list(layers)
+    if not hooks_allowed():
+        for layer in layers:
+            x = layer(x)
+        return x
+    new = False  # whether x is memory that nothing else reads
+    for layer in layers:
+        if hooked(layer) or "forward" in layer.__dict__:
+            x, new = layer(x), False
+        elif new and type(layer) in _IN_PLACE and not x._is_view():
+            x = _IN_PLACE[type(layer)](layer, x)
+            new = False  # kept by the gradient
+        else:
+            x = _run_one(layer, x)
+            new = type(layer) in _MAKERS or (new and type(layer) is nn.Identity)
+    return x
+
+
+def avg_pool2d(x: Tensor, size: int) -> Tensor:
+    """``torch.nn.functional.avg_pool2d``, which keeps its input for its shape."""
+    with keeping_shape_of(x):
+        return functional.avg_pool2d(x, size)
+
+
+def _run_one(layer: nn.Module, x: Tensor) -> Tensor:
+    if type(layer) is nn.Dropout and layer.training and 0 < layer.p < 1:
+        return torch.native_dropout(x, layer.p, True)[0]  # draws the same, keeps a mask of bytes
+    if x.requires_grad and _needs_shape_alone(layer):
+        with keeping_shape_of(x):
+            return layer(x)
+    return layer(x)
+
+
+def _needs_shape_alone(layer: nn.Module) -> bool:
+    """Whether the gradient reads only the shape of the layer's input."""
+    if type(layer) in _BATCH_NORMS and (layer.training or layer.running_mean is None):
+        return False
+    if type(layer) not in (*_CONVS, *_BATCH_NORMS):
+        return False
+    return not any(p is not None and p.requires_grad for p in layer._parameters.values())

@@ -1,0 +1,146 @@
+"""Layers in a row against the same layers one by one."""
+
+import copy
+
+import pytest
+import torch
+from compare import error
+from torch import nn
+
+from revzoo.layers.lean import Lean, avg_pool2d, run
+from revzoo.layers.norm import ACTIVATIONS
+
+
+def layers(activation="relu", *, dropout=0.0):
+    torch.manual_seed(0)
+    return [
+        nn.BatchNorm2d(4),
+        ACTIVATIONS[activation](),
+        nn.Conv2d(4, 4, 3, padding=1),
+        nn.BatchNorm2d(4),
+        ACTIVATIONS[activation](),
+        nn.Dropout(dropout),
+        nn.Conv2d(4, 4, 3, padding=1, bias=False),
+    ]
+
+
+def effects(net, x):
+    torch.manual_seed(1)
+    x = x.clone().requires_grad_()
+    y = net(x)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y))
+    return [y, x.grad, *(p.grad for p in net.parameters()), *net.buffers(), torch.get_rng_state()]
+
+
+def frozen(net, what):
+    for m in net:
+        is_norm = isinstance(m, nn.BatchNorm2d)
+        if what == "all" or (is_norm and what == "norms"):
+            m.requires_grad_(False).eval()
+        if what in ("weights", "affine"):
+            m.requires_grad_(is_norm == (what == "weights"))
+    return net
+
+
+def assert_same(a, b):
+    for s, t in zip(a, b, strict=True):
+        assert s is t or torch.equal(s, t)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("what", ["nothing", "norms", "weights", "affine", "all"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_results_are_bit_equal_to_the_plain_layers(activation, what, layout):
+    """But for an ELU, whose gradient torch computes from the output if it worked in place."""
+    x = torch.randn(3, 4, 6, 6).to(memory_format=layout)
+    found = []
+    for kind in (Lean, nn.Sequential):
+        net = frozen(kind(*layers(activation, dropout=0.3)), what).to(memory_format=layout)
+        found.append(effects(net, x))
+    if activation == "elu":
+        given = [[t for t in effect if t is not None] for effect in found]
+        assert error(*given) < 1e-6
+    else:
+        assert_same(*found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("what", ["nothing", "all"])
+def test_under_autocast(what, dtype):
+    x = torch.randn(3, 4, 6, 6).to(dtype)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = [effects(frozen(kind(*layers()), what), x) for kind in (Lean, nn.Sequential)]
+    assert_same(*found)
+
+
+@pytest.mark.parametrize("what", ["nothing", "norms", "weights", "affine", "all"])
+def test_derivatives_never_read_what_was_not_kept(what):
+    """torch fills new memory with NaN while it is deterministic."""
+    torch.use_deterministic_algorithms(True)  # undone after each test
+    net = frozen(Lean(*layers("tanh")), what).double()
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(net, x)
+    assert torch.autograd.gradgradcheck(net, x)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+def test_pooling(layout):
+    torch.use_deterministic_algorithms(True)
+    x = torch.randn(2, 4, 6, 6).to(memory_format=layout)
+    found = []
+    for pool in (avg_pool2d, nn.functional.avg_pool2d):
+        leaf = x.clone().requires_grad_()
+        y = pool(leaf, 2)
+        y.backward(torch.linspace(-1, 1, y.numel()).view_as(y))
+        found.append((y, leaf.grad))
+    assert_same(*found)
+    leaf = x.double().requires_grad_()
+    assert torch.autograd.gradgradcheck(lambda t: avg_pool2d(t, 2), leaf)
+
+
+def test_a_hooked_layer_and_the_one_behind_it_run_as_they_are():
+    """A hook may keep what a layer returns, or compute with what it gets."""
+    net = frozen(Lean(*layers()), "all")
+    seen = []
+    net[0].register_forward_hook(lambda m, inputs, output: seen.append(output))
+    net[2].register_forward_hook(lambda m, inputs, output: seen.append(inputs[0].square()))
+    x = torch.randn(3, 4, 6, 6, requires_grad=True)
+    net(x)
+    assert (seen[0] < 0).any()  # a ReLU in place would have changed it
+    assert torch.autograd.grad(seen[1].sum(), x)[0].isfinite().all()
+
+
+def test_full_backward_hooks():
+    """torch refuses to change in place what such a hook returns."""
+    net, seen = Lean(*layers()), []
+    for m in net:
+        m.register_full_backward_hook(lambda m, *_: seen.append(m))
+    net(torch.randn(3, 4, 6, 6, requires_grad=True)).sum().backward()
+    assert set(seen) == set(net)
+
+
+def test_a_stream_is_never_changed_in_place():
+    x = torch.randn(3, 4)
+    before = x.clone()
+    run([nn.Identity(), nn.ReLU()], x)
+    run([nn.Dropout(0.5), nn.ReLU()], x)
+    assert torch.equal(x, before)
+
+
+def test_frozen_weights_changed_before_the_backward_pass_are_refused():
+    net = frozen(Lean(*layers()), "all")
+    y = net(torch.randn(3, 4, 6, 6, requires_grad=True))
+    with torch.no_grad():
+        net[2].weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_transforms_and_captured_graphs():
+    net = frozen(Lean(*layers()), "all")
+    x = torch.randn(3, 4, 6, 6)
+    plain = nn.Sequential(*copy.deepcopy(list(net)))
+    gradient = torch.func.grad(lambda t: net(t).sum())(x)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda t: plain(t).sum())(x))
+    exported = torch.export.export(net, (x,)).module()
+    torch.testing.assert_close(exported(x), plain(x))
