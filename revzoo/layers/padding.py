@@ -13,8 +13,9 @@ NOTE [ Zeros are not reconstructed ]
     0.1. Its recomputed activations, and its gradients, would be wrong. After two couplings every
     channel of both streams carries some of the image. So the two that follow a padding are
     recomputed from their inputs, which are kept, where the mode is ``invert``; and the inverse of
-    the first puts the zeros back, which it knows, before its branch reads them. ``exact`` needs no
-    such care.
+    the first puts the zeros back, which it knows, before its branch reads them. ``exact``
+    reconstructs the zeros, and needs no such care in training; its inverse does, for features that
+    were changed or read from a file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.recording import keeping_shape_of
 from revzoo.layers.coupling import AdditiveCoupling
@@ -199,7 +201,11 @@ class PaddedCoupling(AdditiveCoupling):
         vars(self)["memory"] = mode
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
-        if self.filled is not None and self.grid is None:
-            y1 = y1.clone()
-            y1[:, self.filled :] = 0
+        if self.filled is not None:
+            (y1,) = moved(self._padded, (y1,))
         return super().inverse(y1, y2, **context)
+
+    def _padded(self, y1: Tensor) -> State:
+        y1 = y1.clone()
+        y1[:, self.filled :] = 0
+        return (y1,)
