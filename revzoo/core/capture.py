@@ -65,6 +65,17 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
     return handle
 
 
+def waiting(module: nn.Module, on_gradient: OnGradient) -> int:
+    """How many calls of ``module``, captured for ``on_gradient``, this backward pass may yet reach.
+
+    All whose graph is alive count, the one that runs now included.
+    """
+    task = torch._C._current_graph_task_id()
+    hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Capture)]
+    calls = (call for hook in hooks if hook.on_gradient == on_gradient for call in hook.calls)
+    return sum(call.task != task for call in calls)
+
+
 class Call:
     """One call of a module: the hook on its output."""
 
@@ -72,6 +83,7 @@ class Call:
         self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Tensor]]
     ) -> None:
         self.module = module
+        self.task = -1  # the last backward pass that ran it
         self._hook = hook
         self._inputs = inputs
         hook.calls.add(self)
@@ -80,16 +92,12 @@ class Call:
         """The positional tensor arguments, detached; replays the step that dropped them."""
         return tuple(take().detach() for take in self._inputs)
 
-    @property
-    def alone(self) -> bool:
-        """Whether no other call of the module waits for its backward pass."""
-        return len(self._hook.calls) == 1
-
     def __call__(self, gradient: Tensor) -> None:
         try:
             if self._hook.id in self.module._forward_hooks:
                 self._hook.on_gradient(self, gradient.detach())
         finally:
+            self.task = torch._C._current_graph_task_id()
             if not graph_is_kept():  # rule 4
                 self._inputs = []
                 self._hook.calls.discard(self)

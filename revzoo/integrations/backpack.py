@@ -34,7 +34,7 @@ from backpack.extensions.firstorder.base import (
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.capture import Call, capture
+from revzoo.core.capture import Call, capture, waiting
 from revzoo.layers.per_sample import (
     mixes_samples,
     own_parameters,
@@ -156,7 +156,7 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
                 f"one of {known}. Use backpack.extend on a plain sequence of modules for the others"
             )
     others_pad = getattr(module, "padding_mode", "zeros") != "zeros"  # BackPACK pads with zeros
-    if tied or others_pad or not call.alone or _sums.holds(module):
+    if tied or others_pad or waiting(module, _run) > 1 or _sums.holds(module):
         _add(module, call.inputs(), gradient, exts)
         return
     for ext in exts:

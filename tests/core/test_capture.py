@@ -8,7 +8,7 @@ from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
-from revzoo.core.capture import capture
+from revzoo.core.capture import capture, waiting
 from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
@@ -124,13 +124,17 @@ def test_nothing_is_captured_without_gradient_or_after_removal():
 def test_each_call_of_a_layer_has_its_own_inputs():
     linear = nn.Linear(2, 2)
     got = []
-    capture(linear, lambda call, g: got.append((call.inputs()[0], call.alone)))
+
+    def note(call, gradient):
+        got.append((call.inputs()[0], waiting(linear, note)))
+
+    capture(linear, note)
     x = torch.randn(3, 2)
     hidden = linear(x)
     linear(hidden).sum().backward()
     assert torch.equal(got[0][0], hidden)
     assert torch.equal(got[1][0], x)
-    assert [alone for _, alone in got] == [False, True]
+    assert [count for _, count in got] == [2, 1]
 
 
 def test_an_input_changed_in_place_raises():

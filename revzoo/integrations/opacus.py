@@ -1,0 +1,202 @@
+"""Opacus 1.6 on reversible networks: private training at the memory of one branch.
+
+Opacus keeps the input of every layer in a forward hook. Where activations are recomputed, that hook
+runs once more, and the count of uses by which Opacus knows that a parameter is done goes wrong:
+``grad_sample`` stays None. Here the inputs are left to the memory modes
+(:mod:`revzoo.core.capture`) and only uses of the forward pass count. Samplers, optimisers,
+accountants and loaders are Opacus'. With ``grad_sample_mode="ghost"``, no gradients of samples are
+kept beyond one layer.
+
+Importing this module registers rules for the norms that ghost clipping needs with Opacus: of
+convolutions, GroupNorm and LayerNorm (NOTE [ Norms without gradients ] in
+:mod:`revzoo.layers.per_sample`). Parameters that are used several times, which Opacus' ghost
+clipping refuses, have their gradients added up first.
+
+Source: A. Yousefpour et al., "Opacus: User-Friendly Differential Privacy Library in PyTorch", 2021,
+arXiv 2109.12298.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import opacus
+from opacus.grad_sample import (
+    AbstractGradSampleModule,
+    GradSampleHooks,
+    GradSampleHooksFastGradientClipping,
+    GradSampleModule,
+    GradSampleModuleFastGradientClipping,
+    register_norm_sampler,
+)
+from torch import Tensor, nn
+
+from revzoo.core.capture import Call, capture, waiting
+from revzoo.layers.per_sample import (
+    own_parameters,
+    per_sample_gradients,
+    refuse_mixing,
+    squared_norms,
+    trainable,
+)
+
+_ByParameter = dict[nn.Parameter, Tensor]
+
+
+def _norms(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> _ByParameter:
+    """Norm of each sample's gradient, ``(N,)``."""
+    parameters = own_parameters(layer)
+    found = squared_norms(layer, inputs, gradient)
+    return {parameters[name]: square.sqrt() for name, square in found.items()}
+
+
+register_norm_sampler([nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm])(_norms)
+
+
+def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> _ByParameter:
+    """Gradient of each sample, ``(N, ...)``, for layers that Opacus has no rule for."""
+    parameters = own_parameters(layer)
+    found = per_sample_gradients(layer, inputs, gradient)
+    return {parameters[name]: g for name, g in found.items()}
+
+
+class _OnReplays:
+    """What a class of Opacus' that hooks into layers does differently here."""
+
+    _module: nn.Module
+    autograd_grad_sample_hooks: list[Any]
+    hooks_enabled: bool
+    loss_reduction: str
+    batch_first: bool
+    use_ghost_clipping = False
+
+    def add_hooks(self, **options: Any) -> None:
+        """Capture each layer whose own parameters are trained."""
+        if hasattr(self._module, "autograd_grad_sample_hooks"):
+            raise ValueError("this model has Opacus' hooks already: call remove_hooks() before")
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
+        handles = []
+        for name, module in self._module.named_modules():
+            if not trainable(module):
+                continue
+            if getattr(module, "padding_mode", "zeros") != "zeros":
+                raise ValueError(
+                    f"{name!r} pads with padding_mode={module.padding_mode!r}, Opacus computes "
+                    "with 'zeros': pad before the convolution"
+                )
+            for p in own_parameters(module).values():
+                self._owners.setdefault(p, []).append(module)
+            self.GRAD_SAMPLERS.setdefault(type(module), _gradients)
+            handles.append(capture(module, self._on_gradient))
+        self._module.autograd_grad_sample_hooks = handles  # type: ignore[assignment]
+        self.autograd_grad_sample_hooks = handles
+        self.hooks_enabled = True
+
+    def _on_gradient(self, call: Call, gradient: Tensor) -> None:
+        module = call.module
+        if not self.hooks_enabled or not module.training or not trainable(module):
+            return
+        several = False
+        for p in own_parameters(module).values():
+            p._forward_counter = self._uses(p)  # type: ignore[attr-defined]
+            several |= p._forward_counter > 1 or hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
+        module.activations = [list(call.inputs())]  # type: ignore[assignment]
+        ghost, self.use_ghost_clipping = (
+            self.use_ghost_clipping,
+            self.use_ghost_clipping and not several,
+        )
+        try:
+            self.capture_backprops_hook(  # type: ignore[attr-defined]
+                module,
+                None,
+                (gradient,),
+                loss_reduction=self.loss_reduction,
+                batch_first=self.batch_first,
+            )
+        finally:
+            self.use_ghost_clipping = ghost
+            del module.activations
+
+    def _uses(self, p: nn.Parameter) -> int:
+        """How often this backward pass may yet reach ``p``."""
+        return sum(waiting(owner, self._on_gradient) for owner in self._owners.get(p, ()))
+
+
+class _Hooks(_OnReplays, GradSampleHooks):  # type: ignore[misc]
+    pass
+
+
+class _GhostHooks(_OnReplays, GradSampleHooksFastGradientClipping):  # type: ignore[misc]
+    pass
+
+
+class _Module(_OnReplays, GradSampleModule):  # type: ignore[misc]
+    pass
+
+
+class _GhostModule(_OnReplays, GradSampleModuleFastGradientClipping):  # type: ignore[misc]
+    pass
+
+
+# By Opacus' grad_sample_mode and wrap_model.
+_CLASSES: dict[tuple[str, bool], type[Any]] = {
+    ("hooks", False): _Hooks,
+    ("hooks", True): _Module,
+    ("ghost", False): _GhostHooks,
+    ("ghost", True): _GhostModule,
+}
+
+
+class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
+    """``opacus.PrivacyEngine``, for networks in any memory mode.
+
+    Modes ``"hooks"`` and ``"ghost"`` of ``make_private`` work on the replay; ``"functorch"`` and
+    the others are Opacus' own.
+
+    Raises:
+        ValueError: from ``make_private``, if the model has a batch normalisation.
+
+    Example:
+        >>> import warnings
+        >>> from revzoo.integrations.opacus import PrivacyEngine
+        >>> model = revzoo.create_model("revnet38", norm="group")
+        >>> images = torch.utils.data.TensorDataset(torch.randn(8, 3, 32, 32), torch.arange(8))
+        >>> with warnings.catch_warnings():
+        ...     warnings.simplefilter("ignore")  # Opacus' advice to use secure random numbers
+        ...     model, optimizer, criterion, loader = PrivacyEngine().make_private(
+        ...         module=model,
+        ...         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        ...         data_loader=torch.utils.data.DataLoader(images, batch_size=4),
+        ...         noise_multiplier=1.0,
+        ...         max_grad_norm=1.0,
+        ...         grad_sample_mode="ghost",
+        ...     )
+        >>> criterion(model(images.tensors[0]), images.tensors[1]).backward()
+        >>> optimizer.step()
+    """
+
+    def _prepare_model(
+        self,
+        module: nn.Module,
+        *,
+        max_grad_norm: float | list[float] = 1.0,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        **options: Any,
+    ) -> Any:
+        refuse_mixing(module)
+        kind = _CLASSES.get((grad_sample_mode, wrap_model))
+        if kind is None or isinstance(module, AbstractGradSampleModule):
+            return super()._prepare_model(
+                module,
+                max_grad_norm=max_grad_norm,
+                grad_sample_mode=grad_sample_mode,
+                wrap_model=wrap_model,
+                **options,
+            )
+        self.validate(module=module, optimizer=None, data_loader=None)
+        if grad_sample_mode == "ghost":
+            options["max_grad_norm"] = max_grad_norm
+        return kind(module, **options)

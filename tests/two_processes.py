@@ -1,0 +1,35 @@
+"""Runs a function in two processes that talk over gloo."""
+
+import os
+import socket
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+WORLD = 2
+
+
+def _free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _worker(rank, task, port, folder):
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=WORLD)
+    torch.save(task(rank), Path(folder) / f"{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
+
+
+def run(task):
+    """What ``task(rank)`` returned in each of two processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_worker, (task, _free_port(), folder), nprocs=WORLD)
+        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(WORLD)]
