@@ -2,10 +2,12 @@
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
 #   make test                       all tests but the slow ones, notebooks included (installs the test tools)
 #   make docs                       the site: docs/_build/html/index.html
+#   make test WORKERS=0             in one process, for a debugger; default: two processes
 #   make test PYTHON=python3.12     with another interpreter
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.installed-package
 TOOLS := $(VENV)/.installed
@@ -18,8 +20,8 @@ train: $(PACKAGE)
 	$(BIN)/python train.py $(ARGS)
 
 test: $(TOOLS)
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
-	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 --timeout=300 notebooks
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" -n $(WORKERS) --dist loadfile $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --nbmake --nbmake-timeout=300 --timeout=300 notebooks
 
 test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
