@@ -1,1 +1,1 @@
-"""Names of other libraries on revzoo's mechanism, so that an import line is all that changes."""
+"""Other libraries' interfaces on revzoo's mechanism: to switch, change one import."""

@@ -2,8 +2,8 @@
 
     from revzoo.compat import memcnn        # instead of: import memcnn
 
-Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, so these
-differ, each to the better: branches are evaluated once in the backward pass, statistics count a
+Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, with these
+improvements: branches are evaluated once in the backward pass, statistics count a
 batch once, dropout draws the same mask, ``autograd.grad`` and any number of backward passes work,
 hooks on ``Fm`` and ``Gm`` run, the backward pass runs under the forward pass's autocast, and no
 storage of the caller is emptied, so ``x + f(x)`` is right.
@@ -16,8 +16,8 @@ storage of the caller is emptied, so ``x + f(x)`` is right.
 ``implementation_fwd``, ``_bwd``           accepted: there is one
 =========================================  =======================================================
 
-New code is better off with :class:`~revzoo.ReversibleSequence`, which does not merge and split
-streams between blocks.
+New code should use :class:`~revzoo.ReversibleSequence`, which does not merge and split streams
+between blocks.
 """
 
 from __future__ import annotations
@@ -66,14 +66,16 @@ class _Coupling(nn.Module):
         split_dim: int,
     ) -> None:
         super().__init__()
-        self.Gm = copy.deepcopy(Fm) if Gm is None else Gm  # first, as in MemCNN's state_dict
+        self.Gm = (
+            copy.deepcopy(Fm) if Gm is None else Gm
+        )  # first: MemCNN's state_dict has this order
         self.Fm = Fm
         self.implementation_fwd = implementation_fwd
         self.implementation_bwd = implementation_bwd
         self.split_dim = split_dim
         if (implementation_fwd, implementation_bwd) != (-1, -1):
             warnings.warn(
-                "implementation_fwd and implementation_bwd have no effect: there is one",
+                "implementation_fwd and implementation_bwd have no effect: leave them out",
                 DeprecationWarning,
                 stacklevel=3,
             )
@@ -114,8 +116,8 @@ class AdditiveCoupling(_Coupling):
     Args:
         Fm: keeps the shape of a half.
         Gm: likewise; None for a copy of ``Fm``.
-        implementation_fwd: without effect.
-        implementation_bwd: without effect.
+        implementation_fwd: no effect.
+        implementation_bwd: no effect.
         split_dim: where ``x`` is split.
 
     Example:
@@ -144,11 +146,11 @@ class AffineCoupling(_Coupling):
     """``y1 = s * x1 + t`` with ``(s, t) = Fm(x2)``; ``y2`` likewise of ``x2`` and ``Gm(y1)``.
 
     Args:
-        Fm: returns scale and shift, or whatever ``adapter`` makes them of.
+        Fm: returns scale and shift, or the input of ``adapter``.
         Gm: likewise; None for a copy of ``Fm``.
-        adapter: a class that is put around ``Fm`` and ``Gm``, :class:`AffineAdapterSigmoid` say.
-        implementation_fwd: without effect.
-        implementation_bwd: without effect.
+        adapter: a class that wraps ``Fm`` and ``Gm``, such as :class:`AffineAdapterSigmoid`.
+        implementation_fwd: no effect.
+        implementation_bwd: no effect.
         split_dim: where ``x`` is split.
     """
 
@@ -171,16 +173,16 @@ class AffineCoupling(_Coupling):
 
 
 class InvertibleModuleWrapper(nn.Module):
-    """``fn`` in a memory mode; :meth:`inverse` is ``fn.inverse`` in one.
+    """``fn`` in a memory mode; :meth:`inverse` runs ``fn.inverse`` in a memory mode.
 
     Args:
-        fn: a module with ``forward`` and ``inverse``, of one tensor or of several.
-        keep_input: keep the input of ``forward``, not its output; may change at any time, like
-            the other three.
+        fn: a module with ``forward`` and ``inverse``, for one or more tensors.
+        keep_input: keep the input of ``forward``, not its output. All options may change at any
+            time.
         keep_input_inverse: likewise for ``inverse``.
-        num_bwd_passes: without effect: a graph may be differentiated as often as it is retained.
-        disable: plain calls.
-        preserve_rng_state: without effect: replays draw the same random numbers.
+        num_bwd_passes: no effect: a retained graph allows any number of backward passes.
+        disable: call ``fn`` directly.
+        preserve_rng_state: no effect: replays always draw the same random numbers.
     """
 
     def __init__(
@@ -221,7 +223,7 @@ class InvertibleModuleWrapper(nn.Module):
 
 
 class ReversibleBlock(InvertibleModuleWrapper):
-    """A wrapper around :func:`create_coupling`'s result; MemCNN deprecated it."""
+    """Wraps the result of :func:`create_coupling`; deprecated in MemCNN."""
 
     def __init__(
         self,
@@ -252,10 +254,10 @@ def create_coupling(
     implementation_bwd: int = -1,
     adapter: Callable[[nn.Module], nn.Module] | None = None,
 ) -> AdditiveCoupling | AffineCoupling:
-    """The coupling of that name, ``"additive"`` or ``"affine"``.
+    """Create a coupling, ``"additive"`` or ``"affine"``.
 
     Raises:
-        NotImplementedError: another name.
+        NotImplementedError: ``coupling`` is another name.
     """
     if coupling == "additive":
         return AdditiveCoupling(Fm, Gm, implementation_fwd, implementation_bwd)
@@ -273,12 +275,11 @@ def is_invertible_module(
 ) -> bool:
     """Whether ``inverse`` undoes ``forward``, and the other way round, on random inputs.
 
-    :func:`revzoo.is_invertible` is the one for revzoo's own modules. The global random state stays
-    as it is.
+    For revzoo's modules use :func:`revzoo.is_invertible`. The global random state does not change.
 
     Args:
-        module_in: any module; a wrapper stands for what it wraps.
-        test_input_shape: of the input, or of each input.
+        module_in: any module; of a wrapper, the wrapped module is tested.
+        test_input_shape: shape of the input, or of each input.
         test_input_dtype: of the inputs.
         atol: largest absolute error.
         random_seed: of the inputs.

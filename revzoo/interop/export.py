@@ -1,9 +1,9 @@
-"""Networks as files that other programs run: written, read back, compared, and only then kept.
+"""Exports networks for other programs; each file is read back and compared before it is kept.
 
 =============  ===================================================================================
 ``pt2``        ``torch.export``: a graph and its weights; ``torch.export.load(path).module()``
 ``onnx``       ONNX, from the same graph; input ``images``, output ``logits``
-``safetensors``  the weights, and how to make the network; ``revzoo.from_pretrained(path)``
+``safetensors``  weights and description of the network; ``revzoo.from_pretrained(path)``
 =============  ===================================================================================
 
 The network is exported in evaluation mode and plain arithmetic (memory mode ``store``, no
@@ -11,7 +11,7 @@ rounding to a grid). Every file carries a description of the network (the fields
 :class:`~revzoo.weights.entry.WeightsEntry`): in ``revzoo.json`` among the archive's extra files, in
 ONNX's metadata by field, in the safetensors header.
 
-Known limits: the side of the images is fixed; the batch may be left open.
+Known limits: the image size is fixed; the batch size may be left open.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from revzoo.models.save import pack
 
 EXTRA = "revzoo.json"
 INPUT, OUTPUT = "images", "logits"
-TOLERANCE = 1e-4  # of the largest logit; float32 in another order of summation is 1e-7 to 1e-5 off
+TOLERANCE = 1e-4  # of the largest logit; another order of float32 sums costs 1e-7 to 1e-5
 _OF_THE_FILE = ("sha256", "file")
 
 Predictor = Callable[[Tensor], Tensor]
@@ -44,12 +44,12 @@ Predictor = Callable[[Tensor], Tensor]
 
 
 class ExportError(ValueError):
-    """An export that fails, or computes other values than the network; no file is left."""
+    """The export failed, or its output differs from the network's; no file is left."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Export:
-    """A job: the options of one export.
+    """The options of one export.
 
     Attributes:
         network: made by ``create_model``.
@@ -72,7 +72,7 @@ class Export:
         return torch.randn(batch, self.network.in_chans, size, size, generator=generator)
 
     def packed(self, name: str) -> tuple[bytes, dict[str, Any]]:
-        """A safetensors file, and what is known of the network whatever file it is in."""
+        """A safetensors file, and the entry's fields that do not depend on the file."""
         size = self.images(1).shape[1:]
         facts = {"input_size": tuple(size), **self.facts}
         data, entry = pack(self.network, file=f"{name}.safetensors", facts=facts)
@@ -80,22 +80,22 @@ class Export:
 
 
 def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) -> float:
-    """Write ``path``, which is replaced as a whole; the network is left as it was.
+    """Write ``path`` atomically. Does not change the network.
 
     Args:
         job: the options.
-        path: the file; its name ends in the format's suffix.
+        path: the file; its suffix must be the format's.
         kind: one of :data:`FORMATS`.
-        tolerance: the largest difference that is allowed.
+        tolerance: largest allowed difference, relative to the largest logit.
 
     Returns:
-        The largest difference of a logit between the file, read back, and the network, on random
-        images at two batch sizes (or two batches of the fixed size), in parts of the largest logit.
+        The largest difference between logits of the file and of the network, relative to the
+        largest logit, on random images at two batch sizes (or two batches of the fixed size).
 
     Raises:
         ExportError: the difference is above ``tolerance``, a package is missing, or the file's name
             or an option does not fit the format; ``path`` is unchanged.
-        ValueError: the network does not take such images.
+        ValueError: the network does not accept images of this size.
     """
     form = _checked(job, path, kind)
     plain = copy.deepcopy(job.network).eval()
@@ -117,13 +117,13 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
 
 def _checked(job: Export, path: Path, kind: str) -> Format:
     if kind not in FORMATS:
-        raise ExportError(f"there is no format {kind!r}: expected {', '.join(FORMATS)}")
+        raise ExportError(f"unknown format {kind!r}: expected {', '.join(FORMATS)}")
     if path.suffix != f".{kind}":
         raise ExportError(f"{path}: expected a name that ends in .{kind}")
     if not path.parent.is_dir():
         raise ExportError(f"there is no folder {path.parent}: make it, or give another file")
     if job.opset is not None and kind != "onnx":
-        raise ExportError(f"opset={job.opset} is a version of ONNX's: leave it out for {kind}")
+        raise ExportError(f"opset={job.opset} applies to ONNX only: leave it out for {kind}")
     if job.batch is not None and job.batch < 1:
         raise ExportError(f"batch={job.batch}: expected a whole number >= 1, or None for any")
     return FORMATS[kind]
@@ -135,12 +135,12 @@ def _difference(predict: Predictor, network: ImageNetwork, images: Tensor) -> fl
     if found.shape != expected.shape:
         raise ExportError(f"the file gives {tuple(found.shape)} for {tuple(expected.shape)} logits")
     largest = float(expected.abs().max())
-    return float((found - expected).abs().max()) / (largest or 1.0)  # they may all be zero
+    return float((found - expected).abs().max()) / (largest or 1.0)  # all logits may be zero
 
 
 def _program(job: Export) -> torch.export.ExportedProgram:
     shapes = None if job.batch is not None else ({0: torch.export.Dim("batch")},)
-    # two images stand for any number: a size of one would be taken for a constant
+    # two images stand for any number: torch.export treats a size of one as a constant
     return torch.export.export(job.network, (job.images(job.batch or 2),), dynamic_shapes=shapes)
 
 
@@ -155,12 +155,12 @@ def _load_pt2(path: Path) -> Predictor:
 
 def _write_onnx(job: Export, path: Path) -> None:
     with _onnx_needed():
-        import onnxscript  # noqa: F401  # what torch's exporter needs
+        import onnxscript  # noqa: F401  # torch's exporter imports it
     options: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "verbose": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the exporter, about itself
+        warnings.simplefilter("ignore")  # the exporter warns about itself
         program = torch.onnx.export(_program(job), (), opset_version=job.opset, **options)
-    assert program is not None, "None comes of the older exporter"
+    assert program is not None, "the dynamo exporter returns a program"
     for key, value in job.packed(path.stem)[1].items():
         text = value if isinstance(value, str) else json.dumps(value)
         program.model.metadata_props[key] = text
@@ -193,7 +193,7 @@ def _load_safetensors(path: Path) -> Predictor:
 
 
 class Format(NamedTuple):
-    """How a file is written, and how it is read back without the network."""
+    """Functions that write a file, and load it without the network."""
 
     write: Callable[[Export, Path], None]
     load: Callable[[Path], Predictor]

@@ -1,13 +1,13 @@
-"""Checkpoints of other programs: their tensors, and nothing that they would execute.
+"""Reads tensors from other programs' checkpoints without running code in them.
 
 A checkpoint is a pickle, and a pickle names functions to call. ``torch.load(weights_only=True)``
-calls none but its own, and so refuses files in which anything else lies beside the tensors: an
-``argparse.Namespace``, a scheduler, a model saved whole. Those are read here by a second unpickler
-that knows tensors and ordered dictionaries; every other name becomes a :class:`Placeholder`, inert
-and never imported.
+only calls functions from its own list, so it refuses files with other objects beside the tensors:
+an ``argparse.Namespace``, a scheduler, a whole model. A second unpickler reads them. It knows
+tensors and ordered dictionaries; every other name becomes an inert :class:`Placeholder` and is
+never imported.
 
-Read are torch's zip and pre-1.6 formats; refused TorchScript archives, which hold programs, and the
-tar files of torch 0.1.
+It reads torch's zip and pre-1.6 formats. It refuses TorchScript archives, which hold programs, and
+the tar files of torch 0.1.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
 
 
 class ConversionError(ValueError):
-    """A file that is no checkpoint of the expected kind, or that cannot be read safely."""
+    """The file is no checkpoint of the expected kind, or cannot be read safely."""
 
 
 class Placeholder:
-    """Stands for an object of a class that is not imported; remembers its name and state."""
+    """Replaces an object without importing its class; keeps the class's name and the state."""
 
     name = ""
     state: Any = None
-    dump_patches = False  # torch.load asks pickled modules whether to write their source's diff
+    dump_patches = False  # torch.load reads it from pickled modules
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
@@ -48,39 +48,41 @@ class Placeholder:
         self.state = state
 
     def append(self, item: Any) -> None:
-        """A pickled list's items are dropped."""
+        """Drop the items of a pickled list."""
 
     def extend(self, items: Any) -> None:
-        """A pickled list's items are dropped."""
+        """Drop the items of a pickled list."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """A pickled dictionary's items are dropped."""
+        """Drop the items of a pickled dictionary."""
 
     def __repr__(self) -> str:
         return f"<{self.name}, not loaded>"
 
 
 class _Rebuild:
-    """A call that a pickle may make. No plain function: a pickle may set the attributes of one."""
+    """A callable for pickles. Not a function: a pickle could set attributes of a function."""
 
     __slots__ = ()
 
     def __setstate__(self, state: Any) -> None:
-        raise ConversionError("it changes a function of the reader")
+        raise ConversionError("it tries to change a function of the reader")
 
 
 class _RebuildTensor(_Rebuild):
-    """As torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``, without hooks."""
+    """Like torch's ``_rebuild_tensor`` and ``_rebuild_tensor_v2``, without hooks."""
 
     __slots__ = ()
 
     def __call__(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
         flat = torch.empty(0, dtype=storage.dtype).set_(storage.untyped())
-        return flat.as_strided(tuple(size), tuple(stride), offset)  # refuses to leave the storage
+        return flat.as_strided(
+            tuple(size), tuple(stride), offset
+        )  # raises if it exceeds the storage
 
 
 class _First(_Rebuild):
-    """The tensor that a parameter is made from."""
+    """Returns a parameter's tensor."""
 
     __slots__ = ()
 
@@ -113,27 +115,27 @@ def _load(file: Any, **options: Any) -> Any:
     return _Unpickler(file, **options).load()
 
 
-# As torch.load expects a pickle module to be.
+# the interface of torch.load(pickle_module=)
 _RESTRICTED = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler, load=_load)
 
 
 def read_tensors(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a checkpoint, whatever lies beside it; on the CPU.
+    """The state dict in a checkpoint, on the CPU; other objects beside it are ignored.
 
     It may be the whole file, an entry of :data:`WRAPPERS`, or the parameters and buffers of a
-    model that was pickled whole. A prefix ``module.`` of all keys (``DataParallel``) is left out.
+    pickled model. The prefix ``module.`` of all keys (``DataParallel``) is removed.
 
     Raises:
         OSError: the file cannot be read.
-        ConversionError: it is no checkpoint, or of a kind that is refused.
+        ConversionError: it is no checkpoint, or of a refused format.
     """
     path = Path(path)
     found = dict(_state_in(_read(path), path))
     for key, value in found.items():
         if not isinstance(value, Tensor):
             raise ConversionError(
-                f"{path}: {key!r} is {value!r}, expected a tensor; this way of storing one cannot "
-                "be read. Load the file with the program that wrote it and save a plain state_dict"
+                f"{path}: {key!r} is {value!r}, expected a tensor. Load the "
+                "file with the program that wrote it and save a plain state_dict"
             )
     try:
         check_tensors(found.items(), path)
@@ -153,7 +155,7 @@ def _read(path: Path) -> Any:
 
 
 def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()  # a dictionary may hold itself
+    seen: set[int] = set()  # a dictionary may contain itself
     while isinstance(content, Mapping) and id(content) not in seen:
         seen.add(id(content))
         inner = next((k for k in WRAPPERS if isinstance(content.get(k), WRAPPED)), None)
@@ -180,13 +182,13 @@ def _is_state(content: Mapping[Any, Any]) -> bool:
 
 
 def _module_state(module: Placeholder, path: Path) -> Iterator[tuple[str, Any]]:
-    """Parameters and buffers of a pickled ``torch.nn.Module``, by their path."""
+    """Parameters and buffers of a pickled ``torch.nn.Module``, by path."""
     pending = [("", 0, module)]
     visits = 0
     while pending:
         prefix, depth, module = pending.pop()
         visits += 1
-        if visits > _MOST_MODULES or depth > _DEEPEST:  # shared modules, or one inside itself
+        if visits > _MOST_MODULES or depth > _DEEPEST:  # shared modules, or a module inside itself
             raise ConversionError(
                 f"{path} holds more than {_MOST_MODULES:,} modules, or modules more than "
                 f"{_DEEPEST} deep: save the model's state_dict instead"

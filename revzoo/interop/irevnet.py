@@ -1,8 +1,8 @@
 """State dicts of the PyTorch release of i-RevNet (arXiv 1802.07088).
 
-``stack.i.bottleneck_block.j`` is layer j of block i; the head is ``bn1`` and ``linear``. Stages are
-not marked: a block begins one where its first convolution reads fewer channels than the last one
-writes (it squeezes), or where the width grows (zeros are appended).
+``stack.i.bottleneck_block.j`` is layer j of block i; the head is ``bn1`` and ``linear``. The keys
+do not mark stages: a block begins a stage if its first convolution reads fewer channels than its
+last one writes (it squeezes), or if the width grows (zeros are appended).
 """
 
 import math
@@ -16,7 +16,7 @@ from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
 
-# Places of the layers in a block's Sequential; the first block of all has no leading BN-ReLU.
+# Index of each layer in a block's Sequential; the very first block has no leading BN-ReLU.
 FIRST_BLOCK = {"conv1": 0, "norm2": 1, "conv2": 3, "norm3": 5, "conv3": 7}
 OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "conv3": 9}
 
@@ -31,9 +31,9 @@ def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
 
 
 def spec(weights: Weights) -> dict[str, Any]:
-    """The arguments of :func:`revzoo.create_model`; images are taken to have 3 channels.
+    """The arguments of :func:`revzoo.create_model`; assumes images with 3 channels.
 
-    The squeeze before a first block that appends zeros has no trace in the shapes: none, as in the
+    Shapes do not show a squeeze before a first block that appends zeros. We assume none, as in the
     release's CIFAR networks, unless the width fits a squeezed image.
 
     Raises:
@@ -57,11 +57,11 @@ def spec(weights: Weights) -> dict[str, Any]:
         strides=tuple(strides),
         channels=tuple(channels),
         squeeze=squeeze,
-        # of the last block, where rounding down has left least out
+        # from the last block, where rounding down matters least
         bottleneck=channels[-1] // _kernel(weights, count - 1, "conv1")[0],
     )
     given = {"num_classes": weights["linear.weight"].shape[0], "in_chans": in_chans}
-    for row in IREVNETS.values():  # where the row leaves the widths to the image, they may agree
+    for row in IREVNETS.values():  # widths may agree where a row derives them from the image
         like = replace(found, dropout=row.dropout, channels=None)
         if like == replace(row, channels=None) and row.widths(in_chans) == found.widths(in_chans):
             return arguments_of(row, IREVNETS, **given)

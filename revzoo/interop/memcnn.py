@@ -1,7 +1,7 @@
 """State dicts of MemCNN's ResNets and RevNets (van de Leemput et al., JOSS 2019).
 
 layerN.i.revblock._fn.{Fm,Gm}.{bn,conv}K          a reversible unit; before 1.0 revblock.rev_block
-layerN.i.{basicblock,bottleneck}_sub.{bn,conv}K   any other; with downsample.{0,1}, a projection
+layerN.i.{basicblock,bottleneck}_sub.{bn,conv}K   other units; downsample.{0,1}: projection
 conv1, bn1, bn_final, fc                          stem and head
 """
 
@@ -44,13 +44,13 @@ def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
 def spec(weights: Weights) -> dict[str, Any]:
     """The arguments of :func:`revzoo.create_model`.
 
-    Strides have no trace in the shapes: 1 for the first stage and 2 for the others, as in MemCNN's
-    CIFAR networks, and 1 wherever there is no projection. Normalisation is as in its CIFAR
-    configurations; ``convention="memcnn_fix"`` is for its ``batch_norm_fix=True``.
+    Shapes do not show strides. We assume 1 for the first stage and where there is no projection,
+    and 2 otherwise, as in MemCNN's CIFAR networks. Normalisation is as in its CIFAR configurations;
+    pass ``convention="memcnn_fix"`` for its ``batch_norm_fix=True``.
 
     Raises:
         KeyError: the stem, the classifier or a stage is missing.
-        ValueError: the shapes fit no such network.
+        ValueError: the shapes fit no network of MemCNN.
     """
     units: dict[int, int] = {}
     widths: dict[int, int] = {}

@@ -5,10 +5,10 @@
 ``memcnn``     MemCNN (JOSS 2019): ``layerN.i.revblock._fn.Fm``, once ``revblock.rev_block``
 =============  ===================================================================================
 
-The architecture is read off the shapes of the tensors (:mod:`revzoo.interop.irevnet`,
-:mod:`revzoo.interop.memcnn`). Shapes leave open the strides of MemCNN's stages, an
-i-RevNet's squeeze before zero padding, and dropout: these are the published networks', unless given
-by keyword. :mod:`revzoo.interop.foreign` reads the files and executes nothing in them.
+The architecture follows from the shapes of the tensors (:mod:`revzoo.interop.irevnet`,
+:mod:`revzoo.interop.memcnn`). Shapes do not show the strides of MemCNN's stages, an i-RevNet's
+squeeze before zero padding, or dropout; the defaults are the published networks', and keywords
+change them. :mod:`revzoo.interop.foreign` reads the files and runs no code in them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from revzoo.models.registry import create_model
 
 
 class Source(NamedTuple):
-    """How the checkpoints of one program are understood."""
+    """How to read the checkpoints of one program."""
 
     spec: Callable[[Weights], dict[str, Any]]
     """The arguments of :func:`revzoo.create_model` for a state dict."""
@@ -48,15 +48,15 @@ def load_published(
     """The model in a checkpoint of another program, in evaluation mode, on the CPU.
 
     Args:
-        path: the file, as its program wrote it.
+        path: the checkpoint.
         source: ``"irevnet"`` or ``"memcnn"``.
-        name: the network (see :func:`revzoo.list_models`); None to read it off the tensors.
-        overrides: arguments of :func:`revzoo.create_model` that replace the ones read off, such as
+        name: the network (see :func:`revzoo.list_models`); None to derive it from the tensors.
+        overrides: arguments of :func:`revzoo.create_model` that replace derived ones, such as
             ``memory="exact"``, ``strides=(1, 1, 2)`` or ``convention="memcnn_fix"``.
 
     Raises:
         OSError: the file cannot be read.
-        ConversionError: it is no checkpoint of ``source``, or not of the network asked for.
+        ConversionError: it is no checkpoint of ``source``, or holds another network than ``name``.
         ValueError: unknown ``source``, ``name`` or override.
 
     Example:
@@ -85,7 +85,7 @@ def load_published(
 
 
 def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: str | Path) -> None:
-    """Copy the weights, each under the key that ``keys`` gives for its own."""
+    """Load the weights under revzoo's names; ``keys`` maps names of modules."""
     renamed = {_rename(key, keys): value for key, value in weights.items()}
     expected = model.state_dict()
     for key, value in expected.items():  # torch before 0.4.1 did not count batches
@@ -100,8 +100,8 @@ def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: 
     if missing or unknown or misfits:
         raise ConversionError(
             f"{path} does not fit {type(model).__name__}: missing {_some(missing)}; not expected "
-            f"{_some(unknown)}; of another shape {_some(misfits)}. Name the network it holds "
-            "(name=...), or give what differs by keyword"
+            f"{_some(unknown)}; of another shape {_some(misfits)}. Name its network "
+            "(name=...), or pass the differing options as keywords"
         )
     model.load_state_dict(renamed)
 

@@ -1,1 +1,1 @@
-"""Floor 3: the memory and time that a model needs."""
+"""Memory and time of training steps: audits, plans, benchmarks."""

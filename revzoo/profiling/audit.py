@@ -1,4 +1,4 @@
-"""The memory that a training step keeps, and its peak, before the step runs.
+"""Counts the memory that a training step keeps, and its peak, before the step runs.
 
 ::
 
@@ -6,8 +6,8 @@
     print(report)
     report.plot("step.png")
 
-``torch.profiler`` and ``torch.cuda.memory._snapshot`` show a step that has run, on the machine that
-ran it; this counts one that has not, on fake tensors.
+``torch.profiler`` and ``torch.cuda.memory._snapshot`` need a step that has run on this machine. An
+audit counts a step on fake tensors instead.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 PLANNED = "as set"
-"""The name of a model's own setting, where its steps have different modes."""
+"""The name of a setting in which steps have different modes."""
 
 _SHOWN = 8  # rows of the largest tensors in the printed report
 _STAGES = 10  # colours in the picture
@@ -40,17 +40,17 @@ _STAGES = 10  # colours in the picture
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A storage that autograd, or a tape, keeps from the forward to the backward pass.
+    """A storage that autograd or a tape keeps from the forward to the backward pass.
 
     Attributes:
         mode: the memory mode of the step.
-        stage: the model's part, such as ``stages.1``.
+        stage: the part of the model, such as ``stages.1``.
         module: path of the module that made it.
         operation: the operator that made it.
         shape: of the tensor.
         dtype: without ``torch.``.
         bytes: of the storage.
-        saved: how many saved tensors share the storage; 0 where a tape holds it.
+        saved: number of saved tensors in this storage; 0 if a tape holds it.
     """
 
     mode: str
@@ -64,12 +64,12 @@ class Row:
 
 
 class Audit:
-    """One step in one setting of the modes.
+    """The memory of one training step in one memory mode.
 
     Attributes:
         kept_bytes: activations alive between forward and backward pass.
-        peak_bytes: everything alive at the worst moment.
-        kinds: bytes at that moment: parameters, buffers, gradients, input, optimiser, kept
+        peak_bytes: largest number of bytes alive at once.
+        kinds: bytes at that peak, by kind: parameters, buffers, gradients, input, optimiser, kept
             activations and temporary tensors.
         stages: kept bytes of each part of the model.
         rows: see :class:`Row`, the largest first.
@@ -105,7 +105,7 @@ class Audit:
         ]
 
     def series(self) -> tuple[dict[str, list[int]], int]:
-        """Bytes of activations by stage, operator for operator; and the first of the backward."""
+        """Bytes of activations by stage after each operator, and the first operator of backward."""
         changes: dict[str, list[int]] = {}
         for made in self._trace.allocations:
             if made.kind in ("kept", "temporary"):
@@ -123,8 +123,8 @@ class Converted:
 
     Attributes:
         block: its path, bits, role in its run, and the grid of the model's last call.
-        before: bytes an image that the plain block keeps.
-        after: bytes an image that the reversible one keeps, with the state at the end of a run.
+        before: bytes per image that the plain block keeps.
+        after: bytes per image that the reversible block keeps, with the state at the end of a run.
     """
 
     block: BlockRow
@@ -136,10 +136,10 @@ class Report:
     """One training step of a model, in its present setting and in each memory mode.
 
     Attributes:
-        audits: by mode, the model's own setting first.
+        audits: by mode, the present setting first.
         input_shape: of the batch.
         converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
-        plain: the audit of the plain network, where there are such blocks.
+        plain: the audit of the plain network; None without such blocks.
     """
 
     def __init__(
@@ -161,13 +161,13 @@ class Report:
         ]
 
     def _an_image(self, audit: Audit, path: str) -> int:
-        """Bytes an image that the module at ``path`` keeps."""
+        """Bytes per image that the module at ``path`` keeps."""
         inside = (row.bytes for row in audit.rows if f"{row.module}.".startswith(f"{path}."))
         return sum(inside) // self.input_shape[0]
 
     @property
     def kept_bytes(self) -> int:
-        """Activations alive between forward and backward pass, as the model is set."""
+        """Activations alive between forward and backward pass, in the present setting."""
         return self._own.kept_bytes
 
     @property
@@ -177,12 +177,12 @@ class Report:
 
     @property
     def peak_bytes(self) -> int:
-        """Everything alive at the worst moment, as the model is set."""
+        """Largest number of bytes alive at once, in the present setting."""
         return self._own.peak_bytes
 
     @property
     def rows(self) -> list[Row]:
-        """What is kept, as the model is set; the largest first."""
+        """The kept storages in the present setting, the largest first."""
         return self._own.rows
 
     def to_csv(self, path: str | Path) -> None:
@@ -194,7 +194,7 @@ class Report:
                 writer.writerows(map(astuple, audit.rows))
 
     def figure(self) -> Figure:
-        """Memory over the operators of a step, stacked by stage, one panel a mode.
+        """Memory over the operators of a step, stacked by stage, one panel per mode.
 
         Raises:
             ValueError: matplotlib is not installed.
@@ -239,7 +239,7 @@ class Report:
         plotting().close(figure)
 
     def to_tensorboard(self, folder: str | Path) -> None:
-        """Write the picture and the figures as an event file."""
+        """Write the picture and the peaks as an event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(folder)) as writer:
@@ -280,7 +280,7 @@ class Report:
         count = self.input_shape[0]
         before, after = (in_units(a.kept_bytes // count) for a in (plain, self._own))
         yield ""
-        yield f"reversible blocks; the model keeps {before} an image before, {after} after:"
+        yield f"reversible blocks; the model keeps {before} per image before, {after} after:"
         for path, rows in itertools.groupby(
             self.converted, lambda r: r.block.path.rpartition(".")[0]
         ):
@@ -294,7 +294,7 @@ def _line_of(path: str, rows: Sequence[Converted]) -> str:
     before, after = in_units(sum(r.before for r in rows)), in_units(sum(r.after for r in rows))
     return (
         f"  {path or 'model'}: {len(rows)} blocks, {joined} of them inverted, {bits} bits, grid "
-        f"{', '.join(map(str, grids)) or 'auto'}, {before} an image before, {after} after"
+        f"{', '.join(map(str, grids)) or 'auto'}, {before} per image before, {after} after"
     )
 
 
@@ -302,7 +302,7 @@ def plotting() -> Any:
     """Matplotlib's pyplot, drawing into files.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -322,22 +322,22 @@ def audit(
     real: bool = False,
     extra: int = 0,
 ) -> Report:
-    """What one training step of ``model`` keeps, and its peak, in each memory mode.
+    """Count the memory that a training step of ``model`` keeps, and its peak, in each memory mode.
 
-    The model itself is neither run nor changed. Under autocast, call it in the same context.
-    Gradients count as there all along, as when they are accumulated.
+    Neither runs nor changes the model. If training uses autocast, call this under autocast, too.
+    Gradients count as present from the start, as in gradient accumulation.
 
     Args:
-        model: any module that takes a batch and whose output is a tensor or holds tensors; logits
-            ``(B, classes)`` are given to cross-entropy, other outputs are summed.
+        model: any module that maps a batch to a tensor or a collection of tensors. The loss is
+            cross-entropy for logits ``(B, classes)``, a sum for other outputs.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        modes: further settings to count; None for every mode that fits all steps.
+        modes: modes to count beside the present setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing.
-        extra: further bytes that are there all along, such as an optimiser's state.
+        extra: bytes to add to the peak, such as an optimiser's state.
 
     Raises:
-        ValueError: the shape is none; nothing to train; a mode does not apply; ``real`` for a model
-            on the meta device.
+        ValueError: the shape is not valid; no parameter requires gradient; a mode does not fit;
+            ``real`` for a model on the meta device.
 
     Example:
         >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
@@ -371,7 +371,7 @@ def audit(
 
 
 def present_mode(model: nn.Module) -> str:
-    """The mode of all steps, or :data:`PLANNED` where they differ; ``store`` without steps."""
+    """The mode of all steps, :data:`PLANNED` if they differ, ``store`` without steps."""
     modes = {m.memory for m in leaves(model)}
     return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
 

@@ -1,7 +1,7 @@
-"""Time and memory of training steps, side by side.
+"""Compares time and memory of training steps.
 
-Times of a shared machine compare only within a moment: every round runs all candidates one after
-the other, and ratios are taken within a round.
+On a shared machine, only times measured close together are comparable. So every round runs all
+candidates once, and ratios are computed within a round.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One candidate.
+    """The measurements of one candidate.
 
     Attributes:
         name: of the model.
         memory: its mode.
         seconds: median of a step.
-        ratio: median over rounds of its time over the first candidate's of the same model.
-        low: lower quartile of that.
-        high: upper quartile.
+        ratio: its time over the first candidate's, median over rounds.
+        low: lower quartile of the ratio.
+        high: upper quartile of the ratio.
         images_per_second: of the median step.
         peak_bytes: counted, see :func:`revzoo.audit`.
     """
@@ -51,7 +51,7 @@ def set_mode(model: nn.Module, memory: str, shape: Sequence[int]) -> None:
     """Set a memory mode; ``auto`` is planned for the shape first.
 
     Raises:
-        ValueError: the mode is unknown or does not apply.
+        ValueError: the mode is unknown or does not fit.
     """
     set_memory(model, Planner(model, shape, clock=False).auto() if memory == AUTO else memory)
 
@@ -67,14 +67,14 @@ def bench(
     """Measure a model in several memory modes.
 
     Args:
-        build: makes the model, the same one each time.
-        name: for the rows.
-        modes: memory modes; ratios are to the first.
+        build: makes the model, with the same weights each time.
+        name: the model's name in the results.
+        modes: memory modes; the first is the base of the ratios.
         shape: of the batch.
         rounds: at least 2; every candidate runs once in each.
 
     Raises:
-        ValueError: a mode is unknown or does not apply; the shape is none; too few rounds.
+        ValueError: a mode is unknown or does not fit; the shape is not valid; too few rounds.
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected 2 or more, for a spread")
@@ -89,7 +89,7 @@ def bench(
         device = images.device
         candidates[mode] = _step(model, images)
     for run in candidates.values():
-        run()  # warms up; gradients exist from now on
+        run()  # warms up and allocates the gradients
     seconds: dict[str, list[float]] = {mode: [] for mode in candidates}
     for _ in range(rounds):
         for mode, run in candidates.items():

@@ -1,28 +1,28 @@
-"""Which step keeps what, so that a chain of steps runs fastest within a number of bytes.
+"""Chooses a memory mode for each step, so that a chain runs fastest within a number of bytes.
 
-Plain data and an exact search; nothing here knows torch. The costs of each step in each memory mode
-are measured in :mod:`revzoo.profiling.measure`.
+An exact search on plain data, without torch. :mod:`revzoo.profiling.measure` measures the costs of
+each step in each memory mode.
 
 NOTE [ The peak of a chain ]
-    Forward and backward pass walk the same row of links, there and back. So whatever link ``i``
-    does, in either direction, only the links before it keep anything for later. With
-    ``K(i)`` = the bytes that links up to ``i`` keep, the peak is the largest of, for every ``i``,
+    The forward pass walks a row of links, the backward pass walks it back. While link ``i`` runs,
+    in either pass, only links before it keep bytes for later. Let ``K(i)`` be the bytes that the
+    links up to ``i`` keep. The peak is the maximum over all ``i`` of
 
-        forward    K(i-1) + input streams that nobody keeps + what the link takes while it runs
-        backward   K(i) + what the link takes while it is differentiated, replay included
+        forward    K(i-1) + input streams that no link keeps + temporary bytes of link i
+        backward   K(i) + temporary bytes of link i's backward pass, with its replay
 
-    Streams are kept once however many links hold them. A run of links that *join* (inverting
-    modes) holds the ``state`` of its last link; on the way back it carries its state along,
-    so that the run keeps no more than its links' own ``keeps`` while it is walked.
+    A stream counts once, even if several links hold it. A run of links that *join* (inverting
+    modes) holds only the ``state`` of its last link. The backward pass carries that state along,
+    so during the walk the run keeps only the ``keeps`` of its links.
 
-    Both lines grow with ``K`` and with nothing else that earlier links decide, apart from which
-    streams are held and whether a run is open. So of two ways to the same point that agree in
-    these, one with no less ``K`` and no less time is of no use: the search keeps the others, and
-    is exact. Times are whole numbers, so that equal sums are equal.
+    Earlier links affect both lines only through ``K``, the streams they hold, and whether a run is
+    open. So among partial assignments that agree in the streams and the open run, we may drop one
+    if another has no larger ``K`` and no larger time. The search drops only these, so it is exact.
+    Times are integers, so equal sums compare equal.
 
-Sources: rematerialisation on a chain as a dynamic program: Beaumont et al., "Optimal checkpointing
-for heterogeneous chains", 2019, arXiv 1911.13214. Theirs chooses what to store and where to
-recompute from; here a link can also be inverted.
+Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, arXiv 1911.13214,
+choose by dynamic programming the states to store and to recompute from. Here a link can also be
+inverted.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Choice:
     """A link in one memory mode.
 
     Attributes:
-        mode: its name.
-        joins: whether it keeps no state itself while the next link joins, too.
-        holds: the streams that it keeps from forward to backward; not those of an open run.
-        keeps: further bytes that it keeps.
-        closes: further bytes of the state after it, kept where its run ends.
-        state: the streams that are kept where its run ends.
-        forward: bytes above what is kept and the input, at most, while it runs.
-        backward: bytes above what is kept, at most, while it is differentiated.
+        mode: the memory mode.
+        joins: whether it needs no state of its own if the next link joins, too.
+        holds: the streams that it keeps for the backward pass, without an open run's state.
+        keeps: other bytes that it keeps.
+        closes: other bytes of the state after it, kept if its run ends there.
+        state: the streams that are kept if its run ends there.
+        forward: largest number of temporary bytes in the forward pass.
+        backward: largest number of temporary bytes in the backward pass.
         cost: nanoseconds of forward and backward pass.
     """
 
@@ -62,10 +62,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A step of the chain, or whatever runs between and after steps.
+    """A step of the chain, or the operators between or after steps.
 
     Attributes:
-        name: the step's path; empty for what is no step.
+        name: the step's path; empty for operators outside steps.
         inputs: the streams that enter, as keys of :attr:`Chain.sizes`.
         outputs: the streams that leave.
         choices: at least one.
@@ -84,7 +84,7 @@ class Chain:
     Attributes:
         links: see :class:`Link`.
         sizes: bytes of each stream.
-        base: bytes that are there all along.
+        base: bytes alive during the whole training step.
     """
 
     links: tuple[Link, ...]
@@ -97,16 +97,16 @@ class Chain:
 
 
 class Outcome(NamedTuple):
-    """What an assignment of modes takes: peak bytes, and nanoseconds."""
+    """Peak bytes and nanoseconds of an assignment of modes."""
 
     peak: int
     cost: int
 
 
 def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
-    """Bytes that stand at each link: as its forward pass begins, and as its backward pass begins.
+    """Bytes alive at the start of each link's forward pass, and of its backward pass.
 
-    That is what is kept, the base included; on the way forward also the link's input.
+    They include the base and, in the forward pass, the link's input.
     """
     held: set[int] = set()
     kept = chain.base
@@ -121,7 +121,7 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
 
 
 def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
-    """Peak and time of a chain whose links work as chosen, one choice a link."""
+    """Peak and time of a chain with one choice per link."""
     peak = max(
         max(before + choice.forward, after + choice.backward)
         for choice, (before, after) in zip(choices, levels(chain, choices), strict=True)
@@ -130,7 +130,7 @@ def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
 
 
 class _Label(NamedTuple):
-    """A way through the first links: what it keeps, its cost, and how it came about."""
+    """Choices for the first links: bytes kept, cost, the last choice, and the label before."""
 
     kept: int
     cost: int
@@ -150,7 +150,7 @@ _State = tuple[Choice | None, frozenset[int]]  # the last choice, if its run is 
 
 
 def fastest(chain: Chain, budget: int) -> list[Choice] | None:
-    """The choices of least cost whose peak is at most ``budget`` bytes; None if there are none."""
+    """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
     states: dict[_State, list[_Label]] = {(None, frozenset()): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
@@ -171,7 +171,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
                 front = following.setdefault(state, [])
                 for label in labels:
                     if label.kept > most:
-                        break  # they ascend
+                        break  # labels ascend in what they keep
                     _insert(
                         front,
                         _Label(label.kept + added, label.cost + choice.cost, choice, label),
@@ -182,7 +182,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
 
 
 def leanest(chain: Chain) -> list[Choice]:
-    """The choices with the lowest peak, and of these the fastest.
+    """The fastest among the choices with the lowest peak.
 
     Bisection over byte counts: choices that fit a budget fit every larger one.
     """
@@ -202,7 +202,7 @@ def leanest(chain: Chain) -> list[Choice]:
 
 
 def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
-    """The links at no cost: then one label a state is enough, the one that keeps least."""
+    """The links with cost 0: the search then keeps one label per state, with the fewest bytes."""
     return tuple(
         Link(
             link.name,
@@ -223,7 +223,7 @@ def _mentioned(links: Sequence[Link]) -> frozenset[int]:
 
 
 def _insert(front: list[_Label], label: _Label) -> None:
-    """Keep the labels that no other beats: ascending in what they keep, descending in cost."""
+    """Keep only labels that no other dominates: ascending in bytes, descending in cost."""
     at = bisect.bisect_right(front, label.kept, key=lambda other: other.kept)
     if at and front[at - 1].cost <= label.cost:
         return

@@ -1,10 +1,9 @@
-"""How long each step takes, by the clock, on few images.
+"""Measures the time of each step on a few images.
 
-A step's time is close to proportional to its images, so a sample that takes some milliseconds tells
-it. Equal steps are timed once, where they store. What the other modes add is in proportion to the
-counted work, and a constant that two images tell: recording and replaying a step takes Python some
-time, however small the step is. Nothing is timed on a whole batch, and no model is trained: the
-steps are copies with random weights.
+A step's time is nearly proportional to the number of images, so a sample of some milliseconds is
+enough. Equal steps are timed once, in mode ``store``. Other modes add time in proportion to the
+counted work, plus a constant, which two images measure: recording and replaying takes Python some
+time even for the smallest step. We time copies of steps with random weights, never the model.
 """
 
 from __future__ import annotations
@@ -25,23 +24,21 @@ from revzoo.profiling.trace import Layout, StepCall
 
 _ROUNDS = 3
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
-_FEW = 2  # images at least: normalisation over one value is refused
+_FEW = 2  # images at least: BatchNorm refuses a single value
 
 
 def timed(
     chain: Chain, model: nn.Module, calls: Sequence[StepCall], *, rounds: int = _ROUNDS
 ) -> Chain:
-    """The chain with measured costs in the place of nominal ones.
+    """The chain with measured costs instead of nominal ones.
 
-    What is no step, such as the head, is taken to be as much faster or slower than nominal as the
-    steps are together.
+    Operators outside steps, such as the head, get the mean factor of the steps.
 
     Args:
         chain: see :func:`revzoo.profiling.measure.measure`.
-        model: whose steps it has.
-        calls: as they were called.
-        rounds: timings of each step in each mode, of which the fastest counts: on a shared machine
-            all others are too long.
+        model: the model of the chain.
+        calls: the calls of its steps.
+        rounds: timings of each step in each mode. The fastest counts: other programs only add time.
     """
     known: dict[object, _Rate] = {}
     links: list[Link] = []
@@ -61,7 +58,7 @@ def timed(
 
 
 class _Rate(NamedTuple):
-    """Measured over nominal nanoseconds, and what each mode takes beside the counted work."""
+    """Measured over nominal time, and nanoseconds that each mode adds to the counted work."""
 
     factor: float
     constants: Mapping[str, float]
@@ -74,7 +71,7 @@ def _scaled(link: Link, rate: _Rate) -> Link:
 
 
 def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], rounds: int) -> _Rate:
-    """That of a step, by its copy's training steps on few images."""
+    """Measure a step by training steps of a copy on a few images."""
     plain, whole = choices[0], layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
@@ -101,7 +98,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
 
 
 def _replica(step: Step, device: torch.device) -> Step:
-    """A copy of the step alone, with random weights."""
+    """A copy of the step with random weights."""
     memo: dict[int, object] = {}
     for t in (*step.parameters(), *step.buffers()):
         value = torch.rand(t.shape, device=device).to(t.dtype) / 16
@@ -111,7 +108,7 @@ def _replica(step: Step, device: torch.device) -> Step:
 
 
 def _sample(layout: Layout, count: int, device: torch.device) -> Tensor:
-    """A stream of few images, laid out as the whole one."""
+    """A stream of a few images in the layout of the whole batch."""
     order = sorted(range(len(layout.shape)), key=lambda d: -layout.stride[d])
     shape = [count, *layout.shape[1:]]
     dense = torch.randn([shape[d] for d in order], device=device)
@@ -132,9 +129,9 @@ def _time(step: Step, state: State, device: torch.device) -> float:
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what was asked of it.
+    """Seconds on a clock, after the device has finished its work.
 
-    One thread is timed by its own clock, which stands still while other programs have the core.
+    With one thread we use the thread's clock, which stops while other programs have the core.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

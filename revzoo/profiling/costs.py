@@ -1,4 +1,4 @@
-"""What one image costs: floating-point operations, and bytes of activations."""
+"""Floating-point operations and bytes of activations per image."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from revzoo.profiling.live import LiveMemory
 def forward_flops(model: nn.Module, images: Tensor) -> int:
     """Floating-point operations of a forward pass in evaluation mode, per image.
 
-    As torch counts them: matrix products and convolutions, a multiplication and an addition as two.
+    Counted by torch: matrix products and convolutions, with two operations per multiply-add.
     """
     training = model.training
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
@@ -24,19 +24,19 @@ def forward_flops(model: nn.Module, images: Tensor) -> int:
 def activation_bytes(model: nn.Module, images: Tensor) -> int:
     """Peak bytes of all tensors alive during a training step, per image.
 
-    Counted, not sampled (see :mod:`revzoo.profiling.live`): the same on every machine. Weights and
-    gradients exist before and are left out.
+    Counted, not sampled (see :mod:`revzoo.profiling.live`), so equal on every machine. Without
+    weights and gradients.
 
     Args:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
-        images: a batch; small ones are biased by what does not grow with it.
+        images: a batch; in small batches, bytes that do not grow with the batch distort the result.
     """
     labels = torch.zeros(len(images), dtype=torch.long)
 
     def step() -> None:
         torch.autograd.backward(nn.functional.cross_entropy(model(images), labels))
 
-    step()  # gradients exist from now on
+    step()  # allocates the gradients
     with LiveMemory() as memory:
         step()
     return memory.peak // len(images)

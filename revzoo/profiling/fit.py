@@ -1,4 +1,4 @@
-"""The largest batch, image or depth that fits a number of bytes."""
+"""Finds the largest batch, image or depth within a number of bytes."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from collections.abc import Callable
 def largest(
     need: Callable[[int], int | None], budget: int, *, start: int, power: int = 1, most: int = 2**20
 ) -> int | None:
-    """The largest whole number whose ``need`` is at most ``budget``.
+    """The largest integer whose ``need`` is at most ``budget``.
 
-    Guesses grow and shrink as if the need were proportional to the number's ``power``, then halve
-    the gap. Numbers that are not possible count as the nearest smaller one that is.
+    Guesses assume that the need is proportional to ``number ** power``, then bisect. An impossible
+    number counts as the next smaller possible one.
 
     Args:
-        need: bytes for a number, rising; None where it is not possible. Each call takes seconds.
+        need: bytes for a number, increasing; None for an impossible number. A call takes seconds.
         budget: bytes.
         start: the first guess.
         power: 1 for a batch, 2 for the side of an image.
-        most: where the search ends.
+        most: the largest number to try.
 
     Returns:
         None if not even the smallest possible number fits.
@@ -32,7 +32,7 @@ def largest(
         while bytes_ is None and at > low + 1:
             at -= 1
             bytes_ = need(at)
-        if bytes_ is None:  # nothing between low and the guess
+        if bytes_ is None:  # no possible number between low and the guess
             low = guess
             guess = (low + high) // 2 if high <= most else low + 1
         elif bytes_ <= budget:

@@ -1,9 +1,9 @@
 """Peak bytes of tensors alive: the memory of a training step, counted instead of sampled.
 
-The resident size of a process depends on the allocator and on what ran before; CUDA's counters
-exist on CUDA alone. Counting the storages that operators create and that are still referenced
-gives the same number on every run and machine. It leaves out what kernels allocate for themselves
-(workspaces) and the allocator's rounding.
+The resident size of a process depends on the allocator and on earlier work, and CUDA's counters
+exist only on CUDA. We count the storages that operators create while they are referenced. The
+number is the same on every run and machine. It excludes workspaces inside kernels and the
+allocator's rounding.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of the tensors created inside the context that are alive at the same time.
+    """Counts the bytes of live tensors that were created inside the context.
 
-    ``peak`` is the largest such number so far, ``now`` the present one, both in bytes. Slow: every
-    operator passes through Python.
+    ``now`` is the present number of bytes, ``peak`` the largest so far. Slow: every operator calls
+    Python.
 
     Example:
         >>> from revzoo.profiling.live import LiveMemory
@@ -39,7 +39,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator, then count the storages that are new among its outputs."""
+        """Run the operator, then count the new storages among its outputs."""
         known = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         outputs = func(*args, **(kwargs or {}))
         for t in tree_iter(outputs):

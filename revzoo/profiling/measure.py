@@ -1,8 +1,8 @@
 """Memory and time of each step of a model in each memory mode, measured on fake tensors.
 
 The model runs one training step in every mode, without computing or allocating anything (see
-:mod:`revzoo.profiling.trace`). The bytes that a step keeps and the rise of memory while it runs are
-counted there, not derived from the definition of a mode.
+:mod:`revzoo.profiling.trace`). We count the bytes that a step keeps and its temporary bytes there,
+instead of deriving them from the definition of a mode.
 """
 
 from __future__ import annotations
@@ -37,22 +37,23 @@ def measure(
     recompute: bool = True,
     device: torch.device | None = None,
 ) -> dict[str, Trace]:
-    """One fake training step of ``model`` in each mode that a planner chooses from.
+    """One fake training step of ``model`` in each mode that the planner may choose.
 
     Args:
         model: real, or on the meta device.
         shape: of its input, the batch first.
         inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
-        recompute: whether steps with an inverse may be recomputed, too, which seldom pays.
-        device: where the step will run; None for where the model is.
+        recompute: whether steps with an inverse may also be recomputed, which seldom helps.
+        device: the device of the training; None for the model's.
 
     Raises:
-        ValueError: the model has no step, or nothing to train; ``inverting`` does not apply.
+        ValueError: the model has no step or no parameter that requires gradient; ``inverting`` does
+            not fit.
     """
     steps = leaves(model)
     if not steps:
         raise ValueError(
-            f"{type(model).__name__} holds no step whose memory mode could be planned: build it "
+            f"{type(model).__name__} has no step to plan: build it "
             "from ReversibleSequence, ReversibleBlock or your own Step"
         )
     if not mode_of(inverting).inverts:
@@ -81,17 +82,17 @@ def trace_in_mode(
 
 
 def chain_of(traces: Mapping[str, Trace]) -> Chain:
-    """The chain that the traces of one model, each in one mode, tell of."""
+    """Build the chain from the traces of one model, one trace per mode."""
     first = next(iter(traces.values()))
     streams = _Streams(first.calls)
     pieces = {mode: _Pieces(trace, streams) for mode, trace in traces.items()}
     names = Counter(call.name for call in first.calls)
     links = []
     for i, call in enumerate(first.calls):
-        # Of two traces in which the step ran in the same mode, the first counts.
+        # a step may run in one mode in two traces: the first counts
         by_mode = {piece.choices[i].mode: piece.choices[i] for piece in reversed(pieces.values())}
         choices = tuple(reversed(by_mode.values()))
-        if names[call.name] > 1:  # one step has one mode: the one that keeps least
+        if names[call.name] > 1:  # called several times: only the mode that keeps least
             choices = choices[-1:]
         links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
     last = streams.outputs[-1]
@@ -100,12 +101,12 @@ def chain_of(traces: Mapping[str, Trace]) -> Chain:
 
 
 def _mode_of(call: StepCall) -> str:
-    """The mode in which a step ran: without an inverse it is recomputed in those that invert."""
+    """The mode in which a step ran: an inverting mode recomputes steps without an inverse."""
     return "recompute" if mode_of(call.mode).inverts and not call.joins else call.mode
 
 
 class _Streams:
-    """The streams between the steps, numbered: one that passes through a step keeps its number."""
+    """Numbers the streams between steps; a stream that passes through a step keeps its number."""
 
     def __init__(self, calls: Sequence[StepCall]) -> None:
         numbers: dict[int, int] = {}
@@ -126,7 +127,7 @@ class _Streams:
 
 
 class _Pieces:
-    """One trace, cut into its steps and the head; the last of each list is the head's."""
+    """A trace, cut into its steps and the head, which is the last item of each list."""
 
     def __init__(self, trace: Trace, streams: _Streams) -> None:
         self.trace = trace
@@ -186,7 +187,7 @@ class _Pieces:
         ]
 
     def _kept(self, joins: Sequence[bool]) -> tuple[list[set[int]], list[int]]:
-        """The streams that each link holds, and the further bytes that it keeps."""
+        """The streams that each link holds, and the other bytes that it keeps."""
         calls = self.trace.calls
         holds: list[set[int]] = [set() for _ in range(len(calls) + 1)]
         keeps = [0] * len(holds)
@@ -202,21 +203,21 @@ class _Pieces:
         saving = {i for made in kept for i in made.savers}
         alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
         for i, call in enumerate(calls):
-            if i not in saving and not joins[i]:  # autograd does not save what a tape keeps
+            if i not in saving and not joins[i]:  # a tape keeps its inputs
                 inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)
                 holds[i].update(alive.intersection(inputs))
         return holds, keeps
 
     def _kept_of(self, streams: Iterable[int]) -> frozenset[int]:
-        """The tensors that a tape keeps for the streams: their words, if they have any."""
+        """The tensors that a tape keeps for the streams: their words, if they have words."""
         return frozenset(self.words.get(stream, stream) for stream in streams)
 
     def _at(self, tick: int) -> int:
-        """The link during or after whose forward pass an operator ran."""
+        """The last link whose forward pass began before an operator."""
         return min(bisect.bisect_right(self.starts, tick), len(self.starts) - 1) - 1
 
     def _closing(self, i: int) -> int:
-        """Bytes beside the streams that stand after a step but go once the next has run."""
+        """Bytes other than streams that a step leaves and the next one frees."""
         start, end = self.starts[i], self.trace.calls[i].end
         return sum(
             made.size
@@ -234,7 +235,7 @@ class _Pieces:
         ]
 
     def _backward_peaks(self) -> list[int]:
-        """The highest level while each link is differentiated."""
+        """The most bytes alive during each link's backward pass."""
         peaks = [0] * (len(self.starts) - 1)
         for tick in range(self.trace.turn, self.trace.tick):
             i = self.trace.owners[tick]

@@ -5,13 +5,13 @@
     plan = revzoo.plan_memory(model, (64, 3, 32, 32), budget=2**30)
     revzoo.set_memory(model, plan)
 
-torch's ``torch._functorch.config.activation_memory_budget`` plans for compiled graphs, by a share
-of the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice to the user. Both
-can only recompute from what they keep; here a step can be inverted, too.
+torch's ``torch._functorch.config.activation_memory_budget`` plans compiled graphs for a share of
+the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice to the user. Both can
+only recompute from kept tensors; here a step can also be inverted.
 
-Known limits: what kernels take for themselves while they run (workspaces) is not counted, nor what
-the allocator wastes. A step that the forward pass calls more than once is inverted, or recomputed;
-steps inside the branch of another step keep their mode.
+Known limits: we do not count kernels' workspaces or the allocator's waste. A step that the forward
+pass calls several times is inverted or recomputed. Steps inside another step's branch keep their
+mode.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from revzoo.profiling.trace import StepCall, fake_twin, images_for, stage_of, tr
 from revzoo.profiling.units import bytes_from, in_units
 
 _RANDOM_STATES = 2**13
-"""Bytes of random states, and of small tensors beside them, that a step may keep."""
+"""Bytes of random states and small tensors that a step may keep."""
 
 SLACK = 1.02
-"""The peak that ``auto`` may reach, divided by the inverting mode's."""
+"""The largest peak of ``auto`` over the inverting mode's peak."""
 
 
 class BudgetError(ValueError):
-    """The budget is below the least peak that any assignment of modes has."""
+    """The budget is below the peak of every plan."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +48,11 @@ class Plan(Mapping[str, str]):
     """A memory mode for each step; as a mapping, step path to mode.
 
     Attributes:
-        modes: plain data, to be saved; :func:`revzoo.set_memory` takes it as well.
-        peak_bytes: the most that is alive at once in a training step: parameters, gradients, input
-            and activations, and what else was said to be there.
+        modes: step path to mode, as plain data; :func:`revzoo.set_memory` takes it, too.
+        peak_bytes: largest number of bytes alive at once in a training step: parameters, gradients,
+            input, activations and ``extra``.
         seconds: predicted time of forward and backward pass.
-        budget: bytes it was made for.
+        budget: the budget of the plan, in bytes.
     """
 
     modes: dict[str, str]
@@ -91,22 +91,23 @@ def _counts(modes: Sequence[str]) -> str:
 
 
 class Planner:
-    """Plans for one model and one shape of input; measuring comes first and takes seconds.
+    """Plans for one model and one shape of input. Measures first, which takes seconds.
 
     Args:
-        model: whatever holds steps; may be on the meta device.
+        model: a module that holds steps; may be on the meta device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         inverting: the mode for steps that have an inverse: ``invert`` or ``exact``; None for the
-            one that the model's steps have now, else ``invert``.
-        clock: measure times, on few images. False: assume a nominal processor, which gives the same
-            plan on every machine and in every process.
-        extra: further bytes that are there all along, such as an optimiser's state.
-        recompute: whether steps with an inverse may be recomputed, too; without, planning takes two
-            thirds of the time, for plans that are hardly slower.
-        device: where the model will be trained; None for where it is.
+            present inverting mode of the model's steps, otherwise ``invert``.
+        clock: measure times, on a few images. False: assume a nominal processor, which gives the
+            same plan on every machine and in every process.
+        extra: bytes to add, such as an optimiser's state.
+        recompute: whether steps with an inverse may also be recomputed; False saves a third of the
+            planning time, for plans that are hardly slower.
+        device: the device of the training; None for the model's.
 
     Raises:
-        ValueError: the model has no step, or nothing to train; the shape is none.
+        ValueError: the model has no step or no parameter that requires gradient; the shape is not
+            valid.
     """
 
     def __init__(
@@ -138,14 +139,14 @@ class Planner:
 
     @property
     def least(self) -> int:
-        """The smallest budget that a plan fits into, in bytes."""
+        """The smallest possible budget, in bytes."""
         return self.leanest.peak_bytes + self._margin
 
     def plan(self, budget: int | str) -> Plan:
         """The fastest plan within ``budget`` bytes.
 
         Raises:
-            BudgetError: there is none; says what would help.
+            BudgetError: no plan fits; the message suggests a smaller batch or images.
             ValueError: the budget is no number of bytes.
         """
         limit = bytes_from(budget)
@@ -164,15 +165,15 @@ class Planner:
         return replace(self.leanest, budget=limit)
 
     def auto(self) -> Plan:
-        """The fastest plan at the peak that the inverting mode has anyway."""
+        """The fastest plan whose peak is at most 2 % above the inverting mode's."""
         least = self.pure(self.inverting) or self.pure("recompute")
         assert least is not None
         return self.plan(int(SLACK * least.peak) + self._margin)
 
     def pure(self, mode: str) -> Outcome | None:
-        """Peak and nanoseconds with every step in one mode; None if none can be in it.
+        """Peak and nanoseconds with every step in one mode; None if the mode fits no step.
 
-        Steps without an inverse are recomputed in the inverting modes.
+        The inverting modes recompute steps without an inverse.
         """
         choices = [self._choice(link.choices, mode) for link in self.chain.links]
         if all(choice.mode != mode for choice in choices[:-1]):
@@ -180,7 +181,7 @@ class Planner:
         return evaluate(self.chain, choices)
 
     def frontier(self, points: int = 20) -> list[Plan]:
-        """Plans at rising budgets, from the least possible to where every step stores."""
+        """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
         top = self.pure("store")
         assert top is not None
         low, high = self.least, top.peak + self._margin
@@ -207,7 +208,7 @@ class Planner:
         fixed = self.chain.base
         help_ = "use a smaller model"
         if limit > fixed:
-            # what is not fixed grows with the images, and with their area
+            # activations grow with the number of images, and with their area
             share = (limit - fixed) / max(1, need - fixed)
             fits = int(batch * share)
             by_batch = f"a batch of about {fits}" if fits else ""
@@ -224,7 +225,7 @@ class Planner:
 def _uncounted(call: StepCall) -> int:
     """Bytes of a step that fake tensors do not show: random states and the guard's samples.
 
-    The guard compares two rows of double-precision values of a stream, some for each channel.
+    The guard compares two rows of float64 samples of a stream, a few per channel.
     """
     rows = [sum(min(CHANNELS, size) for size in layout.shape[1:3]) for layout in call.layout]
     return _RANDOM_STATES + 2 * 8 * PER_CHANNEL * max(rows, default=0)
@@ -241,24 +242,25 @@ def plan_memory(
 ) -> Plan:
     """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
 
-    The model is neither run nor changed: memory is counted on fake tensors, time is measured on
-    copies of single steps with few images. Under autocast, call it in the same context.
+    Neither runs nor changes the model: memory is counted on fake tensors, time is measured on
+    copies of single steps with a few images. If training uses autocast, call this under autocast.
 
     Args:
-        model: whatever holds steps; may be on the meta device.
+        model: a module that holds steps; may be on the meta device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        budget: bytes, or a string such as ``"4GiB"``: for parameters, gradients, input, activations
-            and ``extra`` together.
+        budget: bytes, or a string such as ``"4GiB"``, for parameters, gradients, input, activations
+            and ``extra``.
         inverting: the mode for steps with an inverse, see :class:`Planner`.
-        clock: whether times are measured.
-        extra: further bytes that are there all along, such as an optimiser's state.
+        clock: whether to measure times.
+        extra: bytes to add, such as an optimiser's state.
 
     Returns:
         A plan for :func:`revzoo.set_memory`.
 
     Raises:
-        BudgetError: a ValueError: no plan needs so little; it says the least, and what would help.
-        ValueError: the model has no step, or nothing to train; the shape or the budget is none.
+        BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
+        ValueError: the model has no step or no parameter that requires gradient; the shape or the
+            budget is not valid.
 
     Example:
         >>> model = revzoo.create_model("revnet38")
@@ -267,23 +269,23 @@ def plan_memory(
         >>> plan.peak_bytes <= 200 * 2**20
         True
     """
-    bytes_from(budget)  # before seconds pass
+    bytes_from(budget)  # raises before the planner spends seconds
     planner = Planner(model, input_shape, inverting=inverting, clock=clock, extra=extra)
     return planner.plan(budget)
 
 
 def inverting_mode(model: nn.Module) -> str:
-    """The inverting mode that steps of ``model`` have now, or ``invert``."""
+    """The present inverting mode of ``model``'s steps; by default ``exact`` if steps need it."""
     steps = leaves(model)
     default = "exact" if any(step.needs_words for step in steps) else "invert"
     return next((step.memory for step in steps if mode_of(step.memory).inverts), default)
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes that an optimiser keeps once it has stepped.
+    """Bytes of an optimiser's state after a step.
 
     Args:
-        optimizer: over parameters on the meta device, so that nothing is allocated for it.
+        optimizer: of parameters on the meta device, so that it allocates nothing.
     """
     for group in optimizer.param_groups:
         for p in group["params"]:

@@ -1,18 +1,17 @@
-"""One training step, tensor by tensor: what is alive when, who made it, who keeps it.
+"""Follows every tensor of a training step: its lifetime, its maker, and who keeps it.
 
-The step runs for real, or on fake tensors, which have shapes but no data: operators then compute
-nothing and allocate nothing, and the same code of ours and of torch's autograd decides what is
-kept. So both give the same count.
+The step runs for real, or on fake tensors, which have shapes but no data: their operators compute
+and allocate nothing. The same code, ours and autograd's, decides which tensors are kept, so both
+give the same count.
 
 Why not ``torch.distributed._tools.mem_tracker.MemTracker``: it is private, it keeps snapshots per
 module instead of a row per tensor, and it does not know that a step of ours runs again in the
 backward pass. Its peak is the same (``tests/profiling/test_trace.py`` compares the two).
 
 NOTE [ Who made a tensor ]
-    In the forward pass, and in a replay, the innermost module of the model that runs. In the
-    backward pass, the module in whose forward pass the running node was recorded: autograd numbers
-    nodes as they are made, so the numbers of a module's nodes lie between those at its beginning
-    and its end.
+    In the forward pass and in a replay: the innermost running module of the model. In the backward
+    pass: the module whose forward pass recorded the running node. Autograd numbers nodes in order
+    of creation, so the nodes of a module have the numbers between its start and its end.
 """
 
 from __future__ import annotations
@@ -48,14 +47,14 @@ from revzoo.core.replay import is_replaying
 from revzoo.profiling.live import LiveMemory
 
 LOSS = "loss"
-"""The stage of whatever runs outside the model's parts."""
+"""The stage of operators outside the model's parts."""
 
 Loss = Callable[[Any], Tensor]
 
 
 @dataclass(slots=True)
 class Allocation:
-    """A storage: made by one operator, alive for a while.
+    """A storage, its maker and its lifetime.
 
     Attributes:
         size: bytes.
@@ -65,11 +64,11 @@ class Allocation:
         operation: the operator that made it.
         shape: of the first tensor in it.
         dtype: of that tensor.
-        born: the operator's place in the step, counted from 0.
-        died: the place of the first operator without it; None if it outlives the step.
-        saved: how many tensors in it autograd has saved.
+        born: index of the operator in the step.
+        died: index of the first operator after its end; None if it outlives the step.
+        saved: number of tensors in it that autograd saved.
         savers: indices of the steps (see :class:`StepCall`) whose forward pass saved one.
-        step: index of the step in which it was made, -1 outside.
+        step: index of the step that made it, -1 outside.
     """
 
     size: int
@@ -110,13 +109,13 @@ class StepCall:
     Attributes:
         name: its path in the model.
         mode: the memory mode in which it runs.
-        joins: whether it keeps no state itself in a run of such steps.
-        layout: shape, strides, dtype and whether it requires gradient, for each input stream.
-        inputs: its input's storages, in the order of the streams; several may be one.
-        outputs: likewise.
-        words: the storages of the words of streams in fixed point, by the id of the stream's.
-        start: the operator with which its forward pass began.
-        end: the operator after it.
+        joins: whether it needs no state of its own in a run of such steps.
+        layout: shape, strides, dtype and ``requires_grad`` of each input stream.
+        inputs: storages of the input streams, in order; two streams may share one.
+        outputs: storages of the output streams, likewise.
+        words: storages of the words of fixed-point streams, by the id of the stream's storage.
+        start: index of the first operator of its forward pass.
+        end: index after its last operator.
     """
 
     name: str
@@ -131,7 +130,7 @@ class StepCall:
 
 
 def stage_of(module: str) -> str:
-    """The part of a model to which the module of that path belongs, e.g. ``stages.1``."""
+    """The part of a model that holds the module at this path, e.g. ``stages.1``."""
     parts = module.split(".")
     return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or LOSS
 
@@ -140,12 +139,12 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     """Follows one training step of ``model`` (see :func:`trace_step`).
 
     Attributes:
-        allocations: in the order in which they were made.
-        calls: the steps that the forward pass ran, those inside other steps left out.
+        allocations: in order of creation.
+        calls: the steps of the forward pass, without steps inside other steps.
         levels: bytes alive after each operator.
-        owners: for each operator, the index in ``calls`` of the step for which it ran, or -1.
+        owners: for each operator, the index of its step in ``calls``, or -1.
         costs: nanoseconds of each operator, see :func:`nominal_cost`.
-        turn: the operator with which the backward pass began.
+        turn: index of the first operator of the backward pass.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -168,7 +167,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._hooks: list[Any] = []
 
     def register(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Say of what kind tensors are; those that exist before the step are counted so."""
+        """Set the kind of tensors that exist before the step, and count them."""
         for t in tensors:
             self.allocation_of(t).kind = kind
 
@@ -185,7 +184,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     @property
     def tick(self) -> int:
-        """How many operators have run."""
+        """Number of operators so far."""
         return len(self.levels)
 
     def __enter__(self) -> Trace:
@@ -203,7 +202,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run the operator and note what it made."""
+        """Run the operator and record its outputs."""
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         self.owners.append(self._place[1])
@@ -212,12 +211,12 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return outputs
 
     def _where(self) -> tuple[str, int]:
-        """Module and step for which an operator runs (NOTE [ Who made a tensor ])."""
+        """Module and step of the running operator (NOTE [ Who made a tensor ])."""
         node = torch._C._current_autograd_node()
         if node is None:
             return self._modules[-1], self._current[-1]
         number = node._sequence_nr()
-        if number < 2**63:  # an accumulation of gradients has none: it belongs to what ran last
+        if number < 2**63:  # accumulating a gradient has no number: it belongs to the node before
             self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
         replayed = self._modules[-1]
         return replayed or self._node[0], self._node[1]
@@ -253,7 +252,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
                 call.words[id(self.allocation_of(t))] = self.allocation_of(fixed.words)
 
     def _note_moved_words(self) -> None:
-        """Those of the last step's outputs, which get them after its forward hooks have run."""
+        """Record the words of the last step's outputs, set after its forward hooks."""
         self._note_words(self.calls[-1], [t for ref in self._left if (t := ref()) is not None])
         self._left = []
 
@@ -297,7 +296,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._places.append((self._modules[-1], self._current[-1]))
 
     def turn_back(self) -> None:
-        """The forward pass is over: what it made and is alive now is kept for the backward pass."""
+        """End the forward pass: its live tensors are kept for the backward pass."""
         self.turn = self.tick
         if self.calls:
             self._note_moved_words()
@@ -306,23 +305,23 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
                 made.kind = "kept"
 
     def pack(self, t: Tensor) -> Tensor:
-        """Note that autograd saves ``t``; the pack hook around the forward pass."""
+        """Record that autograd saves ``t``; the pack hook of the forward pass."""
         found = self.allocation_of(t)
         found.saved += 1
         found.savers.add(self._current[-1])
-        # an output that its own node saves would hold that node
+        # detached: an output saved by its own node would keep that node alive
         return t if t.is_leaf else t.detach()
 
 
-# A processor that does 10 floating-point operations in the time in which it moves a byte, as most
-# CPUs and GPUs do within a factor of three, and starts an operator in 5 microseconds.
+# A processor that does 10 floating-point operations while it moves a byte (most CPUs and GPUs do so
+# within a factor of three) and needs 5 microseconds to start an operator.
 _FLOPS, _BYTES, _START = 100e9, 10e9, 5e-6
 
 
 def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> int:
     """Nanoseconds of an operator on a nominal processor, from its FLOPs and the bytes it moves.
 
-    For comparing steps: it is the same on every machine and needs no data.
+    It serves to compare steps, is equal on every machine, and needs no data.
     """
     tensors = [t for t in tree_iter((args, kwargs, outputs)) if isinstance(t, Tensor)]
     if func.is_view or not tensors:
@@ -334,7 +333,7 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
 
 
 def default_loss(outputs: Any) -> Tensor:
-    """Cross-entropy of logits ``(B, classes)``; the sum of whatever else a model returns."""
+    """Cross-entropy of logits ``(B, classes)``; the sum of any other output."""
     if isinstance(outputs, Tensor) and outputs.dim() == 2:
         labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
         return nn.functional.cross_entropy(outputs, labels)
@@ -345,8 +344,8 @@ def default_loss(outputs: Any) -> Tensor:
 def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -> Trace:
     """Run one training step of ``model`` on ``images`` and follow its tensors.
 
-    The gradients exist from the step before, as when gradients are accumulated, or in Lightning's
-    loop, which drops them after the forward pass. ``model`` is trained: pass a copy.
+    Gradients exist from the start, as in gradient accumulation and in Lightning's loop, which drops
+    them after the forward pass. Changes ``model``: pass a copy.
 
     Args:
         model: real, or fake (see :func:`fake_twin`).
@@ -374,7 +373,7 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
         with trace, _explained(model):
             with saved_tensors_hooks(trace.pack, _same):
                 value = loss(model(images))
-            torch.clear_autocast_cache()  # as at the end of the context that it ran in
+            torch.clear_autocast_cache()  # as at the end of the autocast context
             trace.turn_back()
             torch.autograd.backward(value)
     return trace
@@ -387,9 +386,9 @@ def _explained(model: nn.Module) -> Iterator[None]:
         yield
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
-            f"the forward pass of {type(model).__name__} looks at values ({error}), which fake "
-            "tensors do not have: expected one that depends on shapes alone. audit(real=True) runs "
-            "it; set the memory modes by hand instead of planning them"
+            f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
+            "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
+            "set the memory modes by hand instead of planning them"
         ) from error
 
 
@@ -398,11 +397,11 @@ def _same(t: Tensor) -> Tensor:
 
 
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy of ``model`` in training mode whose tensors are fake: it takes no memory.
+    """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
     Args:
         model: on any device, meta included.
-        device: where the copy pretends to be; None for the model's, or the CPU for the meta device.
+        device: the copy's nominal device; None for the model's, or the CPU for the meta device.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
@@ -421,7 +420,7 @@ def real_twin(model: nn.Module) -> nn.Module:
 
 
 def in_training(model: nn.Module) -> nn.Module:
-    """``model`` in training mode; what stands in evaluation mode inside one that trains, stays."""
+    """``model`` in training mode; one that trains already keeps the modes of its submodules."""
     return model if model.training else model.train()
 
 
@@ -438,7 +437,7 @@ def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None 
         dtype: None for the dtype of the first floating-point parameter.
 
     Raises:
-        ValueError: the shape is no row of positive whole numbers.
+        ValueError: the shape is not a sequence of positive integers.
     """
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
         raise ValueError(

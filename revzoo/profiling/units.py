@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Parses and formats numbers of bytes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNITS = {
 
 
 def bytes_from(budget: int | str, *, name: str = "budget") -> int:
-    """A number of bytes, from one or from a string such as ``4GiB`` (2**30) or ``4GB`` (10**9).
+    """Parse a number, or a string such as ``4GiB`` (4 * 2**30) or ``4GB`` (4 * 10**9).
 
     Raises:
         ValueError: it is no positive number of bytes.
@@ -30,7 +30,7 @@ def bytes_from(budget: int | str, *, name: str = "budget") -> int:
 
 
 def in_units(count: float) -> str:
-    """Bytes for people: ``1.50 GiB``."""
+    """Format bytes: ``1.50 GiB``."""
     for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"

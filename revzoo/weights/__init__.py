@@ -1,1 +1,1 @@
-"""Trained weights: their descriptions, and their files. ``torch_file`` alone imports torch."""
+"""Trained weights: descriptions and files. Only ``torch_file`` and ``transforms`` import torch."""

@@ -9,17 +9,17 @@ from revzoo.weights.entry import WeightsEntry
 
 
 def model_card(entry: WeightsEntry, *, source: str = "DIR") -> str:
-    """``README.md`` for ``entry``, without the fields that the entry leaves out.
+    """``README.md`` for ``entry``, without empty fields.
 
     Args:
         entry: the description of the weights.
-        source: the argument of ``from_pretrained``: this folder, or a repository.
+        source: the argument of ``from_pretrained`` in the example: a folder or a repository.
     """
     return "\n".join([*_header(entry), "", *_body(entry, source)]) + "\n"
 
 
 def _header(entry: WeightsEntry) -> Iterator[str]:
-    """YAML; its strings are written as JSON, which is YAML too."""
+    """YAML; strings are JSON strings, which are valid YAML."""
     yield "---"
     if entry.license:
         yield f"license: {json.dumps(entry.license.lower())}"  # the hub's spelling of SPDX names

@@ -1,7 +1,7 @@
-"""One set of trained weights as data: its network, its file, how it was trained and measured.
+"""The description of one set of trained weights: network, file, training, measurements.
 
-An entry is a JSON object with the fields of :class:`WeightsEntry`. It stands beside its file, in
-the package, in a folder made by ``save_pretrained`` or in a repository of the hub.
+An entry is a JSON object with the fields of :class:`WeightsEntry`. It lies beside its file, in the
+package, in a folder made by ``save_pretrained`` or in a repository of the hub.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ class WeightsEntry:
         architecture: name for ``create_model``.
         options: further keywords of ``create_model`` that the network was built with.
         num_classes: rows of the classifier.
-        input_size: channels, height and width of the images trained on.
+        input_size: channels, height and width of the training images.
         sha256: of the whole file, 64 hexadecimal digits.
         file: name of a safetensors file, beside the entry or in the hub's repository.
         url: ``https://...`` of the file, or ``hf-hub:owner/name``.
-        default: whether the architecture's bare name means this entry.
+        default: whether the architecture's name without a tag means this entry.
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
-        crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and cut
-            ``input_size`` out of the middle; 1 keeps all of it.
+        crop_pct: for evaluation, resize the shorter side to ``input_size / crop_pct`` and crop the
+            centre to ``input_size``; 1 keeps all of it.
         license: SPDX identifier of the weights' licence.
         recipe: the exact command that trained them.
-        metrics: measured figures by name, in parts of one.
+        metrics: measured figures by name, as fractions of one.
         measured_on: set, split, number of images and precision of the measurement.
-        folder: where the entry was read; no part of the JSON.
+        folder: of the file that the entry was read from; not in the JSON.
 
     Raises:
-        EntryError: lists every field that is not valid.
+        EntryError: lists all invalid fields.
     """
 
     name: str
@@ -89,25 +89,25 @@ class WeightsEntry:
         return self.input_size[0]
 
     def undescribed(self) -> list[str]:
-        """The fields that a published entry must have and this one leaves out."""
+        """The missing fields that a published entry must have."""
         names = ("mean", "std", "license", "recipe", "metrics", "measured_on")
         return [name for name in names if not getattr(self, name)]
 
     def transforms(self) -> v2.Compose:
-        """What turns an image into an input of the network, as when the weights were evaluated.
+        """The transform from an image to an input, as in the evaluation of the weights.
 
         Returns:
             A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
             floats in [0, 1], to float32 (..., C, S, S).
 
         Raises:
-            EntryError: the entry does not say its ``mean`` and ``std``.
+            EntryError: ``mean`` or ``std`` is missing.
         """
-        from revzoo.weights.transforms import eval_transforms  # torchvision, which tables need not
+        from revzoo.weights.transforms import eval_transforms  # imports torchvision, which is slow
 
         if self.mean is None or self.std is None:
             raise EntryError(
-                f"the entry of weights {self.name!r} does not say the mean and std of its images: "
+                f"the entry of weights {self.name!r} lacks mean and std: "
                 "add them, or normalise the images yourself"
             )
         return eval_transforms(
@@ -115,7 +115,7 @@ class WeightsEntry:
         )
 
     def plain(self) -> dict[str, Any]:
-        """As plain containers for JSON, without empty fields."""
+        """The fields as plain containers for JSON, without empty ones."""
         values = {k: v for k, v in asdict(self).items() if k != "folder"}
         return {k: v for k, v in values.items() if v not in (None, {}, False)}
 
@@ -127,7 +127,7 @@ class WeightsEntry:
         if not _NAME.fullmatch(self.name):
             yield f"name={self.name!r}, expected architecture.dataset_recipe"
         elif self.name.partition(".")[0] != self.architecture:
-            yield f"architecture={self.architecture!r} is not the beginning of the name"
+            yield f"architecture={self.architecture!r} is not the first part of the name"
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
         if not all(map(_is_number, self.metrics.values())):
@@ -153,7 +153,7 @@ class WeightsEntry:
         if not isinstance(self.default, bool):
             yield f"default={self.default!r}, expected true or false"
         if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
-            yield "classes has other things than names"
+            yield "classes holds items that are no names"
 
     def _faults_of_place(self) -> Iterator[str]:
         if self.file is None and self.url is None:
@@ -187,7 +187,7 @@ class WeightsEntry:
 
 
 def read_entry(path: Path) -> WeightsEntry:
-    """The entry in a JSON file.
+    """Read an entry from a JSON file.
 
     Raises:
         EntryError: the file is no JSON object, or has unknown, missing or invalid fields.
@@ -202,10 +202,10 @@ def read_entry(path: Path) -> WeightsEntry:
 
 
 def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> WeightsEntry:
-    """The entry of plain ``values``, which were read from ``where``; its file is in ``folder``.
+    """Make an entry from plain ``values``; ``where`` names their file, ``folder`` holds it.
 
     Raises:
-        EntryError: there are unknown, missing or invalid fields.
+        EntryError: a field is unknown, missing or invalid.
     """
     known = {f.name for f in fields(WeightsEntry)} - {"folder"}
     needed = {"name", "architecture", "num_classes", "input_size", "sha256"}
@@ -222,10 +222,10 @@ def entry_from(values: Mapping[str, Any], *, where: str, folder: Path) -> Weight
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The content of a JSON text.
+    """Parse JSON.
 
     Raises:
-        ValueError: it is none, or its lists are nested too deep.
+        ValueError: the text is no JSON, or nested too deep.
     """
     try:
         return json.loads(text)
@@ -234,7 +234,7 @@ def parse_json(text: str | bytes) -> Any:
 
 
 def is_web_address(url: str) -> bool:
-    """Whether ``url`` is of http or https, with a host."""
+    """Whether ``url`` is an http or https address with a host."""
     try:
         parts = urlsplit(url)
     except ValueError:  # half of an IPv6 address

@@ -1,4 +1,4 @@
-"""Errors of weights, with one base class to catch them all."""
+"""Errors of weights, with a common base class."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EntryError(WeightsError):
 
 
 class UnknownWeightsError(WeightsError):
-    """No weights of that name are known, or their file is nowhere to be found."""
+    """No weights have this name, or their file is missing."""
 
 
 class DownloadError(WeightsError):
@@ -22,7 +22,7 @@ class DownloadError(WeightsError):
 
 
 class HashMismatchError(WeightsError):
-    """A file is not the one that its entry describes: altered, truncated or another one."""
+    """The hash of a file differs from its entry: it was altered, truncated or replaced."""
 
 
 class UnreadableWeightsError(WeightsError):
@@ -45,8 +45,8 @@ class StateMismatchError(WeightsError):
     """Tensors do not fit the model.
 
     Attributes:
-        missing: names that the model has and the file has not.
-        unexpected: names that the file has and the model has not.
+        missing: names in the model but not in the file.
+        unexpected: names in the file but not in the model.
         misshapen: lines ``name: shape in the file, shape in the model``.
     """
 

@@ -1,4 +1,4 @@
-"""From an entry to verified bytes: beside the entry, from the cache, or downloaded."""
+"""Reads and verifies the file of an entry: beside it, from the cache, or downloaded."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def read_bytes(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> b
     """The file of ``entry``: beside it, from the cache, or downloaded into the cache.
 
     Raises:
-        UnknownWeightsError: it is in neither place and has no address.
-        HashMismatchError: it is another file than the entry describes.
-        DownloadError: it could not be downloaded.
-        HubError: it is on the hub, which cannot be used.
+        UnknownWeightsError: the file is in neither place and the entry has no url.
+        HashMismatchError: the file's hash differs from the entry's.
+        DownloadError: the download failed.
+        HubError: the file is on the hub, and fetching it failed.
     """
     path = _locate(entry, cache_dir)
     data = path.read_bytes()
@@ -52,7 +52,7 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
             return beside
     if entry.url is not None and entry.url.startswith(HUB):
         return fetch(entry.url, entry.file or "model.safetensors", cache_dir=cache_dir)
-    # the hash in the name: another version of the weights is another file
+    # the hash in the name keeps versions of the weights apart
     cached = cache_folder(cache_dir) / f"{entry.name}-{entry.sha256[:16]}.safetensors"
     if cached.is_file() and sha256_of(cached) == entry.sha256:
         return cached
@@ -66,11 +66,11 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
 
 
 def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> None:
-    """Put the file at ``url`` at ``target``, verified, in one step.
+    """Download ``url``, verify it, and move it to ``target`` atomically.
 
     Args:
         url: http or https.
-        target: the file; its folder is made.
+        target: the file; its folder is created.
         sha256: of the whole file, 64 hexadecimal digits.
         timeout: seconds without a byte after which the download fails.
 
@@ -80,7 +80,7 @@ def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> N
     """
     if not is_web_address(url):
         raise DownloadError(f"{url}: expected an address that begins with https:// or http://")
-    from torch.hub import download_url_to_file  # here: this floor works without torch
+    from torch.hub import download_url_to_file  # torch is slow to import, and only this needs it
 
     target.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -88,16 +88,16 @@ def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> N
             download_url_to_file(url, str(target), hash_prefix=sha256, progress=False)
     except (OSError, HTTPException, ValueError) as error:
         raise DownloadError(f"{url} cannot be downloaded ({error}): check the network") from None
-    except RuntimeError as error:  # what torch raises for a wrong hash
+    except RuntimeError as error:  # a wrong hash
         raise HashMismatchError(
-            f"{url}: {error}. The connection ended early, or the file there is another one; "
+            f"{url}: {error}. The connection ended early, or the server has another file; "
             "nothing was kept. Try again"
         ) from None
 
 
 @contextmanager
 def socket_timeout(seconds: float) -> Iterator[None]:
-    """Let connections fail after so long without a byte; torch and torchvision set no limit."""
+    """Set the timeout of new connections; torch and torchvision set none."""
     before = socket.getdefaulttimeout()
     socket.setdefaulttimeout(seconds)
     try:

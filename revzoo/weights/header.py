@@ -1,8 +1,8 @@
-"""The header of a safetensors file: its strings, and the entry among them.
+"""The header of a safetensors file: its strings, including an entry.
 
 A file is 8 bytes (the header's length, little endian), the header (JSON), then the tensors
 (https://github.com/huggingface/safetensors#format). Its ``__metadata__`` maps strings to strings;
-``entry`` there is the JSON of an entry without the file's hash and place.
+``entry`` there is the JSON of an entry without the file's hash, name and url.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
     """
     size = int.from_bytes(data[:8], "little")
     try:
-        # ValueError: no JSON; TypeError, AttributeError: another kind of value than an object
+        # ValueError: no JSON; TypeError, AttributeError: JSON, but no object
         if len(data) < 8 + size:
-            raise ValueError(f"{len(data)} bytes, and a header of {size}")
+            raise ValueError(f"{len(data)} bytes, but a header of {size}")
         found = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
@@ -55,7 +55,7 @@ def entry_of_file(path: Path) -> WeightsEntry:
     """The entry of a safetensors file: beside it (``NAME.json``, ``config.json``), or inside it.
 
     Raises:
-        EntryError: it is not valid.
+        EntryError: the entry is not valid.
         UnreadableWeightsError: the file is damaged, or has no entry.
     """
     if (entry := entry_beside(path)) is not None:
@@ -67,18 +67,18 @@ def entry_of_file(path: Path) -> WeightsEntry:
         known = None
     if not isinstance(known, Mapping):
         raise UnreadableWeightsError(
-            f"{path} does not say how its model was made, and there is no {path.stem}.json beside "
-            "it that does: put that there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
+            f"{path} does not describe its model, and there is no {path.stem}.json beside it: put "
+            "one there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
         )
     fixed: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
     return entry_from({**known, **fixed}, where=str(path), folder=path.parent)
 
 
 def entry_beside(path: Path) -> WeightsEntry | None:
-    """The entry that stands beside a safetensors file and names it; None where there is none.
+    """The entry beside a safetensors file that names it; None if there is none.
 
     Raises:
-        EntryError: it is not valid.
+        EntryError: the entry is not valid.
     """
     for beside in (path.with_suffix(".json"), path.with_name(CONFIG_FILE)):
         if _file_in(beside) == path.name:
@@ -87,7 +87,7 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 
 
 def _file_in(path: Path) -> Any:
-    """The file that an entry names; None if it is no entry, as any ``config.json`` may be."""
+    """The file that an entry names; None if the JSON is no entry, as ``config.json`` may be."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):

@@ -1,4 +1,4 @@
-"""The Hugging Face hub, through ``huggingface_hub`` where it is installed (the extra ``hub``).
+"""The Hugging Face hub, through the package ``huggingface_hub`` (the extra ``hub``).
 
 A repository holds ``config.json`` (the entry), ``model.safetensors`` and ``README.md`` (the card).
 """
@@ -20,7 +20,7 @@ def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Pat
     """The path of one file of ``hf-hub:owner/name`` or ``hf-hub:owner/name@revision``.
 
     Raises:
-        HubError: huggingface_hub is not installed, the name is none, or the hub refuses.
+        HubError: huggingface_hub is missing, the name is invalid, or the hub refuses.
     """
     name, _, revision = source.removeprefix(HUB).partition("@")
     _check_repository(name)
@@ -29,13 +29,13 @@ def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Pat
         path = hub.hf_hub_download(
             repo_id=name, filename=file, revision=revision or None, cache_dir=cache_dir
         )
-    except (OSError, ValueError) as error:  # its errors derive from these
+    except (OSError, ValueError) as error:  # base classes of the hub's errors
         raise HubError(f"{source}: {file} could not be fetched from the hub: {error}") from error
     return Path(path)
 
 
 def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: bool) -> Path:
-    """A folder with the entry of ``hf-hub:owner/name`` and, if wanted, its tensors.
+    """A folder with the entry of ``hf-hub:owner/name`` and, if ``tensors``, its weights.
 
     Raises:
         HubError: as :func:`fetch`.
@@ -47,12 +47,12 @@ def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: b
 
 
 def push_folder(folder: Path, repository: str, *, private: bool, message: str) -> str:
-    """Upload the files of ``folder`` to ``owner/name``, made if need be; returns its address.
+    """Upload the files of ``folder`` to ``owner/name``, created if missing; returns its address.
 
-    Who is asking is known to huggingface_hub (``hf auth login``, or ``HF_TOKEN``).
+    huggingface_hub handles the login (``hf auth login``, or ``HF_TOKEN``).
 
     Raises:
-        HubError: huggingface_hub is not installed, the name is none, or the hub refuses.
+        HubError: huggingface_hub is missing, the name is invalid, or the hub refuses.
     """
     name = repository.removeprefix(HUB)
     _check_repository(name)

@@ -1,10 +1,10 @@
-"""Pickles that would hang the reader or fill the memory are found before torch loads them.
+"""Refuses pickles that would hang the reader or fill the memory, before torch loads them.
 
-``torch.load(weights_only=True)`` runs no code of the file, but believes its sizes. A hundred bytes
-can hold a tuple of 2**60 parts as the key of a dictionary (hashing it never ends), encode a text to
-hexadecimal digits forty times, or make a set of a tensor that repeats one value without end.
+``torch.load(weights_only=True)`` runs no code of the file, but trusts its sizes. A hundred bytes
+can hold a tuple of 2**60 items as a key of a dictionary (hashing it never ends), encode a text to
+hexadecimal digits forty times, or make a set of a tensor that repeats one value 10**9 times.
 
-:func:`check_pickles` therefore reads the file first, with stand-ins for tensors and storages.
+So :func:`check_pickles` reads the file first, with placeholders for tensors and storages.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _STORAGE_OR_DTYPE = re.compile(r"\w+Storage|(b?float|complex|qu?int|u?int|bool)\
 def check_nesting(value: Any, name: str) -> None:
     """Refuse containers that take forever to walk through.
 
-    A list that holds another one ten times costs a file nothing, and forty levels of such lists
-    have 10**40 values. No container is walked through twice to count them.
+    A list may hold another list ten times at no cost to the file; forty levels of such lists have
+    10**40 values. We count the values of each container once.
 
     Raises:
-        UnreadableWeightsError: more than :data:`DEEPEST` levels or :data:`MOST` values; ``name``
-            and the keys below it say where.
+        UnreadableWeightsError: more than :data:`DEEPEST` levels or :data:`MOST` values; the
+            message gives ``name`` and the keys below it.
     """
     sizes: dict[int, int] = {}
 
@@ -56,37 +56,37 @@ def check_nesting(value: Any, name: str) -> None:
 
 
 def check_pickles(file: IO[bytes], count: int = 1) -> None:
-    """Refuse pickles that cannot be loaded in the time and memory that their length suggests.
+    """Refuse pickles whose loading takes more time and memory than their length suggests.
 
     Args:
-        file: where the first one begins.
-        count: how many follow each other.
+        file: at the start of the first pickle.
+        count: number of consecutive pickles.
 
     Raises:
-        UnpicklingError: or any other exception, for a pickle that is damaged, too, and one that
-            names anything but tensors and plain values.
+        UnpicklingError: or another exception; also for a damaged pickle, and for one that names
+            anything but tensors and plain values.
     """
     for _ in range(count):
         _Rehearsal(file, encoding="latin1").load()
 
 
 def hashable(values: Sequence[Any]) -> Sequence[Any]:
-    """``values``, if each can be a key at once: no tuple in a tuple."""
+    """``values``, if hashing each is fast: no tuple in a tuple."""
     for value in values:
         if isinstance(value, tuple) and any(isinstance(part, tuple) for part in value):
-            raise pickle.UnpicklingError("a key or a part of a set is a tuple of tuples")
+            raise pickle.UnpicklingError("a key or an item of a set is a tuple of tuples")
     return values
 
 
 def listed(values: Any = ()) -> Any:
-    """``values``, if they are in a container; a tensor may have values without end."""
+    """``values``, if they are in a container; a tensor may repeat values endlessly."""
     if not isinstance(values, CONTAINERS):
         raise pickle.UnpicklingError(f"it makes a collection of a {type(values).__name__}")
     return values
 
 
 def ordered(pairs: Any = ()) -> OrderedDict[Any, Any]:
-    """As ``OrderedDict``; Python 2 pickles one as a list of pairs."""
+    """Like ``OrderedDict``, which Python 2 pickles as a list of pairs."""
     items = listed(pairs).items() if isinstance(pairs, MAPPINGS) else listed(pairs)
     hashable([key for key, _ in items])
     return OrderedDict(items)
@@ -111,25 +111,25 @@ _HASHING = {
 
 
 class BoundedUnpickler(pickle._Unpickler):
-    """Python's unpickler, with a bound on time and memory as long as the named calls have one.
+    """Python's unpickler, bounded in time and memory if the callables of ``find_class`` are.
 
-    The unpickler in C allocates its memo for the largest index in the file.
+    The C unpickler allocates its memo for the largest index in the file.
     """
 
     dispatch: ClassVar = {
         **_dispatch,
         **{op[0]: _checking(_dispatch[op[0]], keys) for op, keys in _HASHING.items()},
     }
-    # it is filled with zeros before it is read, however large the file says it is
+    # it would allocate a buffer of the size that the file announces
     del dispatch[pickle.BYTEARRAY8[0]]
 
     def persistent_load(self, pid: Any) -> Any:
-        """Torch replaces this; here it stands for the storage."""
+        """A placeholder for the storage; torch overrides this."""
         return _StandIn()
 
 
 class _StandIn:
-    """A tensor, storage or number format that is not made."""
+    """A placeholder for a tensor, storage or dtype."""
 
     __slots__ = ()
 
@@ -138,7 +138,7 @@ class _StandIn:
 
 
 def _encoded(text: str, encoding: str) -> bytes:
-    """Protocol 2 has bytes as a call of ``_codecs.encode``; only ``latin1`` keeps their length."""
+    """Protocol 2 stores bytes as a call of ``_codecs.encode``; only ``latin1`` keeps the length."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it encodes a text as {encoding!r:.40}")
     return text.encode(encoding)
@@ -161,7 +161,7 @@ _KNOWN: Mapping[str, Any] = {
 
 
 class _Rehearsal(BoundedUnpickler):
-    """Only names that ``torch.save`` writes for plain values and dense tensors."""
+    """Knows only the names that ``torch.save`` writes for plain values and dense tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module.replace('__builtin__', 'builtins')}.{name}"
@@ -169,5 +169,5 @@ class _Rehearsal(BoundedUnpickler):
             return _KNOWN[full]
         owner = re.fullmatch(r"torch|torch\.(cuda|storage)", module)
         if owner and _STORAGE_OR_DTYPE.fullmatch(name):
-            return object()  # a storage is made by persistent_load alone
+            return object()  # only persistent_load makes storages
         raise pickle.UnpicklingError(f"it names GLOBAL {full}")

@@ -1,4 +1,4 @@
-"""Which weights there are: the entries of the package, or of any folders."""
+"""The available weights: entries of the package, or of other folders."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from revzoo.weights.errors import EntryError, UnknownWeightsError
 
 
 class WeightsTable:
-    """The entries ``*.json`` of some folders, read when first needed.
+    """The entries ``*.json`` of folders, read on first use.
 
     Args:
-        *folders: later ones may not repeat a name of earlier ones.
+        *folders: no name may occur twice.
 
     Example:
         >>> from pathlib import Path
@@ -34,27 +34,27 @@ class WeightsTable:
         """Entries by name.
 
         Raises:
-            EntryError: a folder is missing, a file is not valid, not named as its entry, or
-                repeats a name; or an architecture has two defaults.
+            EntryError: a folder is missing; a file is not valid, has another name than its entry,
+                or repeats a name; an architecture has two defaults.
         """
         found: dict[str, WeightsEntry] = {}
         for path in self._files():
             entry = read_entry(path)
             if path.stem != entry.name or entry.name in found:
                 raise EntryError(
-                    f"{path} describes {entry.name!r}: expected a file named as its entry, once"
+                    f"{path} describes {entry.name!r}: expected one file, named like its entry"
                 )
             found[entry.name] = entry
         for architecture in {entry.architecture for entry in found.values()}:
             defaults = [e.name for e in _of(architecture, found.values()) if e.default]
             if len(defaults) > 1:
-                raise EntryError(f"{' and '.join(defaults)} both say default: leave one")
+                raise EntryError(f"{' and '.join(defaults)} are both the default: keep one")
         return found
 
     def names(self, pattern: str = "*") -> list[str]:
-        """Names, sorted, of which the whole or the architecture matches ``pattern``.
+        """Sorted names that match ``pattern`` as a whole or in their architecture.
 
-        The files' names are enough: no entry is read.
+        Reads no entry: the names of the files are enough.
         """
         return sorted(path.stem for path in self._files() if matches(path.stem, pattern))
 
@@ -62,7 +62,7 @@ class WeightsTable:
         """The entry of ``architecture.tag``, or the default one of ``architecture``.
 
         Raises:
-            UnknownWeightsError: there is none; the message gives the nearest and all known names.
+            UnknownWeightsError: there is none; the message lists similar and known names.
         """
         if name in self.entries:
             return self.entries[name]
@@ -84,7 +84,7 @@ class WeightsTable:
     def _files(self) -> Iterable[Path]:
         for folder in self.folders:
             if not folder.is_dir():
-                raise EntryError(f"there is no folder {folder} with entries of weights")
+                raise EntryError(f"{folder} is no folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
 
 

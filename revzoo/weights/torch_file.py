@@ -1,20 +1,18 @@
-"""The one reader of files that ``torch.save`` wrote: as plain data, and no larger than the file.
+"""Reads files of ``torch.save`` as plain data that is no larger than the file.
 
-``torch.load`` checks neither the end of its archive nor its checksums. It also believes the shapes
-that a file announces: a tensor may repeat one value without end (stride 0), so that a file of 2 kB
-takes gigabytes once something computes with the tensor.
+``torch.load`` checks neither the end of its archive nor its checksums. It also trusts the shapes in
+the file: a tensor with stride 0 may repeat one value, so a file of 2 kB takes gigabytes once
+something computes with the tensor.
 
-Three formats are read:
+We read three formats:
 
-* ZIP archives (torch 1.6 and later), not compressed, with a CRC-32 of each part, which is verified;
-* the same without CRC-32 (``torch.serialization.set_crc32_options(False)``);
-* bare pickles (torch 0.2 to 1.5). Neither of the last two has a checksum, so damage in them goes
-  unnoticed; they are read with a warning.
+* ZIP archives (torch 1.6 and later), not compressed, with a CRC-32 of each part, which we verify;
+* ZIP archives without CRC-32 (``torch.serialization.set_crc32_options(False)``);
+* bare pickles (torch 0.2 to 1.5). The last two have no checksums, so damage may go unnoticed, and
+  we log a warning.
 
-Before torch sees a pickle, :mod:`revzoo.weights.pickles` refuses one that asks for more than its
-length suggests.
-
-Not imported by :mod:`revzoo.weights` itself, which works without torch.
+:mod:`revzoo.weights.pickles` first refuses pickles that need more memory than their length
+suggests. :mod:`revzoo.weights` does not import this module, since it works without torch.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ from torch import Tensor
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.pickles import CONTAINERS, check_nesting, check_pickles
 
-_MAGIC = b"PK\x03\x04"  # what torch.load takes for an archive begins with this
+_MAGIC = b"PK\x03\x04"  # torch.load reads files that begin with this as archives
 _BARE_PICKLES = 5  # magic number, version, machine, content, storages
 _REMEDY = "use another copy of it, or another checkpoint of the run"
 
@@ -45,18 +43,18 @@ log = logging.getLogger(__name__)
 def read_torch_file(
     path: Path, *, map_location: Any = "cpu", bare_pickles: bool = True, fallback_pickle: Any = None
 ) -> Any:
-    """The content of a file: containers of plain values and of dense tensors.
+    """The content of a file: containers of plain values and dense tensors.
 
     Args:
         path: a regular file.
         map_location: the device of the tensors, as in ``torch.load``.
-        bare_pickles: whether to read files from before torch 1.6, too.
-        fallback_pickle: a ``pickle_module`` as in ``torch.load``, to be tried where
-            ``weights_only=True`` refuses the file. It must run nothing that the file asks for.
+        bare_pickles: also read files from before torch 1.6.
+        fallback_pickle: a ``pickle_module`` as in ``torch.load``, for files that
+            ``weights_only=True`` refuses. It must not run code from the file.
 
     Raises:
-        UnreadableWeightsError: damaged; with other objects, whose loading could run code; or with
-            tensors that need more memory than the file has bytes.
+        UnreadableWeightsError: the file is missing or damaged, holds objects whose loading could
+            run code, or tensors that need more memory than the file has bytes.
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
@@ -67,14 +65,13 @@ def read_torch_file(
         )
     if not (is_archive and check_archive(path)):
         log.warning(
-            "%s has no checksums, so damage in it would go unnoticed: save it again with torch.save"
-            " of a present torch",
+            "%s has no checksums, so damage would go unnoticed: save it again with a recent torch",
             path,
         )
     try:
         content = _load(path, is_archive, map_location, fallback_pickle)
-    except Exception as error:  # a damaged pickle fails in any way, a foreign one is refused
-        # Not torch's whole message, which first advises weights_only=False.
+    except Exception as error:  # damaged pickles raise many types
+        # not torch's whole message, which recommends weights_only=False
         named = re.search(r"GLOBAL (\S+)", str(error))
         reason = str(error).rpartition("WeightsUnpickler error: ")[2]
         reason = f"it names {named[1]}" if named else " ".join(reason.split())[:200]
@@ -101,11 +98,11 @@ def _load(path: Path, is_archive: bool, map_location: Any, fallback_pickle: Any)
             with path.open("rb") as file:
                 check_pickles(file, _BARE_PICKLES)
         return torch.load(path, map_location=map_location, weights_only=True)
-    except Exception:  # of several kinds, one for each thing that it does not know
+    except Exception:  # several types, for different unknown objects
         if fallback_pickle is None:
             raise
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the source code of a pickled model is missing
+        warnings.simplefilter("ignore")  # the source code of a pickled model is missing
         return torch.load(
             path, map_location=map_location, weights_only=False, pickle_module=fallback_pickle
         )
@@ -118,18 +115,18 @@ def _is_archive(path: Path) -> bool:
 
 
 def check_archive(path: Path) -> bool:
-    """Refuse a file that is not a complete archive; returns whether it has checksums.
+    """Refuse an incomplete or damaged archive; returns whether it has checksums.
 
     Raises:
-        UnreadableWeightsError: cut off, damaged, or compressed, which ``torch.save`` never does;
-            or its parts overlap, so that unpacked they are larger than the file.
+        UnreadableWeightsError: the archive is truncated, damaged or compressed (``torch.save``
+            never compresses), or its parts overlap and are larger than the file.
     """
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
             summed = any(entry.CRC for entry in archive.infolist())
             fault = _fault_of(archive, size, summed=summed)
-    except Exception as error:  # a damaged archive fails in any way
+    except Exception as error:  # damaged archives raise many types
         fault = f"is cut off or no checkpoint at all ({size:,} bytes, {error})"
     if fault:
         raise UnreadableWeightsError(f"{path} {fault}: it was not loaded; {_REMEDY}")
@@ -141,25 +138,23 @@ def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | Non
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         return "is a TorchScript archive, which holds a program; save the module's state_dict"
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-        return "is compressed, which nothing that torch saves is"
+        return "is compressed, which files of torch.save never are"
     if sum(entry.file_size for entry in entries) > size:  # entries share bytes
-        return (
-            f"would take more memory than its {size:,} bytes, which nothing that torch saves does"
-        )
+        return f"would take more memory than its {size:,} bytes, unlike files of torch.save"
     damaged = archive.testzip() if summed else None
-    return damaged and f"is damaged, the sum of {damaged} does not match"
+    return damaged and f"is damaged: the checksum of {damaged} does not match"
 
 
 def _pickles_in(archive: zipfile.ZipFile) -> Iterator[bytes]:
     for entry in archive.infolist():
         if entry.filename.endswith(".pkl"):
             if not entry.CRC:
-                entry.CRC = None  # type: ignore[assignment]  # not kept, so not verified by read()
+                entry.CRC = None  # type: ignore[assignment]  # no checksum in the file: read() must not verify
             yield archive.read(entry)
 
 
 def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
-    """All tensors in the containers, each named by the nearest key above it."""
+    """All tensors in the containers, with the nearest string key above each."""
     pending, seen = [("", content)], set()
     while pending:
         name, value = pending.pop()
@@ -172,12 +167,12 @@ def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
-    """Refuse tensors that are not dense, or that need more memory than the file has bytes.
+    """Refuse tensors that are not dense, or need more memory than the file has bytes.
 
-    Nothing is allocated for it.
+    Allocates nothing.
 
     Raises:
-        UnreadableWeightsError: naming the tensor.
+        UnreadableWeightsError: names the tensor.
     """
     size, total, seen = path.stat().st_size, 0, set()
     for name, tensor in tensors:
@@ -201,7 +196,7 @@ def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
 
 
 def is_dense(value: Any) -> bool:
-    """Whether ``value`` is a tensor with a number in memory for each of its places."""
+    """Whether ``value`` is a strided tensor in memory, not quantised, meta or nested."""
     return (
         isinstance(value, Tensor)
         and value.layout is torch.strided

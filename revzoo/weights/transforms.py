@@ -1,6 +1,7 @@
-"""Images as weights want them: the transforms of their evaluation, from torchvision.
+"""The evaluation transforms of weights, built from torchvision's.
 
-torchvision's presets (``torchvision.transforms._presets``) are private, and for RGB images only.
+Why not torchvision's presets (``torchvision.transforms._presets``): they are private and only for
+RGB images.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ def eval_transforms(
     std: Sequence[float],
     crop_pct: float | None,
 ) -> v2.Compose:
-    """A Pillow image, or a tensor (..., C, H, W) of bytes or of floats in [0, 1], to float32.
+    """From a Pillow image, or a tensor (..., C, H, W) of bytes or floats in [0, 1], to float32.
 
-    The image is converted to the channels of ``input_size``; its shorter side is resized, the
-    middle is cut out, each channel is normalised. Batches work as well.
+    Converts the image to the channels of ``input_size``, resizes its shorter side, crops the centre
+    and normalises each channel. Works on batches, too.
 
     Args:
         input_size: channels, height and width of the result; height and width are equal.

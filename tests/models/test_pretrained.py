@@ -259,7 +259,7 @@ def test_a_single_file_describes_its_model(tmp_path, table, file):
     with pytest.raises(UnreadableWeightsError, match="no complete safetensors file"):
         from_pretrained(lone)
     save_file(small().state_dict(), lone)
-    with pytest.raises(UnreadableWeightsError, match="does not say how its model was made"):
+    with pytest.raises(UnreadableWeightsError, match="does not describe its model"):
         from_pretrained(lone)
 
 

@@ -196,7 +196,7 @@ class Looking(nn.Module):
 
 
 def test_a_model_that_looks_at_values_is_refused():
-    with pytest.raises(ValueError, match="Looking looks at values"):
+    with pytest.raises(ValueError, match="Looking reads values"):
         plan_memory(Looking(), (4, 4), budget="1GiB")
     assert audit(Looking(), (4, 4), modes=[], real=True).peak_bytes > 0
 

@@ -57,7 +57,7 @@ def test_missing_fields_are_reported(tmp_path):
         ({"sha256": "A" * 64}, "in lower case"),
         ({"sha256": 7}, "sha256=7, expected a string"),
         ({"name": "revnet38/x"}, "expected architecture.dataset_recipe"),
-        ({"name": "revnet110.x"}, "is not the beginning of the name"),
+        ({"name": "revnet110.x"}, "is not the first part of the name"),
         ({"file": None}, "file and url are both missing"),
         ({"file": "../x.safetensors"}, "without folders"),
         ({"file": "x.pt"}, r"\.safetensors file"),
@@ -79,7 +79,7 @@ def test_missing_fields_are_reported(tmp_path):
         ({"url": ["https://x"]}, r"url=\['https://x'\], expected a string"),
         ({"url": "http://["}, "expected https"),
         ({"file": ["x"]}, "file=.*expected a string"),
-        ({"classes": [1, 2]}, "other things than names"),
+        ({"classes": [1, 2]}, "items that are no names"),
         ({"default": "yes"}, "default='yes', expected true or false"),
     ],
 )

@@ -38,7 +38,7 @@ def test_of_several_entries_the_default_is_chosen(folder):
     change(folder, "revnet38.small", default=True)
     assert WeightsTable(folder).find("revnet38").name == "revnet38.small"
     change(folder, "revnet38.other", default=True)
-    with pytest.raises(EntryError, match="both say default"):
+    with pytest.raises(EntryError, match="are both the default"):
         WeightsTable(folder).find("revnet38")
 
 
@@ -61,12 +61,12 @@ def test_names_need_no_reading_but_use_does(folder):
 
 def test_a_file_must_be_named_as_its_entry(folder):
     (folder / "revnet38.small.json").rename(folder / "revnet38.x.json")
-    with pytest.raises(EntryError, match="expected a file named as its entry"):
+    with pytest.raises(EntryError, match="expected one file, named like its entry"):
         WeightsTable(folder).find("revnet38.x")
 
 
 def test_two_folders_may_not_repeat_a_name(folder):
-    with pytest.raises(EntryError, match="once"):
+    with pytest.raises(EntryError, match="expected one file"):
         WeightsTable(folder, folder).find("revnet38.small")
 
 

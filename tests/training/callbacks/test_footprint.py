@@ -114,7 +114,7 @@ class Sized(nn.Module):
 
 
 class Looking(Sized):
-    """It looks at values, which fake tensors do not have."""
+    """It reads values, which fake tensors lack."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * bool(x.sum() != 7)
