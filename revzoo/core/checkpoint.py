@@ -1,61 +1,63 @@
 """The invertible checkpoint: activations leave memory in the forward pass and return, step by
 step, in the backward pass.
 
-``torch.utils.checkpoint`` keeps the input of every segment; a chain of invertible steps need keep
-only its last output. This module runs each step as ordinary autograd code under saved-tensor
-hooks and holds the package's only backward rule, :meth:`Tape.replay`. There is no custom
+``torch.utils.checkpoint`` keeps the input of every segment. A chain of invertible steps needs only
+its last output. This module runs each step as ordinary autograd code under saved-tensor hooks and
+holds the package's only backward rule, :meth:`Tape.replay`. There is no custom
 ``autograd.Function``: gradients reach parameters through their own accumulate nodes, so hooks,
-DDP, ``autograd.grad`` and frozen parameters behave as without it.
+DDP, ``autograd.grad`` and frozen parameters work as usual.
 
 Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585, algorithm 1. The
 hooks work as in ``torch.utils.checkpoint(use_reentrant=False)``.
 
 NOTE [ Slots and the tape ]
-    forward     step 0     step 1     step 2            the graph saves *slots*, not activations;
-              x ------> s ------> s ------> y           nothing else holds them: they are freed
-                 slots      slots      slots
-    backward                          <---- y           first slot of step 2 asked for: replay it;
-                            <---- s                     its input inverts step 1, and so on
+    forward     step 0     step 1     step 2            The graph saves *slots* instead of
+              x ------> s ------> s ------> y           activations, so the activations
+                 slots      slots      slots            are freed at once.
+    backward                          <---- y           When the graph reads a slot of step 2,
+                            <---- s                     we replay step 2. That also gives its
+                                                        input s, from which we replay step 1.
 
-    1. A slot stands in the graph for one saved activation; what is small beside the step's input,
-       such as the statistics of a normalisation, stays itself. Slots hold the tape; the tape refers
-       to slots weakly, and its entries hold only what a replay needs. So there is no cycle:
-       graph and tape die by reference counting.
-    2. The tape holds one *known state*, normally the last output (a detached alias: it shares the
-       version counter, so that a later in-place change is seen). ``_position`` says before which
-       entry that state stands.
-    3. An empty slot asked for makes the tape walk from the nearest known state down to the slot's
-       step: entries passed on the way are inverted, the step itself is replayed with recording
-       on, and its slots are filled.
-    4. Where the graph will not be used again and all later slots are filled or gone, the tape is
-       cut: the step's input becomes the known state, everything after it is released, before the
-       next step is recorded. Filled slots keep their value until the graph drops them.
-    5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, the walk
-       continues from a *cursor*, and slots are emptied when the cursor moves on. A step that the
-       cursor has passed is reached by starting again from the known state: slower, never wrong.
-       Any order of unpacking is correct.
-    6. Filling is atomic: an exception inside a replay leaves tape, slots and modules as they were.
-    7. A step in ``recompute`` mode is a tape of one entry whose known state stands before it
-       instead of after it.
-    8. States on the way that the caller holds, such as the output of a backbone on which heads
-       were put, are *landmarks*: a walk starts from the nearest one. So what comes after a state
-       may change before what comes before it is differentiated. The tape refers to them weakly.
-    9. A step that runs inside another one (a sequence in a branch) has its own tape. Its known
-       state is an activation of the outer step: it is kept as a slot of that, filled when that is
-       replayed. So memory does not grow with the number of outer steps.
+    1. A slot replaces one saved activation in the graph. Tensors that are small beside the step's
+       input, such as the statistics of a normalisation, have no slot. Slots hold the tape. The tape
+       refers to slots weakly, and its entries hold only the data for a replay. So there is no
+       reference cycle: reference counting frees graph and tape.
+    2. The tape holds one *known state*, normally the last output. It is a detached alias, which
+       shares the version counter, so later in-place changes are detected. ``_position`` is the
+       index of the entry that follows this state.
+    3. When the graph reads an empty slot, the tape walks back from the nearest known state to the
+       slot's step. It inverts the entries on the way, replays the step itself with recording on,
+       and fills the step's slots.
+    4. If the graph will not be used again and every later slot is filled or freed, we cut the
+       tape: the step's input becomes the known state, and everything after it is freed before we
+       record the next step. Filled slots keep their value until the graph drops them.
+    5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, and the walk
+       continues from a *cursor*. When the cursor moves on, the slots are emptied. To reach a step
+       that the cursor has passed, the walk starts again from the known state: slower, but correct.
+       So any order of unpacking is correct.
+    6. Filling is atomic: an exception inside a replay leaves tape, slots and modules unchanged.
+    7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
+       its output.
+    8. The caller may hold an intermediate state, such as the output of a backbone with several
+       heads. Such states are *landmarks*: a walk starts from the nearest one. So the steps after a
+       landmark may change before the steps in front of it are differentiated. The tape refers to
+       landmarks weakly.
+    9. A step inside another step (a sequence in a branch) has its own tape. Its known state is an
+       activation of the outer step: a slot of the outer step holds it, and is filled when the outer
+       step is replayed. So memory does not grow with the number of outer steps.
 
 NOTE [ Chains joined by hand ]
-    Invertible modules called one after the other form one chain, whether or not a container holds
-    them: a tape is continued whose known state is exactly the new step's input, the very tensors
-    and unchanged. It is found by the identity of the last one; weak references tell whether that
-    still means the same tensor.
+    Invertible modules called one after the other form one chain, also without a container. A new
+    step continues a tape if its input is exactly the tape's known state: the same tensors, not
+    changed since. We look up the tape by the ``id`` of the last tensor; weak references show
+    whether this id still belongs to the same tensor.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -86,37 +88,31 @@ from revzoo.core.replay import (
     version_of,
 )
 
-try:  # private: tells whether the running backward pass keeps the graph for another one
-    from torch._C._autograd import _get_current_graph_task_keep_graph as _graph_is_kept
-except ImportError:  # to assume so costs one retained state, see rule 5
-
-    def _graph_is_kept() -> bool:
-        return True
-
-
-def graph_is_kept() -> bool:
-    """Whether the running backward pass keeps the graph for another one."""
-    return _graph_is_kept()
+# Whether the running backward pass keeps the graph for another one. Private: without it we assume
+# so, which is always right and costs one retained state (rule 5).
+graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
 
 
 def record(
     step: Step, state: State, context: Mapping[str, Any], *, inverts: bool, drift_limit: float
 ) -> Any:
-    """Call ``step`` under hooks that put slots in the place of its activations.
+    """Call ``step`` under hooks that save slots instead of its activations.
 
     Args:
         step: the step.
         state: its input.
         context: its keyword arguments.
         inverts: whether the tape recovers the input from the output; if not, it keeps the input.
-        drift_limit: largest relative error that the guard accepts of a replay.
+        drift_limit: largest relative error that the guard accepts in a replay.
     """
     if not inverts:
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     entry = Entry(step, state, context, drift_limit)
-    tape.close()  # steps that this one runs on its own input are no part of this chain
+    tape.close()  # steps inside this one must not join this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
     with entry.conditions, packed, explained(entry.name), asides(aside if inverts else None):
@@ -130,18 +126,18 @@ def record(
 
 
 def _joins(step: Step, state: State) -> bool:
-    """Whether the steps before may be replayed from what an inverse of ``step`` returns."""
-    # A floating-point step would give those on a grid nearly their words.
+    """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
+    # a floating-point step would recover the words of fixed-point streams only nearly
     return step.grid is not None or not any(fixed_of(t) is not None for t in state)
 
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
-    """Whether the step's call is recorded by autograd, outside transforms and captured graphs."""
+    """Whether autograd records the call, outside transforms and captured graphs."""
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
-    if forward_ad._current_level >= 0 and not is_replaying():  # a replay has no tangents to add
+    if forward_ad._current_level >= 0 and not is_replaying():  # a replay needs no tangents
         return False
     if any(t.requires_grad for t in state):
         return True
@@ -150,7 +146,7 @@ def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool
 
 
 def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
-    """The replay's range in profiles; nothing, at no cost, while none is made."""
+    """A named range in the profile; costs nothing while no profiler runs."""
     if not profiler._is_profiler_enabled:
         return nullcontext()
     return profiler.record_function(f"revzoo.replay {entry.name}")
@@ -165,20 +161,20 @@ def _detached(state: Streams) -> Streams:
 
 
 class _Landmark(NamedTuple):
-    """A state on the way that somebody else may hold (rule 8)."""
+    """An intermediate state that the caller may hold (rule 8)."""
 
     position: int
-    given: list[weakref.ref[Tensor]]
+    refs: list[weakref.ref[Tensor]]
     marks: list[tuple[int, bool]]
 
-    def stands(self) -> bool:
-        return all(ref() is not None for ref in self.given)
+    def alive(self) -> bool:
+        return all(ref() is not None for ref in self.refs)
 
     def state(self) -> Streams | None:
-        """It, detached, unless it is gone or was changed."""
-        state = tuple(t for ref in self.given if (t := ref()) is not None)
-        whole = len(state) == len(self.given) and _marks_of(state) == self.marks
-        return _detached(state) if whole else None
+        """The detached state; None if it was freed or changed in place."""
+        state = tuple(t for ref in self.refs if (t := ref()) is not None)
+        intact = len(state) == len(self.refs) and _marks_of(state) == self.marks
+        return _detached(state) if intact else None
 
 
 class Tape:
@@ -187,7 +183,7 @@ class Tape:
     def __init__(self, state: State | None = None) -> None:
         self.entries: list[Entry] = []
         self._position = 0
-        self._given: list[weakref.ref[Tensor]] = []  # the known state as its maker returned it
+        self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
         self._landmarks: list[_Landmark] = []
         self._known: Kept | None = None
         self._marks: list[tuple[int, bool]] = []
@@ -196,7 +192,7 @@ class Tape:
         self._cursor: tuple[int, Streams] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
-        self._stride = 1  # of the entries that keep samples
+        self._stride = 1  # every so many entries keep samples
 
     @staticmethod
     def ending_with(state: State) -> Tape:
@@ -212,14 +208,14 @@ class Tape:
         self._thin_samples()
         self._set_known(outputs)
         self._position = len(self.entries)
-        if self._landmarks and not self._landmarks[-1].stands():
-            self._landmarks.pop()  # as in every sequence: nobody holds what is between its steps
-        self._given = [weakref.ref(t) for t in outputs]
-        self._landmarks.append(_Landmark(self._position, self._given, self._marks))
+        if self._landmarks and not self._landmarks[-1].alive():
+            self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
+        self._returned = [weakref.ref(t) for t in outputs]
+        self._landmarks.append(_Landmark(self._position, self._returned, self._marks))
         _open_tapes[id(outputs[-1])] = self
 
     def _thin_samples(self) -> None:
-        """Let what the guard keeps not grow with depth: of a long chain it compares some steps."""
+        """Bound the guard's memory: of a long chain, sample every second, fourth, ... step."""
         if len(self.entries) > COMPARED * self._stride:
             self._stride *= 2
             for entry in self.entries[:: self._stride // 2][1::2]:
@@ -228,8 +224,8 @@ class Tape:
             self.entries[-1].samples, self.entries[-1].peaks = [], []
 
     def close(self) -> None:
-        """Let no further step join until one is appended."""
-        self._given = []
+        """Let no step join until the next one is appended."""
+        self._returned = []
 
     def _set_known(self, state: Streams) -> None:
         self._known = Kept(_detached(state))
@@ -237,8 +233,8 @@ class Tape:
 
     def _knows(self, state: State) -> bool:
         return (
-            len(state) == len(self._given)
-            and all(ref() is t for t, ref in zip(state, self._given, strict=True))
+            len(state) == len(self._returned)
+            and all(ref() is t for t, ref in zip(state, self._returned, strict=True))
             and _marks_of(state) == self._marks
         )
 
@@ -251,11 +247,11 @@ class Tape:
 
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
-        self._guard.begin(state if self._position else ())  # rule 7 repeats what it gets
+        self._guard.begin(state if self._position else ())  # a kept input (rule 7) has no error
         if position > index + 1:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
-            self._stand(index + 1, state)
+            self._move_to(index + 1, state)
         entry = self.entries[index]
         if position > index:
             state, replayed = entry.record_from_outputs(state)
@@ -269,10 +265,10 @@ class Tape:
             if (slot := ref()) is not None:
                 slot.value = None
         self._filled = replayed.fill()
-        self._stand(index, state)
+        self._move_to(index, state)
 
     def _nearest(self, index: int) -> tuple[int, Streams]:
-        """The known state closest above ``index``, or at it."""
+        """The nearest known state behind entry ``index``; at its input for rule 7."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
         for landmark in self._landmarks:  # from the first to the last
@@ -281,8 +277,8 @@ class Tape:
         assert self._known is not None
         return self._position, self._known.state(self.entries[-1].name)
 
-    def _stand(self, index: int, state: Streams) -> None:
-        """Go on from ``state``, which stands before entry ``index``: rule 4, or else rule 5."""
+    def _move_to(self, index: int, state: Streams) -> None:
+        """Continue from ``state``, the input of entry ``index``: cut (rule 4) or keep (rule 5)."""
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = index, state
             return

@@ -150,8 +150,13 @@ class Step(nn.Module):
         return self.streams
 
     @property
+    def moves_values(self) -> bool:
+        """Whether an exact step runs on words just as on floats; the others compute sums."""
+        return self.exact and not self.sums
+
+    @property
     def invertible(self) -> bool:
-        """Whether the step can be walked backwards."""
+        """Whether the step has an inverse."""
         return False
 
     @property

@@ -1,8 +1,8 @@
 """Layouts: how the elements of a tensor lie in memory.
 
-Kernels choose by strides: what they save, in which order they sum, which element gets which random
-number. So what a replay computes from must lie in memory as it did in the forward pass, or saved
-tensors differ, masks are permuted, and compiled backward graphs refuse their inputs.
+Strides decide what kernels save, in which order they sum, and which element gets which random
+number. So the inputs of a replay need the strides of the forward pass. With others, saved tensors
+differ, masks are permuted, and compiled backward graphs refuse their inputs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``t`` with the given strides: itself if it has them, else a copy.
 
-    Gaps between elements are reproduced, since kernels look at them; the copy needs the bytes of
-    the tensor whose slice the original was. Elements that shared memory share it again: they were
-    equal, and the reconstructions of one value differ by rounding only, so any of them will do.
+    The copy has the same gaps between elements, since kernels depend on them; it needs as many
+    bytes as the tensor that the original was a slice of. Elements that shared memory share it
+    again: they had one value, whose reconstructions differ only by rounding, so we keep any one.
     """
     if t.stride() == stride:
         return t
@@ -37,7 +37,7 @@ def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether elements may share memory: some stride is less than what the finer ones reach."""
+    """Whether elements may share memory: a stride lies within the extent of smaller strides."""
     reach = 0
     for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
         if s <= reach:
@@ -58,7 +58,7 @@ def _overlapping(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 
 
 def dense(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` without gaps, over which torch sums in another order; channels last as in ``like``."""
+    """``t`` without gaps, which change torch's order of sums; channels last if ``like`` is."""
     last = torch.channels_last
     lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)
     if lasts and not like.is_contiguous():
@@ -69,7 +69,7 @@ def dense(t: Tensor, like: Tensor) -> Tensor:
 
 
 def _reach(t: Tensor) -> int:
-    """The place in memory of the last element, if the first one's is 0."""
+    """The offset of the last element from the first one in memory."""
     return sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
 
 
@@ -84,5 +84,5 @@ def fills_its_memory(t: Tensor) -> bool:
 
 
 def has_values(t: Tensor) -> bool:
-    """Whether there is a value to look at: none on the meta device or in a fake tensor mode."""
+    """Whether ``t`` has values that can be read: not if it is empty, fake or on the meta device."""
     return t.numel() > 0 and t.device.type != "meta" and not isinstance(t, FakeTensor)

@@ -1,4 +1,4 @@
-"""A memory mode for a while."""
+"""A context manager that changes the memory mode temporarily."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _SETTINGS = ("memory", "grid")  # what set_memory sets on a step
 
 @contextlib.contextmanager
 def memory(module: nn.Module, mode: Any, **options: Any) -> Iterator[None]:
-    """A context in which ``module`` has another memory mode; each step has its own back after it.
+    """Change the memory mode of ``module`` inside a ``with`` block; restore each step's mode after.
 
     Args:
-        module: whatever holds steps.
-        mode: as :func:`~revzoo.set_memory` takes it; so are ``options``.
-        **options: see ``mode``.
+        module: a module that holds steps.
+        mode: see :func:`~revzoo.set_memory`.
+        **options: further arguments of :func:`~revzoo.set_memory`.
 
     Raises:
-        ValueError: as :func:`~revzoo.set_memory`; then nothing has changed.
+        ValueError: as :func:`~revzoo.set_memory`; nothing changes.
 
     Example:
         >>> net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
@@ -34,7 +34,7 @@ def memory(module: nn.Module, mode: Any, **options: Any) -> Iterator[None]:
         ['exact', 'exact']
     """
     steps = [m for m in module.modules() if isinstance(m, Step)]
-    # In the instances, not as attributes: a step may read another mode than was set.
+    # from __dict__: a step may report another mode than was set (PaddedCoupling)
     before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
     try:
         set_memory(module, mode, **options)

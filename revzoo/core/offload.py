@@ -1,9 +1,8 @@
 """Mode offload: activations wait in host memory for their backward pass.
 
-``torch.autograd.graph.save_on_cpu`` does the copying too, but it moves the weights as well, and it
-does not see that a tensor it kept was changed in place: on the CPU, where a "copy" is the tensor
-itself, that gives wrong gradients. Here weights and whatever is on the CPU already stay where they
-are and are checked.
+Why not ``torch.autograd.graph.save_on_cpu``: it also moves the weights, and it does not detect
+in-place changes of kept tensors. On the CPU, where its copy is the tensor itself, this gives wrong
+gradients. Here weights and tensors on the CPU stay in place, and their versions are checked.
 """
 
 from __future__ import annotations

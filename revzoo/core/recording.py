@@ -1,4 +1,4 @@
-"""Slots: what the graph holds instead of activations, and how a replay fills them.
+"""Slots, which the graph holds instead of activations, and the replays that fill them.
 
 See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
 """
@@ -39,14 +39,13 @@ from revzoo.core.invertible import (
     check_inputs,
     name_of,
     plain_call,
-    streams_of,
 )
 from revzoo.core.layout import dense, fills_its_memory, laid_out
 from revzoo.core.replay import Conditions, address, version_of
 
 
 class ReplayMismatchError(RuntimeError):
-    """A step's replay saved other tensors than its forward: it is no function of its inputs."""
+    """A replay saved other tensors than the forward pass: the step is not deterministic."""
 
 
 class _Tape(Protocol):
@@ -54,7 +53,7 @@ class _Tape(Protocol):
 
 
 class Slot:
-    """Stands in the graph for one saved activation of the tape's entry ``index``."""
+    """Replaces one saved activation of the tape's entry ``index`` in the graph."""
 
     __slots__ = ("__weakref__", "dtype", "index", "shape", "tape", "value")
 
@@ -67,18 +66,18 @@ class Slot:
 
 
 class Resident(NamedTuple):
-    """A tensor that the graph keeps as it is, such as a parameter or a buffer."""
+    """A tensor that the graph saves itself, such as a parameter or a buffer."""
 
     tensor: Tensor
     version: int
 
     @staticmethod
     def of(t: Tensor) -> Resident:
-        """``t`` as it is now; detached, since an output that its node saves holds its grad_fn."""
+        """Save ``t``; detached, since an output saved by its own node would hold that node."""
         return Resident(t if t.is_leaf else t.detach(), t._version)
 
     def check(self) -> None:
-        """Raise if the tensor was changed since; saved-tensor hooks switch autograd's check off."""
+        """Raise if the tensor was changed in place: hooks switch off autograd's own check."""
         if (now := self.tensor._version) != self.version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an "
@@ -88,7 +87,7 @@ class Resident(NamedTuple):
 
 
 def unpack(packed: Slot | Resident) -> Tensor:
-    """Give the graph what it saved, replaying the step if need be."""
+    """Return a saved tensor to the graph; replay the step if its slot is empty."""
     if isinstance(packed, Slot):
         if packed.value is None:
             packed.tape.replay(packed.index)
@@ -98,18 +97,18 @@ def unpack(packed: Slot | Resident) -> Tensor:
 
 
 def unpack_resident(packed: Resident) -> Tensor:
-    """Give the graph what it saved, which nobody may have changed."""
+    """Return a saved tensor to the graph; raise if it was changed in place."""
     packed.check()
     return packed.tensor
 
 
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
-_thread = threading.local()  # hooks: those of the innermost Recording
+_thread = threading.local()  # .hooks: pack and unpack of the innermost Recording
 
 
 class Recording(saved_tensors_hooks):
-    """``saved_tensors_hooks(pack, unpack)`` that the tapes of steps inside know of, too."""
+    """``saved_tensors_hooks(pack, unpack)`` that the tapes of inner steps can use, too."""
 
     def __enter__(self) -> None:
         self._outer = getattr(_thread, "hooks", None)
@@ -122,7 +121,7 @@ class Recording(saved_tensors_hooks):
 
 
 class _Shape(NamedTuple):
-    """Stands in the graph for a tensor of which the gradient reads the shape alone."""
+    """Replaces a tensor in the graph if the gradient reads only its shape."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -131,9 +130,9 @@ class _Shape(NamedTuple):
 
 
 def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
-    """A context in which the graph keeps no more of ``x`` than its shape.
+    """A context in which the graph keeps only the shape of ``x``.
 
-    For single operators: the gradient gets memory in which no value was written.
+    For single operators whose gradient reads no values of ``x``: it receives uninitialised memory.
     """
     if not hooks_allowed():
         return contextlib.nullcontext()
@@ -154,7 +153,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def hooks_allowed() -> bool:
-    """Whether torch calls hooks on saved tensors here: not in transforms and captured graphs."""
+    """Whether saved-tensor hooks work here: not in transforms and captured graphs."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -164,7 +163,7 @@ def hooks_allowed() -> bool:
 
 @contextlib.contextmanager
 def outside_recordings() -> Iterator[None]:
-    """A context for a replay, which may run in a backward pass inside somebody's forward code."""
+    """Hide outer Recordings from a replay: a backward pass may run inside forward code."""
     outer, _thread.hooks = getattr(_thread, "hooks", None), None
     try:
         yield
@@ -173,9 +172,9 @@ def outside_recordings() -> Iterator[None]:
 
 
 def keep(t: Tensor) -> Callable[[], Tensor]:
-    """Save ``t`` as the graph saves tensors here; returns what a backward pass calls for it.
+    """Save ``t`` like the graph's tensors; returns a function that gives it back in backward.
 
-    What a replay of the same code keeps is what the forward pass kept.
+    A replay of the same code saves it again, so an empty slot is filled.
     """
     pack, give = getattr(_thread, "hooks", None) or (Resident.of, unpack)
     return functools.partial(give, pack(t))
@@ -185,7 +184,7 @@ _NONE = torch.empty(0, device="cpu")
 
 
 class Kept:
-    """A state that a tape keeps: as it is, or as activations of the step around it."""
+    """A state that a tape keeps: itself, or as activations of the outer step (rule 9)."""
 
     __slots__ = ("_packed", "_state", "_unpack", "_versions")
 
@@ -201,7 +200,7 @@ class Kept:
             self._state = tuple(t.moved(_NONE) if isinstance(t, Fixed) else _NONE for t in state)
 
     def state(self, name: str) -> Streams:
-        """The state, unless it was changed in place since; ``name`` is the last step's."""
+        """The state; raises if it was changed in place. ``name`` is the last step's."""
         if self._unpack is not None:
             unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
             return tuple(t.moved(held) if isinstance(t, Fixed) else held for held, t in unpacked)
@@ -219,7 +218,7 @@ class Kept:
 
 @contextlib.contextmanager
 def explained(name: str) -> Iterator[None]:
-    """Say what to do where torch refuses a ``torch.func`` transform because of our hooks."""
+    """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
     try:
         yield
     except RuntimeError as error:
@@ -232,7 +231,7 @@ def explained(name: str) -> Iterator[None]:
 
 
 def put_aside(t: Tensor) -> None:
-    """Keep ``t`` for the replay of the step that runs, in a mode that inverts it."""
+    """Keep ``t`` for the replay of the running step, if its mode inverts it."""
     aside = getattr(_thread, "aside", None)
     if aside is not None:
         aside.append(t)
@@ -240,7 +239,7 @@ def put_aside(t: Tensor) -> None:
 
 @contextlib.contextmanager
 def asides(kept: list[Tensor] | None) -> Iterator[None]:
-    """Let :func:`put_aside` append to ``kept``; None for nowhere."""
+    """Let :func:`put_aside` append to ``kept``; with None it does nothing."""
     outer, _thread.aside = getattr(_thread, "aside", None), kept
     try:
         yield
@@ -251,35 +250,50 @@ def asides(kept: list[Tensor] | None) -> Iterator[None]:
 def call_on_grid(
     call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
 ) -> Any:
-    """``call(step, *state, **context)``; words go where a step moves the values."""
-    if not moves_words(step):
-        return call(step, *state, **context)
+    """``call(step, *state, **context)``; the words move with the values."""
+    # in other calls than ours, a hook may change the outputs
+    trusted = call is call_without_changing_hooks or not hooked(step)
+    return _call_with_words(
+        step,
+        functools.partial(call, step, *state, **context),
+        functools.partial(step.forward, **context) if trusted else None,
+        state,
+        step.extras,
+    )
+
+
+def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
+    """``step.inverse(*state, **context)``; the words move with the values."""
+    inverse = functools.partial(step.inverse, **context)
+    inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
+    return inputs
+
+
+def _call_with_words(
+    step: Step,
+    call: Callable[[], Any],
+    fn: Callable[..., Any] | None,
+    state: State,
+    extras: int,
+) -> Any:
+    """``call()``; where ``step`` moves values, its streams are dense and get words by ``fn``."""
+    if not step.moves_values or step.grid is None or not keeps_words():
+        return call()
     with counting_changes():
-        returned = _dense(call(step, *state, **context), step, state[0])
-    # A hook may change what plain_call returns.
-    if not (call is plain_call and hooked(step)):
-        move_words(functools.partial(step.forward, **context), state, streams_of(returned, step))
-    return returned
-
-
-def _dense(returned: Any, step: Step, like: Tensor) -> Any:
-    """What ``step`` returned, its streams in a layout that its inverse gives back."""
-    if isinstance(returned, Tensor):
-        return dense(returned, like)
-    cut = len(streams_of(returned, step))
-    return *(dense(t, like) for t in returned[:cut]), *returned[cut:]
-
-
-def moves_words(step: Step) -> bool:
-    """Whether the step runs on the words of its streams as well."""
-    return step.exact and not step.sums and step.grid is not None and keeps_words()
+        returned = call()
+        outputs = as_state(returned, step)
+        cut = len(outputs) - extras
+        streams = tuple(dense(t, state[0]) for t in outputs[:cut])
+    if fn is not None:
+        move_words(fn, state, streams)
+    return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
 
 
 def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
-    """Call ``step``; forward hooks on it may look at its streams, but not change them.
+    """Call ``step``; its forward hooks may read the streams, but not change them.
 
     Raises:
-        RuntimeError: one did. The inverse of the step knows nothing of it.
+        RuntimeError: a hook changed a stream, which the inverse of the step would not undo.
     """
     if not hooked(step):
         return plain_call(step, *state, **context)
@@ -295,10 +309,10 @@ def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -
 
 
 class _Watch(NamedTuple):
-    """A step's ``forward`` while it is watched, by any number of threads."""
+    """A step whose ``forward`` is wrapped while calls of one or more threads run."""
 
-    users: list[int]  # threads' calls under way
-    own: bool  # whether the step had a ``forward`` of its own, beside its class's
+    users: list[int]  # number of running calls
+    own: bool  # whether ``forward`` was an attribute of the step, not only of its class
     forward: Callable[..., Any]
 
 
@@ -308,7 +322,7 @@ _watching = threading.Lock()
 
 @contextlib.contextmanager
 def _watched(step: Step) -> Iterator[list[list[Any]]]:
-    """Note in a list what this thread's last call of ``forward`` gets and returns."""
+    """Record arguments and outputs of this thread's last call of ``forward`` in a list."""
     inside: list[list[Any]] = []
     outer = getattr(_thread, "inside", {})
     _thread.inside = {**outer, id(step): inside}
@@ -342,13 +356,13 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether a hook may look at what the layer gets or returns, or change it."""
+    """Whether forward hooks run on the layer, its own or global ones."""
     own = layer._forward_hooks or layer._forward_pre_hooks
     return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
 def _identity(state: tuple[Any, ...]) -> list[Any]:
-    """Which memory the streams lie in and how often it was changed: the same for an alias."""
+    """Memory, geometry and version of each stream; equal for an alias."""
     return [
         (address(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
         if isinstance(t, Tensor)
@@ -358,7 +372,7 @@ def _identity(state: tuple[Any, ...]) -> list[Any]:
 
 
 def unshared(t: Tensor) -> bool:
-    """Whether ``t`` fills a storage that no other tensor has, so that it may be overwritten."""
+    """Whether no other tensor uses the storage of ``t``, so that it may be overwritten."""
     if _use_count is None or not fills_its_memory(t):
         return False
     storage = t.untyped_storage()
@@ -369,7 +383,7 @@ _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do withou
 
 
 def versions_of(state: Streams) -> list[int]:
-    """To be compared after a call that must not change ``state`` in place."""
+    """The version counters, to detect in-place changes of ``state``."""
     return [version_of(t) for t in held_in(state)]
 
 
@@ -401,11 +415,11 @@ def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -
             raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
 
 
-_SMALL = 512  # a storage below this part of a step's input is kept rather than replayed
+_SMALL = 512  # storages smaller than a step's input by this factor are kept, not replayed
 
 
 def _bytes_of(t: Tensor) -> int:
-    """The bytes of its storage; 0 where it has none."""
+    """The bytes of a tensor's storage; 0 if it has none."""
     try:
         return t.untyped_storage().nbytes()
     except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
@@ -413,7 +427,7 @@ def _bytes_of(t: Tensor) -> int:
 
 
 class Entry:
-    """One executed step: what replaying it needs, but no activation and no part of the graph."""
+    """One executed step with the data for its replay, but no activation and no graph."""
 
     __slots__ = (
         "_aside",
@@ -441,37 +455,37 @@ class Entry:
         self.dtypes = tuple(t.dtype for t in inputs)
         self.small = sum(map(_bytes_of, inputs)) // _SMALL
         self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
-        # Detached: a context computed from this very chain would hold the graph that holds it.
+        # detached: a context computed by this chain would form a cycle through the graph
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
-        self.saved: list[weakref.ref[Slot] | None] = []  # None for what is resident
+        self.saved: list[weakref.ref[Slot] | None] = []  # None for resident tensors
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
         self._aside: Kept | None = None
         self.witness = _Witness() if step.early_stop else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
-        """Keep what the step has put aside: inside another step, as activations of that."""
+        """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
         if tensors:
             self._aside = Kept(tuple(tensors))
 
     @property
     def aside(self) -> Sequence[Tensor]:
-        """What the step has put aside."""
+        """The tensors that the step has put aside."""
         return () if self._aside is None else held_in(self._aside.state(self.name))
 
     def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
-        """Note what the guard will compare: values of what will be recomputed, and the range."""
-        got, returned = fixed_or_not(inputs), fixed_or_not(outputs)
+        """Sample the streams that a replay will recompute, and their range, for the guard."""
+        taken, returned = fixed_or_not(inputs), fixed_or_not(outputs)
         if inverts:
-            self.samples = sample(got, returned)
+            self.samples = sample(taken, returned)
         else:
-            self.samples = sample(returned if self.witness is None else self.witness.take(), got)
+            self.samples = sample(returned if self.witness is None else self.witness.take(), taken)
         self.peaks = peaks_of(self.step, self.name, returned)
 
     def report(self, guard: Guard, computed: Streams) -> None:
-        """Hand the guard what the replay computed."""
+        """Pass the streams of a replay to the guard."""
         if self.samples:
             guard.compare(self.step, self.name, self.limit, self.samples, computed)
         guard.bound(self.peaks)
@@ -482,7 +496,7 @@ class Entry:
         saved = self.saved
         small = self.small
         witness = self.witness
-        chain = weakref.ref(tape)  # the graph holds this function, with or without slots
+        chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
         def pack(t: Tensor) -> Slot | Resident:
             if address(t) in resident or 0 < _bytes_of(t) <= small:
@@ -505,7 +519,7 @@ class Entry:
 
     @property
     def wanted(self) -> bool:
-        """Whether the graph may still ask for a slot of the step that is empty."""
+        """Whether the graph still holds an empty slot of the step."""
         slots = (ref() for ref in self.saved if ref is not None)
         return any(slot is not None and slot.value is None for slot in slots)
 
@@ -521,7 +535,7 @@ class Entry:
         return self.laid_out(inputs)
 
     def inverted(self, outputs: Streams) -> Streams:
-        """What the step's inverse returns, under the conditions that hold."""
+        """The result of the step's inverse, under the present conditions."""
         assert isinstance(self.step, Invertible)
         inverse = functools.partial(self.step.inverse, **self.context)
         if self.moves(outputs):
@@ -533,19 +547,18 @@ class Entry:
         return inputs
 
     def moves(self, outputs: Streams) -> bool:
-        """Whether the step runs on words alone."""
-        step = self.step
-        return step.exact and not step.sums and all(isinstance(t, Fixed) for t in outputs)
+        """Whether the inverse needs only the words, no floats."""
+        return self.step.moves_values and all(isinstance(t, Fixed) for t in outputs)
 
     def laid_out(self, inputs: Streams) -> Streams:
         """The inputs with the strides of the forward pass, see :mod:`revzoo.core.layout`.
 
-        They are the outputs of the step before, so every state that the tape walks over has them.
+        They are the outputs of the step before, so every state on a walk has its layout.
         """
         return tuple(map(_laid_out, inputs, self.strides))
 
     def record_from_inputs(self, inputs: Streams) -> tuple[Streams, Replayed]:
-        """Replay the step forwards; returns what :meth:`observe` noted values of."""
+        """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
         stops = self.step.early_stop
         replayed = Replayed(self, stops=stops)
         with self.conditions.restored(whole=not stops):
@@ -581,7 +594,7 @@ class Entry:
 
 
 class _Witness:
-    """The last tensor that an early stop recomputes: its values speak for those before it."""
+    """The last tensor that an early stop recomputes; the guard samples only this one."""
 
     __slots__ = ("_tensor", "_version", "index")
 
@@ -594,7 +607,7 @@ class _Witness:
         self.index, self._tensor, self._version = index, t, version_of(t)
 
     def take(self) -> State:
-        """The tensor, unless it was changed since: then its values are gone."""
+        """The tensor; nothing if it was changed in place, since its values are lost."""
         t, self._tensor = self._tensor, None
         return () if t is None or version_of(t) != self._version else (t,)
 
@@ -606,7 +619,7 @@ class _EnoughRecordedError(BaseException):
 def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
     held = t.words if isinstance(t, Fixed) else t
     if held.dim() != len(stride):
-        return t  # a wrong inverse: named later
+        return t  # a wrong inverse: a later check raises
     if held.stride() == stride:
         return t
     if isinstance(t, Fixed):
@@ -615,7 +628,7 @@ def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
 
 
 class _Unrecorded:
-    """What :meth:`Invertible.replay` gets where nothing need be recorded."""
+    """The argument of :meth:`Invertible.replay` when nothing is recorded."""
 
     complete = True
 
@@ -647,11 +660,11 @@ class Replayed:
 
     @property
     def complete(self) -> bool:
-        """Whether as many tensors were recorded as the forward pass saved, or are needed."""
+        """Whether all tensors of the forward pass, or all that the graph needs, were recorded."""
         return self._count == len(self._entry.saved) or 0 <= self._last < self._count
 
     def value_of(self, witness: _Witness) -> State:
-        """What was recorded of the tensor that the forward pass noted; () if it did not last."""
+        """The recorded value of the witness; nothing if its slot was freed."""
         ref = self._entry.saved[witness.index] if witness.index >= 0 else None
         slot = None if ref is None else ref()
         return tuple(value.tensor for filled, value in self._values if filled is slot)
@@ -692,7 +705,7 @@ class Replayed:
         k = self._count
         self._count += 1
         if k >= len(self._entry.saved):
-            return  # check() tells how many there were
+            return  # check() raises
         ref = self._entry.saved[k]
         slot = None if ref is None else ref()
         if slot is None:
@@ -707,15 +720,14 @@ class Replayed:
             raise _EnoughRecordedError
 
     def check(self) -> None:
-        """Raise unless the replay saved as many tensors as the forward pass, and left them be."""
+        """Raise if the replay saved too few or too many tensors, or changed one in place."""
         if not self.complete:
             forward = len(self._entry.saved)
             raise self._mismatch(
                 f"its replay saved {self._count} tensors, its forward pass {forward}"
             )
-
         for _, value in self._values:
-            value.check()  # the branch itself may have changed what it had saved
+            value.check()  # the branch may have changed a tensor after saving it
 
     def fill(self) -> list[weakref.ref[Slot]]:
         """Put the recorded tensors into their slots."""
@@ -733,7 +745,7 @@ class Replayed:
 
 
 def _pack_in(replayed: weakref.ref[Replayed], t: Tensor) -> None:
-    """The pack hook of a replay, held by whatever graph the replay leaves somewhere."""
+    """The pack hook of a replay; weak, since a graph may outlive the replay."""
     if (found := replayed()) is not None:
         found._pack(t)
 

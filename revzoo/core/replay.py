@@ -277,21 +277,20 @@ class Conditions:
                 "torch.jit, or memory='store' or 'offload' for this step"
             )
         self._extra = None
+        self._plain = self._reach.plain_values(modules)
         if context:
             for name, value in context.items():
                 for t in tensors_of(value):
                     self._held.append(_Held.of(None, None, name, t))
             self._extra = reached_from(tree_iter(dict(context)), self._reach.names)
         if self._extra is not None:
-            modules_of_all = dict.fromkeys((*modules, *self._extra.modules()))
-        members = [(self._reach, modules)]
-        if self._extra is not None:
-            members.append((self._extra, self._extra.modules()))
-        self._plain = [entry for reach, found in members for entry in reach.plain_values(found)]
+            others = self._extra.modules()
+            self._plain += self._extra.plain_values(others)
+            modules = list(dict.fromkeys((*modules, *others)))
         reads = any(reach.reads_statistics for reach in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
-        for m in modules if self._extra is None else modules_of_all:
+        for m in modules:
             self._capture(m, reads, unseen)
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)

@@ -1,26 +1,23 @@
 """Threads that share torch's random state or a model.
 
 NOTE [ Threads ]
-    torch's random state belongs to the process, a module's buffers to all who call the module, and
-    a replay exchanges both for a moment. So:
+    All threads share torch's random state, and all callers of a module share its buffers. A replay
+    swaps both for a moment. So:
 
-    1. A replay that draws random numbers, and the forward pass of a step that draws, or may do so
-       for all that is known, hold one lock. Steps that have been seen to draw nothing run beside
-       each other.
-    2. A replay that exchanges buffers, and the forward passes of modules with buffers, hold a lock
-       per module.
-    3. No wait is endless: a branch may itself wait for another thread (synchronised statistics of
-       ranks that are threads), and a backward pass inside a forward pass may run in a thread of
-       autograd's. The wait for random numbers ends after ``_PATIENCE`` seconds, half of it the
-       next time, and the thread continues unlocked; the wait for a module ends in an error.
-    4. Nothing rests on rule 1 alone: a replay must leave the random state as the forward pass left
-       it, or not have touched it. Otherwise it drew other numbers, and it raises.
+    1. One lock protects replays that draw random numbers, and forward passes of steps that draw, or
+       of which this is not known yet. Steps that drew nothing so far run in parallel.
+    2. A lock per module protects replays that swap its buffers, and its forward passes.
+    3. Every wait has a limit, since a branch may itself wait for another thread (synchronised
+       statistics between ranks that are threads), and a backward pass inside a forward pass may
+       run in another thread. After ``_PATIENCE`` seconds (half as long the next time) a thread
+       continues without the random lock; a wait for a module's lock raises.
+    4. Correct gradients do not depend on rule 1. A replay must leave the random state as the
+       forward pass left it, or not touch it. Otherwise it drew other numbers, and we raise.
 
-    Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) are not
-    locked out. Where they spoil a replay, rule 4 raises, also where they drew beside the forward
-    pass alone. What such a thread draws during a replay are numbers that the forward pass has
-    drawn, and the caller's random state is put back as if it had drawn none. Give it its own
-    ``torch.Generator``.
+    Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) do not take
+    the lock. If they disturb a replay, or only the forward pass, rule 4 raises. During a replay
+    such a thread draws numbers that the forward pass has drawn, and its draws are undone
+    afterwards. Give it its own ``torch.Generator``.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ _PATIENCE = 10.0  # seconds; forward passes of single steps are far from it
 
 
 class Sections:
-    """Counts what threads have under way, each thread's outermost section once."""
+    """Counts running sections; nested sections of one thread count once."""
 
     def __init__(self) -> None:
         self._mutex = threading.Lock()
@@ -62,7 +59,7 @@ class Sections:
 
     def now(self) -> tuple[int, bool]:
         """A mark, for :meth:`alone`."""
-        entered = self._entered  # read first: one that begins between the two reads is seen
+        entered = self._entered  # read first, to notice a section that begins between the two reads
         return entered, self._inside == (getattr(self._own, "depth", 0) > 0)
 
     def alone(self, mark: tuple[int, bool]) -> bool:
@@ -70,7 +67,7 @@ class Sections:
         return mark[1] and self._entered == mark[0]
 
 
-swaps = Sections()  # replays that exchange the random state
+swaps = Sections()  # replays that swap the random state
 
 
 class RandomLock:
@@ -81,7 +78,7 @@ class RandomLock:
         self.patience = patience
 
     def acquire(self) -> bool:
-        """Whether the lock was got in time."""
+        """Take the lock; returns False after ``patience`` seconds."""
         if self._lock.acquire(blocking=False) or self._lock.acquire(timeout=self.patience):
             return True
         self.patience /= 2
@@ -109,14 +106,14 @@ class ModuleLock:
 
 
 def locks_of(modules: Iterable[nn.Module]) -> list[ModuleLock]:
-    """The locks of those with buffers."""
+    """The locks of the modules with buffers, in the order of taking them."""
     stateful = [m for m in modules if m._buffers]
     locks = [_locks.setdefault(m, ModuleLock(type(m).__name__)) for m in stateful]
     return sorted(locks, key=lambda lock: lock.number)
 
 
 def acquire(locks: list[ModuleLock]) -> None:
-    """Take all, or none and raise."""
+    """Take all locks, or none and raise."""
     for i, lock in enumerate(locks):
         if lock.lock.acquire(blocking=False) or lock.lock.acquire(timeout=_PATIENCE):
             continue
@@ -129,14 +126,14 @@ def acquire(locks: list[ModuleLock]) -> None:
 
 
 def release(locks: list[ModuleLock]) -> None:
-    """Give all back."""
+    """Release all locks."""
     for lock in reversed(locks):
         lock.lock.release()
 
 
 @contextlib.contextmanager
 def exclusive(locks: list[ModuleLock]) -> Iterator[None]:
-    """For forward passes that are not recorded, beside other threads' replays."""
+    """Hold the locks during a forward pass that is not recorded."""
     acquire(locks)
     try:
         yield

@@ -10,18 +10,23 @@ log-determinant are recomputed in the backward pass too and a flow trains in con
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo.core.fixedpoint import counting_changes, move_words
-from revzoo.core.invertible import Invertible, Recording, State, Step, as_state, name_of
-from revzoo.core.layout import dense
+from revzoo.core.invertible import (
+    Invertible,
+    Recording,
+    State,
+    Step,
+    as_state,
+    name_of,
+    plain_call,
+)
 from revzoo.core.modes import mode_of
-from revzoo.core.recording import call_without_changing_hooks, hooked, moves_words
+from revzoo.core.recording import call_on_grid, call_without_changing_hooks, inverse_on_grid
 
 
 def zero_total(x: Tensor) -> Tensor:
@@ -39,7 +44,6 @@ class WithLogDet(Invertible):
         NotImplementedError: the step has no log-determinant; names the step.
     """
 
-    sums = True
     loose = 1  # the total
 
     def __init__(self, step: Step) -> None:
@@ -55,21 +59,21 @@ class WithLogDet(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *streams, total = state
-        step, inverted = self.step, mode_of(self.memory).inverts
-        moves = moves_words(step)
-        with counting_changes() if moves else nullcontext():
-            if inverted and type(step).forward_with_log_det is Invertible.forward_with_log_det:
-                outputs = call_without_changing_hooks(step, *streams, **context)
-                log_det = step.log_det(*streams, **context)
-            else:
-                outputs, log_det = step.forward_with_log_det(*streams, **context)
-            given = as_state(outputs)
-            cut = len(given) - self.extras
-            if moves:
-                given = *(dense(t, streams[0]) for t in given[:cut]), *given[cut:]
-        if moves and (inverted or not hooked(step)):
-            move_words(functools.partial(step.forward, **context), tuple(streams), given[:cut])
-        return *given[:cut], total + log_det, *given[cut:]
+        step, log_dets = self.step, list[Tensor]()
+
+        def with_log_det(step: Invertible, /, *streams: Tensor, **context: Any) -> Any:
+            outputs, log_det = step.forward_with_log_det(*streams, **context)
+            log_dets.append(log_det)
+            return outputs
+
+        call: Callable[..., Any] = with_log_det
+        if type(step).forward_with_log_det is Invertible.forward_with_log_det:
+            inverted = mode_of(self.memory).inverts
+            call = call_without_changing_hooks if inverted else plain_call
+        outputs = as_state(call_on_grid(call, step, tuple(streams), context))
+        log_det = log_dets[0] if log_dets else step.log_det(*streams, **context)
+        cut = len(outputs) - self.extras
+        return *outputs[:cut], total + log_det, *outputs[cut:]
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
         *outputs, total = state
@@ -78,9 +82,8 @@ class WithLogDet(Invertible):
 
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         *ended, total = outputs
-        streams = record.inverted(self.step.inverse, tuple(ended), context)
-        if self.step.exact and not self.step.sums:
-            move_words(functools.partial(self.step.inverse, **context), tuple(ended), streams)
+        inverse = functools.partial(inverse_on_grid, self.step)
+        streams = record.inverted(inverse, tuple(ended), context)
         inputs = record.laid_out((*streams, torch.zeros_like(total)))
         recorded = record(self.forward, inputs, record.needs, context)
         log_det = recorded[len(outputs) - 1]

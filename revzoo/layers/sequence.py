@@ -6,14 +6,12 @@ The streams stay separate tensors through the whole sequence: no block concatena
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
 from typing import Any, overload
 
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import counting_changes, move_words, moved
+from revzoo.core.fixedpoint import moved
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -24,9 +22,8 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.layout import dense
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.recording import moves_words, refuse_changed_outputs, versions_of
+from revzoo.core.recording import inverse_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
@@ -243,15 +240,9 @@ class ReversibleSequence(Invertible):
                 check_range(step, state)
                 versions = versions_of(state)
                 assert isinstance(step, Invertible)
-                inverse = functools.partial(step.inverse, **context)
-                moves = moves_words(step)
-                noted = counting_changes() if moves else nullcontext()
-                with Conditions(step, state).restored(), noted:
-                    inputs = as_state(inverse(*state))
-                    inputs = tuple(dense(t, state[0]) for t in inputs) if moves else inputs
+                with Conditions(step, state).restored():
+                    inputs = inverse_on_grid(step, *state, **context)
                 refuse_changed_outputs(name_of(step), state, versions)
-                if moves:
-                    move_words(inverse, state, inputs)
                 state = inputs
         state = moved(Merge(self.dim, self.split).forward, state) if merge else state
         return state[0] if len(state) == 1 else state

@@ -213,7 +213,7 @@ def test_frozen_parts_and_evaluation_mode():
 
 
 def test_models_without_steps_or_training_are_refused():
-    with pytest.raises(ValueError, match="holds no step"):
+    with pytest.raises(ValueError, match="has no step to plan"):
         plan_memory(nn.Linear(3, 3), (4, 3), budget="1GiB")
     with pytest.raises(ValueError, match="unfreeze"):
         plan_memory(model_of().requires_grad_(False), SHAPE, budget="1GiB")
