@@ -1,4 +1,4 @@
-"""What a layer gets, with the gradient of what it returns: for per-sample gradients and norms.
+"""Pairs a layer's input with the gradient of its output, for per-sample gradients and norms.
 
 Libraries for such quantities keep the input of each layer in a forward hook, until a backward hook
 uses it: so every input stays alive, and a reversible network saves nothing. Where an activation is

@@ -1,4 +1,4 @@
-"""How exactly a module inverts: measured per step and per dtype."""
+"""Measures how exactly a module inverts, per step and dtype."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class StepError(NamedTuple):
 
 
 class InverseReport(tuple[StepError, ...]):
-    """Errors per dtype and step; the row named ``"whole"`` is the module's own round trip.
+    """Errors per dtype and step; the row ``"whole"`` is the round trip of the whole module.
 
-    ``skipped`` tells why a dtype has no rows: the error that the module raised in it.
+    ``skipped`` maps each dtype without rows to the error that the module raised in it.
     """
 
     skipped: dict[torch.dtype, str]
@@ -45,12 +45,12 @@ class InverseReport(tuple[StepError, ...]):
         """Largest relative error in ``dtype``.
 
         Raises:
-            ValueError: it was skipped.
+            ValueError: ``dtype`` was skipped.
         """
         if dtype in self.skipped:
             raise ValueError(f"{dtype} was skipped: {self.skipped[dtype]}")
         errors = torch.tensor([row.relative for row in self if row.dtype == dtype])
-        return float(errors.max())  # NaN where there is one
+        return float(errors.max())  # NaN if one is NaN
 
     def __str__(self) -> str:
         lines = [f"{'dtype':10}{'step':40}{'absolute':>12}{'relative':>12}"]
@@ -70,20 +70,20 @@ def check_inverse(
 ) -> InverseReport:
     """Measure ``inverse(forward(x)) - x`` for ``module`` and each of its steps.
 
-    Works on copies: parameters, buffers and the random state stay as they are. Each step is given
-    the state that reaches it; flags (train or eval) are the module's.
+    Works on a copy: parameters, buffers and the random state do not change. Each step is tested on
+    the state that reaches it, in the module's mode (train or eval).
 
     Args:
         module: an :class:`Invertible`, such as a ``ReversibleSequence``.
-        *inputs: what ``module`` takes, e.g. one tensor ``(B, C, H, W)``.
-        dtypes: to which module and inputs are cast. One in which the module raises is skipped and
-            named in the report (``torch.linalg`` knows no bfloat16), unless it raises in all. On a
-            grid, the types that have none are left out and the inputs are rounded to it first.
-        **context: keyword arguments of every step; floating-point tensors among them are cast too.
+        *inputs: inputs of ``module``, e.g. one tensor ``(B, C, H, W)``.
+        dtypes: module and inputs are cast to each. A dtype in which the module raises is skipped
+            and reported (``torch.linalg`` has no bfloat16), unless all raise. With a grid, inputs
+            are first rounded to it.
+        **context: keyword arguments of every step; floating-point tensors among them are cast, too.
 
     Raises:
-        ValueError: an inverse returns another number of streams, or shapes, than its step took.
-        NotInvertibleError: the module, or a step of it, has no inverse.
+        ValueError: an inverse returns another number or other shapes of streams than its step took.
+        NotInvertibleError: the module or one of its steps has no inverse.
 
     Example:
         >>> double = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Identity())])
@@ -106,7 +106,7 @@ def check_inverse(
         given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
         try:
             rows += _round_trips(net, state, given)
-        except RuntimeError as error:  # what operators without a kernel for the type raise
+        except RuntimeError as error:  # operators without a kernel for the dtype raise it
             skipped[dtype] = str(error).splitlines()[0]
             if len(skipped) == len(dtypes):
                 raise
@@ -116,20 +116,20 @@ def check_inverse(
 def is_invertible(
     module: nn.Module, *inputs: Tensor, tolerance: float = 1e-6, **context: Any
 ) -> bool:
-    """Whether ``module`` has an inverse that gives back ``inputs``.
+    """Whether ``module`` has an inverse that recovers ``inputs``.
 
-    Works on a copy in float64, so that rounding does not decide; :func:`check_inverse` tells by
-    how much each step is off, and in which dtype. Several branches that draw random numbers
-    (dropout in training) have no common inverse: call ``eval()``.
+    Works on a copy in float64, so that rounding does not decide; :func:`check_inverse` measures the
+    error of each step, in several dtypes. Branches that draw random numbers (dropout in training)
+    have no common inverse: call ``eval()``.
 
     Args:
-        module: any module; one that is no :class:`~revzoo.Invertible` has no inverse.
-        *inputs: what ``module`` takes; none to ask only whether every step of it has an inverse.
+        module: any module; only an :class:`~revzoo.Invertible` has an inverse.
+        *inputs: inputs of ``module``; without them, only check that every step has an inverse.
         tolerance: largest error relative to the largest input.
         **context: keyword arguments of every step.
 
     Raises:
-        Exception: what the forward pass raises, if it does.
+        Exception: any error of the forward pass.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Conv2d(2, 2, 1))
@@ -146,10 +146,10 @@ def is_invertible(
     given = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
     state = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-        net(*state, **given)  # its own errors are no answer
+        net(*state, **given)  # raises its own errors
     try:
         report = check_inverse(module, *inputs, dtypes=(torch.float64,), **context)
-    except (RuntimeError, ValueError, TypeError):  # of the inverse
+    except (RuntimeError, ValueError, TypeError):  # errors of the inverse
         return False
     return report.worst(torch.float64) <= tolerance
 
@@ -202,13 +202,13 @@ def _round_trip(
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """Largest magnitude; NaN if there is one (Python's max would pass over it)."""
+    """Largest magnitude; NaN if one is NaN, which Python's max would ignore."""
     magnitudes = [t.abs().max().double() for t in tensors if t.numel()]
     return torch.stack(magnitudes).max().item() if magnitudes else 0.0
 
 
 def _atoms(module: nn.Module, name: str = "") -> Iterator[tuple[str, Invertible]]:
-    """The steps that are no containers of steps, in order, with their place."""
+    """The steps that are no containers, in order, with their positions."""
     if isinstance(module, Iterable):
         for i, step in enumerate(module):
             yield from _atoms(step, f"{name}{i}.")

@@ -1,36 +1,36 @@
-"""Fixed-point streams: sums of integers, hence reconstructions without error.
+"""Fixed-point streams: sums of integers, which can be undone without error.
 
-Floating-point addition rounds, so ``(x + v) - v`` is not ``x`` and a deep network reconstructs its
-input with an error that grows on the way. Integer addition does not round. So a stream in mode
-``exact`` is a tensor of *words*, integers on a grid of multiples of ``2**-bits``; the float tensor
-that branches read, and through which gradients flow, is made from them. Each branch value is
-rounded to the grid before it is added, hence ``(x + v) - v == x`` bit for bit at any depth.
+Floating-point addition rounds, so ``(x + v) - v`` differs from ``x``, and the error of a
+reconstruction grows with depth. Integer addition does not round. So in mode ``exact`` a stream is a
+tensor of *words*: integers that count units of ``2**-bits``. Branches read a float tensor that is
+made from the words, and gradients flow through it. Each branch value is rounded to the grid before
+it is added, so ``(x + v) - v == x`` bit for bit at any depth.
 
-Gomez et al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point; the argument comes from
-exactly reversible learning in Maclaurin et al. 2015 (arXiv 1502.03492), without its information
-buffer, which additions do not need. torch's own quantisation (``fake_quantize``) clamps silently
-and saves a mask for the backward pass; here leaving the range is an error, and nothing is saved.
+Gomez et al. 2017 (arXiv 1707.04585, section 3.2) suggest fixed point. Maclaurin et al. 2015 (arXiv
+1502.03492) use it for exactly reversible learning, with an information buffer that additions do
+not need. torch's quantisation (``fake_quantize``) clamps silently and saves a mask for the backward
+pass; here leaving the range raises, and nothing is saved.
 
 NOTE [ Words and floats ]
-    1. Streams of up to 32 bits have 32-bit words, 23 fractional bits and a range of +-128 by
-       default: as precise as float32 itself at 1. Where one is float64, all have 64-bit words and
-       29 fractional bits more.
-    2. The words belong to the storage of the float tensor, so that an alias has them too
-       (``detach()``). They are forgotten with the storage, and ignored where the tensor was changed
-       in place or is another view. A tensor without words is rounded to the grid. Tensors of
-       inference mode count no changes, so those with words are made outside of it.
-    3. The float tensor holds 24 bits of the word. Whoever stores the output of a network elsewhere
-       keeps these only, and inverts it with the error of one rounding; with 14 bits or fewer a
-       float32 holds the whole word.
-    4. A step that only moves values runs on the words as well. Sums are computed here.
-    5. Where no ``grid`` is given, the range follows the largest value that enters a chain of steps,
-       at least 16 times of it: computed on the device, of this input alone.
-    6. A word wraps around beyond 31 bits. So a value or stream beyond 30 bits turns the stream
-       into NaN, also in a replay, at no synchronisation, and the backward pass raises a RangeError.
-       Where values were infinite or NaN themselves, as in an overflow of float16, NaN is what
-       remains of them.
-    7. Inside torch.func transforms, forward-mode AD and graphs that torch captures, there is
-       nothing to invert: streams are floats there, with values rounded to a given ``grid``.
+    1. Streams of up to 32 bits have 32-bit words. By default they have 23 fractional bits and a
+       range of +-128, and are as precise as float32 is near 1. If one stream is float64, all have
+       64-bit words with 29 more fractional bits.
+    2. The words are an attribute of the float tensor's storage, so an alias (``detach()``) also has
+       them. They are freed with the storage, and ignored if the tensor was changed in place or is
+       another view. A tensor without words is rounded to the grid. Inference tensors do not count
+       in-place changes, so tensors with words are made outside inference mode.
+    3. A float32 tensor holds 24 bits of a word. An output that was saved to a file has only these,
+       so inverting it has the error of one rounding. With 14 fractional bits or fewer, float32
+       holds the whole word.
+    4. A step that only moves values runs on the words, too. The other exact steps compute sums,
+       with the functions of this module.
+    5. With ``grid="auto"`` the largest value that enters a chain of steps decides the range: at
+       least 16 times this value. It is computed on the device, for each input.
+    6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
+       also in a replay and without a host sync, and the backward pass raises a RangeError. Values
+       that are infinite or NaN, as after an overflow of float16, become NaN.
+    7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
+       Streams there are floats, and branch values are rounded if ``grid`` is a number.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class Fixed:
 
     Attributes:
         words: int32, or int64 for float64 streams.
-        down: the value of one unit, a power of two; a tensor where it depends on the input.
+        down: the value of one unit, a power of two; a tensor if it depends on the input.
         dtype: of the float tensor.
-        peak: on the device, the largest magnitude that went into the words, or into those that
-            they were reconstructed from, in units; None for a stream without values.
+        peak: largest magnitude, in units, of this stream and of all values added to it so far, as
+            a tensor on the device; None for an empty stream.
     """
 
     __slots__ = ("down", "dtype", "peak", "words")
@@ -90,7 +90,7 @@ class Fixed:
 
     @property
     def limit(self) -> float:
-        """In units: words and values below it add up without wrapping around."""
+        """In units: sums of words and values below it do not overflow."""
         return _limit(self.words.dtype)
 
     def read(self) -> Tensor:
@@ -101,11 +101,11 @@ class Fixed:
         return floats
 
     def moved(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
-        """The same values in other places."""
+        """A stream with the same values in other places."""
         return Fixed(words, self.down, dtype or self.dtype, self.peak)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
-        """The words from before ``value`` was added, into the memory of ``value`` if allowed."""
+        """Subtract ``value``; ``overwrite`` allows reusing its memory."""
         words = self.words
         dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
@@ -126,7 +126,7 @@ def _down(down: Scale, peak: Tensor | None, limit: float) -> Scale:
 
 
 def counting_changes() -> AbstractContextManager[Any]:
-    """Where tensors count their changes in place, as those made in inference mode do not."""
+    """A context in which new tensors count in-place changes, even inside inference mode."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -148,7 +148,7 @@ def can_have_words(state: Iterable[Tensor]) -> bool:
 
 
 def keeps_words() -> bool:
-    """Rule 7 of NOTE [ Words and floats ]."""
+    """Whether streams keep words here (rule 7 of NOTE [ Words and floats ])."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -157,7 +157,7 @@ def keeps_words() -> bool:
     )
 
 
-_KEY = "_revzoo_fixed"  # attribute of a storage: Fixed, by where in it the float tensor lies
+_KEY = "_revzoo_fixed"  # attribute of a storage: place of the float tensor in it -> Fixed
 
 
 def fixed_of(t: Tensor) -> Fixed | None:
@@ -170,7 +170,7 @@ def fixed_of(t: Tensor) -> Fixed | None:
 
 
 def _set_words(t: Tensor, fixed: Fixed) -> None:
-    # An attribute: a dictionary with weak keys takes 16 times as long to find them (1.7 us).
+    # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
     attributes[_KEY] = {**attributes.get(_KEY, {}), _place(t): fixed}
 
@@ -180,12 +180,12 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 
 def fixed_or_not(state: Iterable[Tensor | Fixed]) -> Streams:
-    """The state with the words of each stream in its place, if it has any."""
+    """The state; streams that have words become :class:`Fixed`."""
     return tuple(t if isinstance(t, Fixed) else fixed_of(t) or t for t in state)
 
 
 def floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
-    """The state as float tensors that have their words."""
+    """The state as float tensors; each :class:`Fixed` becomes a tensor with words."""
     return tuple(_with_words(t) if isinstance(t, Fixed) else t for t in state)
 
 
@@ -201,7 +201,7 @@ def held_in(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
 
 
 def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
-    """The state rounded to one grid, with words; as it is where it has words of that grid.
+    """Round the state to one grid and give it words, unless it has words of that grid.
 
     The gradient of the rounding is the identity.
     """
@@ -211,7 +211,7 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     if len(fixed) == len(state) and _have_scale(fixed, grid):
         return state
     unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
-    # One tensor for all streams: it tells that they are on the same grid.
+    # one object for all streams: its identity shows that they are on the same grid
     unit = unit * 2.0**-EXTRA_BITS if wide else unit
     return tuple(_entered(t, unit, words) for t in state)
 
@@ -234,14 +234,14 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
 
 
 def largest(t: Tensor) -> Tensor:
-    """The largest magnitude in ``t``, which is not empty; NaN where there is one."""
+    """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
     t = t.detach() if t.is_floating_point() else t.detach().float()
     low, high = torch.aminmax(t)  # ten times as fast as torch.linalg.vector_norm on a CPU
     return torch.maximum(-low, high)
 
 
 class _Rounded(torch.autograd.Function):
-    """The float tensor of words that stand for ``x``."""
+    """``x`` -> the float tensor of its words; the gradient is the identity."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
@@ -269,15 +269,15 @@ def _summed(
     *options: Any,
     largest_part: int,
 ) -> Tensor:
-    """The float tensor, with words, of a sum that ``fill`` computes of ``parts``, the value last.
+    """Compute a sum; returns its float tensor, with words.
 
     Args:
-        fill: see :func:`_in_chunks`; it gets the parts, the words and the floats to fill.
+        fill: computes the sum (see :func:`_in_chunks`) from ``parts`` into words and floats.
         fixed: the stream that is added to.
-        parts: see there.
+        parts: the summands; the value is the last one.
         dtype: of the float tensor.
-        *options: passed to ``fill`` behind the scales.
-        largest_part: how many times the value the sum may add.
+        *options: passed to ``fill`` after the scales.
+        largest_part: the largest factor of the value in the sum.
     """
     value, words = parts[-1], torch.empty_like(fixed.words)
     with counting_changes():
@@ -289,7 +289,7 @@ def _summed(
             peak = torch.maximum(peak, fixed.peak)
         down = _down(down, peak, fixed.limit)
     _in_chunks(fill, (*parts, words, total), up, down, *options)
-    if peak is not None:  # NaN, if it was made here, hides the value that it was made for
+    if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
         peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
     _set_words(total, Fixed(words, fixed.down, dtype, peak))
     return total
@@ -310,12 +310,12 @@ class _Sum(torch.autograd.Function):
 
 
 def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
-    """``x + sign * value``, rounded to the grid of ``x``; it has words, too.
+    """``x + sign * value``, rounded to the grid of ``x``, with words.
 
     Args:
-        x: a stream whose words are ``fixed``.
+        x: a stream.
         value: of the same shape.
-        fixed: see there.
+        fixed: the words of ``x``.
         sign: 1 or -1.
     """
     total: Tensor = _Sum.apply(x, value, fixed, sign)
@@ -330,7 +330,7 @@ class _SecondDifference(torch.autograd.Function):
         ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
-        # With 2 b x, which is at most as large as the stream, a value counts twice.
+        # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
         return _summed(_shift_in, fixed, parts, x.dtype, bits, largest_part=2)
 
@@ -341,13 +341,13 @@ class _SecondDifference(torch.autograd.Function):
 
 
 def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
-    """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, and its words.
+    """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
 
     Args:
-        before: a stream whose words are ``fixed``; the product with b drops their low ``bits``.
+        before: a stream; the product with b drops the low ``bits`` of its words.
         x: the stream that ``value`` was computed from.
         value: of the same shape.
-        fixed: see there.
+        fixed: the words of ``before``.
         bits: at least 1.
     """
     total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
@@ -357,7 +357,7 @@ def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bi
 def undo_second_difference(
     total: Fixed, x: Tensor, value: Tensor, side: Tensor, bits: int
 ) -> Fixed:
-    """The words of ``before``; ``side`` are the bits that :func:`pack_bits` kept of them."""
+    """Recover ``before``; ``side`` are the low bits of its words, from :func:`pack_bits`."""
     words = torch.empty_like(total.words)
     _in_chunks(_shift_out, (total.words, x, value, words), 1 / total.down, bits)
     words |= _unpack_bits(side, words, bits)
@@ -397,7 +397,7 @@ def _shift_out(
 
 
 def pack_bits(words: Tensor, bits: int) -> Tensor:
-    """The low bits of each word, several words a byte where they fit."""
+    """The low ``bits`` of each word; a byte holds as many words as fit."""
     low = (words & (2**bits - 1)).to(torch.uint8).flatten()
     slot = _slot(bits)
     parts = nn.functional.pad(low, (0, -len(low) % (8 // slot))).view(8 // slot, -1)
@@ -418,16 +418,16 @@ def _slot(bits: int) -> int:
 
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
-    """``x`` rounded to the grid of ``fixed``, with words, in its type; the gradient passes."""
+    """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
     return _entered(x.to(fixed.dtype), fixed.down, fixed.words.dtype)
 
 
 def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """``fn(*state)``, of which the words go where the values go.
+    """``fn(*state)``; the words move with the values.
 
     Args:
-        fn: moves values only, of tensors of any type; returns a tuple.
-        state: each stream with words, or all without.
+        fn: only moves values, in tensors of any dtype; returns a tuple.
+        state: all streams have words, or none has.
     """
     with counting_changes():
         outputs: tuple[Tensor, ...] = tuple(fn(*state))
@@ -439,7 +439,7 @@ def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ..
 def move_words(
     fn: Callable[..., Any], state: tuple[Tensor, ...], outputs: tuple[Tensor, ...]
 ) -> None:
-    """Give the ``outputs`` that ``fn`` made of ``state`` by moving its values their words."""
+    """Give ``outputs = fn(*state)`` words: ``fn`` moves the words of ``state``, too."""
     fixed = [fixed_of(t) for t in state]
     if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
         return
@@ -453,7 +453,7 @@ def move_words(
 def words_through(
     fn: Callable[..., Any], state: Sequence[Fixed], dtypes: Sequence[torch.dtype]
 ) -> tuple[Fixed, ...]:
-    """The state whose values ``fn`` has moved; ``dtypes`` are those of the float tensors.
+    """Apply ``fn``, which only moves values, to words; ``dtypes`` are of the float tensors.
 
     Raises:
         ValueError: ``fn`` does not work on integers.
@@ -475,9 +475,8 @@ def words_through(
 
 
 _NOT_MOVED = (
-    "a step with exact = True must give integers the places that it gives floats, and got "
-    "integers; expected forward and inverse to move values only. Use AdditiveCoupling for sums, or "
-    "leave exact = False"
+    "a step with exact = True got integers; expected forward and inverse to move them as they move "
+    "floats. Use AdditiveCoupling for sums, or leave exact = False"
 )
 
 
@@ -521,7 +520,7 @@ def _take_away(
 
 
 def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Scale) -> None:
-    """``fn(*tensors, scratch, *scales)``, in pieces, for which a small scratch does."""
+    """``fn(*tensors, scratch, *scales)``, piece by piece, so that ``scratch`` is small."""
     words = next(t for t in tensors if not t.is_floating_point())
     kind, count = _computed_in(words), words.numel()
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
@@ -530,7 +529,7 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
         return
     flat = [t.as_strided((count,), (1,)) for t in tensors]
     scratch = torch.empty(chunk, dtype=kind, device=words.device)
-    # Of tensors without values the first piece tells what memory it takes.
+    # for fake tensors one piece is enough: it takes the memory of all
     for start in range(0, count if has_values(words) else 1, chunk):
         pieces = [t[start : start + chunk] for t in flat]
         fn(*pieces, scratch[: len(pieces[0])], *scales)

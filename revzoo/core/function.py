@@ -1,4 +1,4 @@
-"""Any function with an inverse as a checkpointed step."""
+"""Makes a checkpointed step of any function with an inverse."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ def invertible_checkpoint(
     """``fn(*args, **kwargs)``, whose activations and tensor arguments are recomputed in backward.
 
     Args:
-        fn: returns a tensor or a tuple of tensors. Modules and generators that it is, is bound to,
-            closes over or names as globals, also in lists and dictionaries, are replayed
-            faithfully (statistics, flags, random numbers), and tensors among them are checked for
-            changes. Still, pass tensors by keyword: one from the same chain that ``fn`` holds in
-            another way is never freed if its graph is not differentiated.
-        inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are those of
+        fn: returns a tensor or a tuple of tensors. It may be a module or method, close over modules
+            and generators, or use them as globals, also in lists and dictionaries: a replay
+            restores them (statistics, flags, random numbers) and checks tensors for changes. But
+            pass tensors by keyword: a tensor of the same chain that ``fn`` holds in another way is
+            never freed if its graph is not differentiated.
+        inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are the
             ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
-        *args: the tensors among them (not inside containers) are what ``inverse`` reconstructs.
+        *args: ``inverse`` reconstructs the tensors among them (not inside containers).
         **kwargs: passed on; tensors among them are kept and may require gradient.
 
     Returns:
-        What ``fn`` returns. Consecutive calls form one chain, which keeps only its last output.
+        The result of ``fn``. Consecutive calls form one chain, which keeps only its last output.
 
     Raises:
         ValueError: no positional argument is a tensor.
@@ -43,8 +43,8 @@ def invertible_checkpoint(
     state = tuple(a for a in args if isinstance(a, Tensor))
     if not state:
         raise ValueError(
-            "invertible_checkpoint got no tensor among its positional arguments: pass what the "
-            "inverse reconstructs by position, the rest by keyword"
+            "invertible_checkpoint got no tensor among its positional arguments: pass the tensors "
+            "that the inverse reconstructs by position, the rest by keyword"
         )
     step = _Function(fn, inverse, args)
     outputs = run_step(step, state, **kwargs)

@@ -1,25 +1,26 @@
-"""Guards: what must hold for gradients to be right, checked without stalling the device.
+"""The guard: detects wrong reconstructions, without stalling the device.
 
-Reconstruction is exact only up to rounding. A network that amplifies rounding, streams in a narrow
-type, or a branch that does not repeat itself make it wrong, and the gradients with it. So values
-of every reconstructed stream are kept from the forward pass and compared: the *drift*. In mode
-``exact`` the drift must be zero and the streams must stay in the range of their grid.
+A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
+have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
+So the guard samples every stream in the forward pass and compares the samples with the
+reconstruction. The relative error is the *drift*. In mode ``exact`` the drift must be zero, and
+streams must stay in the range of their grid.
 
-All figures stay on the device; they are read once, when the backward pass is over.
+All figures stay on the device. They are read once, after the backward pass.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
-    zeros) carries nothing but rounding when it is reconstructed. Beside the other channels that is
-    small, 1e-7 of their size. But BatchNorm, GroupNorm and RMSNorm divide by the channel's own
-    spread, at least sqrt(eps): they amplify it 300 times, and the ReLU that follows sits at its
-    kink, where rounding decides whether a gradient passes. Measured: two pruned filters in a stem
-    make its gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
+    zeros) holds only rounding errors when it is reconstructed. They are small: 1e-7 of the size of
+    the other channels. But BatchNorm, GroupNorm and RMSNorm divide by the channel's spread, at
+    least sqrt(eps). They amplify the errors 300 times, and the next ReLU is at its kink, where
+    rounding decides whether a gradient passes. Measured: two pruned filters in a stem make its
+    gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
 
-    So the error of each channel is compared with the spread of that channel too, in the
-    reconstruction, whole: the spread of a sample would be zero for a healthy channel that is
-    mostly zero, as behind a ReLU. A small channel whose spread is far above the rounding is fine.
-    Only streams count from which a later replay computes something that it saves: the first input
-    of a chain is added to, never looked at.
+    So we also compare the error of each channel with the spread of this channel. The spread is
+    taken over the whole reconstructed channel, not over the sample: for a healthy channel of mostly
+    zeros, as after a ReLU, the spread of a sample is zero. A channel with small values is fine if
+    its spread is far above the rounding errors. We check only streams that a replay reads and saves
+    tensors from: the first input of a chain is added to, but never read.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from revzoo.core.replay import address
 
 SAMPLES = 32  # values compared per stream that has no channels
 PER_CHANNEL = 4  # values compared per channel
-CHANNELS = 128  # compared at most, per stream; others in the next step
-COMPARED = 256  # steps of a chain at most, evenly spread; a longer one reports every other's drift
-VARIANTS = 4  # sets of places, one of them drawn at each step
-_FEWEST = 4  # values that a channel needs for its spread to mean anything; fewer agree by chance
+CHANNELS = 128  # most channels compared per stream; other ones in other training steps
+COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
+VARIANTS = 4  # sets of sampled places; each step draws one
+_FEWEST = 4  # smallest channel that is compared: the spread of fewer values means little
 
-_draw = random.Random(0)  # of places; nobody else's random numbers
+_draw = random.Random(0)  # draws places without using the caller's random numbers
 
 
 def draw_places(seed: int) -> None:
-    """Let the places that the next forward passes sample follow from ``seed`` alone.
+    """Seed the choice of the places that the next forward passes sample.
 
-    A run that resumes at a step then measures the drift that it would have measured.
+    A resumed run then measures the same drift as a run without interruption.
     """
     _draw.seed(seed)
 
@@ -74,7 +75,7 @@ class RangeError(RuntimeError):
 
 
 class _Channels(NamedTuple):
-    """Channels of which values were taken: where they stand, and which of them."""
+    """The sampled channels of a stream: dimension, number of channels, chosen indices."""
 
     dim: int
     size: int
@@ -82,14 +83,14 @@ class _Channels(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """Indices of the values that are compared, PER_CHANNEL of each channel one after the other."""
+    """Indices of the values to compare: PER_CHANNEL values of the first channel, then the next."""
 
     places: Tensor
-    channels: tuple[_Channels, ...]  # one after the other in ``places``; none: no channels
+    channels: tuple[_Channels, ...]  # in the order of ``places``; empty without channels
 
 
 class Samples(NamedTuple):
-    """Values of one computed stream, and of one it is computed from: the scale of its rounding."""
+    """Values of a computed stream, and of an operand, whose size sets the scale of rounding."""
 
     stream: int
     values: Tensor
@@ -98,7 +99,7 @@ class Samples(NamedTuple):
 
 
 class _Drift:
-    """The values compared of one reconstructed stream."""
+    """The sampled values of one reconstructed stream."""
 
     __slots__ = ("actual", "ends", "limit", "name", "samples", "step", "used")
 
@@ -109,7 +110,7 @@ class _Drift:
         self.name = name
         self.limit = limit
         self.samples = samples
-        if samples.plan.channels:  # a stream that was floating-point in the forward pass
+        if samples.plan.channels:  # the stream was floating-point in the forward pass
             (computed,) = floats((computed,))
         self.actual = _taken(computed, samples.plan.places)
         self.ends = [
@@ -121,7 +122,7 @@ class _Drift:
 
 
 class Peak(NamedTuple):
-    """How far a stream in fixed point goes, and its units."""
+    """The largest magnitude of a fixed-point stream, its limit and its unit."""
 
     step: Step
     name: str
@@ -131,7 +132,7 @@ class Peak(NamedTuple):
 
 
 def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
-    """Those of a step's outputs, and of all that these were computed from."""
+    """The peaks of a step's outputs, each over all streams that it was summed from."""
     return [
         Peak(step, name, t.peak, t.limit, t.down)
         for t in outputs
@@ -140,7 +141,7 @@ def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
 
 
 def sample(computed: Streams, known: Streams) -> list[Samples]:
-    """A few values of each stream that the step does not pass on as it is."""
+    """Sample each stream, except streams that the step passes on unchanged."""
     operands = [
         t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
@@ -148,13 +149,13 @@ def sample(computed: Streams, known: Streams) -> list[Samples]:
     for i, t in enumerate(computed):
         if _among(t, known):
             continue
-        if isinstance(t, Fixed):  # must be the very same: no channel can be lost in rounding
+        if isinstance(t, Fixed):  # must be equal bit for bit: no channel can be lost in rounding
             if has_values(t.words):
                 plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
                 values = _taken(t, plan.places)
                 found.append(Samples(i, values, values, plan))
         elif _comparable(t):
-            # what the stream was computed with has its shape; where nothing has, it is moved alone
+            # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
             plan = _draw.choice(_plans(t.shape, t.is_complex(), t.device))
             spread = _spread(operand.numel() << operand.is_complex(), operand.device)
@@ -185,16 +186,16 @@ def _ends(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 
 @functools.lru_cache(maxsize=256)
 def _spread(count: int, device: torch.device) -> Tensor:
-    """Indices of SAMPLES elements spread over ``count``, the same ones in every layout."""
+    """Indices of SAMPLES elements spread over ``count``, equal for every layout."""
     golden = _golden(SAMPLES)
     return (golden * count).long().to(device)
 
 
 @functools.lru_cache(maxsize=256)
 def _plans(shape: torch.Size, is_complex: bool, device: torch.device) -> list[_Plan]:
-    """VARIANTS plans of what to compare of a stream of this shape."""
+    """VARIANTS plans for streams of this shape."""
     count = shape.numel()
-    # Tokens (B, N, C) and signals (B, C, L) look alike; images have their channels in dim 1.
+    # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
     dims = (
         [] if is_complex else [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
     )
@@ -239,8 +240,8 @@ class Guard:
         self._waiting: list[tuple[int, _Drift]] = []  # not yet used, by address
 
     def begin(self, state: Streams) -> None:
-        """Note the state that a backward pass starts from, unless it is under way already."""
-        # Figures of a backward pass that an exception ended are dropped.
+        """Record the state that a backward pass starts from; no effect later in the same pass."""
+        # drops figures of a backward pass that an exception ended
         task: int = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._drifts, self._peaks, self._waiting = task, [], [], []
@@ -255,7 +256,7 @@ class Guard:
     def compare(
         self, step: Step, name: str, limit: float, samples: list[Samples], computed: Streams
     ) -> None:
-        """Note a replay's samples beside the forward pass's."""
+        """Record a replay's values, to compare with the samples of the forward pass."""
         for sampled in samples:
             t = computed[sampled.stream]
             drift = _Drift(step, name, limit, sampled, t)
@@ -264,7 +265,7 @@ class Guard:
                 self._waiting.append((address(t), drift))
 
     def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
-        """Note the streams that a replay computed from; ``state`` is what the next one starts from.
+        """Record the streams that a replay read; the next replay starts from ``state``.
 
         See NOTE [ Channels that are lost in rounding ].
         """
@@ -277,20 +278,20 @@ class Guard:
         self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
     def bound(self, peaks: list[Peak]) -> None:
-        """Note how far streams went, which must be less than their limits."""
+        """Record peaks, which must be below their limits."""
         self._peaks += peaks
 
     def take(self) -> tuple[list[Tensor], list[_Drift], list[Peak]]:
-        """The figures: sizes at the start, drifts, peaks. None are left."""
+        """Return and clear the figures: sizes at the start, drifts, peaks."""
         figures = self._start, self._drifts, self._peaks
         self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
         return figures
 
 
 class _Pass:
-    """One backward pass: all its chains are checked at once, which costs what one of them does.
+    """One backward pass; checks all its chains together, at the cost of one.
 
-    Autograd holds it until the pass is over, done or failed.
+    Autograd holds it until the pass succeeds or fails.
     """
 
     __slots__ = ("__weakref__", "guards")
@@ -300,7 +301,7 @@ class _Pass:
 
     @staticmethod
     def of(task: int) -> _Pass:
-        """That of autograd's graph task, which is under way."""
+        """The object of a running graph task of autograd."""
         under_way = _passes.get(task)
         if under_way is None:
             under_way = _passes[task] = _Pass()
@@ -308,7 +309,7 @@ class _Pass:
         return under_way
 
     def check(self) -> None:
-        """Read the figures and note each step's drift.
+        """Read the figures, set each step's drift, and raise for figures beyond their limit.
 
         Raises:
             RangeError: a stream reached its limit; names the step and a grid that fits.
@@ -318,9 +319,8 @@ class _Pass:
         sizes = iter(_read([size for start, _, _ in figures for size in start]))
         drifts: list[_Drift] = []
         for start, of_chain, peaks in figures:
-            # A forward pass that overflowed is no fault of the reconstruction, nor of the streams
-            # that are recomputed from infinity. Training in float16 skips such a step: its
-            # gradients are not finite either.
+            # The forward pass overflowed, so plain training has no finite gradients either, and
+            # training in float16 skips the step. The reconstruction is not at fault.
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
                 continue
             if (found := _beyond(peaks)) is None:
@@ -341,7 +341,7 @@ def check_range(step: Step, state: State) -> None:
 
 
 def _read(found: Sequence[Tensor]) -> list[float]:
-    """Their values, in one transfer per device."""
+    """The values of scalars; one transfer if they are on one device."""
     if len({v.dtype for v in found}) > 1:
         found = [v.double() for v in found]
     if len({v.device for v in found}) > 1:
@@ -350,9 +350,9 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 
 
 def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
-    """The first in the forward pass, the last replayed, that reached its limit; and how far.
+    """The first stream in forward order (the last replayed) at its limit, and its magnitude.
 
-    A number before what is not finite: from a stream beyond its limit NaN is made.
+    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
     values = _read([peak.units for peak in peaks])
     pairs = zip(reversed(peaks), reversed(values), strict=True)
@@ -389,7 +389,7 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         if not errors[drift] <= drift.limit:
             raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
     for drift in drifts:
-        # Half of the digits that the limit leaves to a stream must be left to each channel.
+        # a channel must keep half as many digits as the limit demands of the stream
         if drift.used and not lost[drift] <= math.sqrt(drift.limit):
             raise _failure(drift, _explain_lost(drift, lost[drift]))
 
@@ -401,7 +401,7 @@ def _failure(drift: _Drift, message: str) -> DriftError:
 
 
 def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
-    """Streams of one shape and device are compared together."""
+    """Groups of streams with one shape and device, which are compared together."""
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
         kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
@@ -411,7 +411,7 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
 
 
 def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drift, float]) -> None:
-    """The errors relative to the whole stream, and to the spread of the channel worst off."""
+    """Measure errors relative to the stream, and to the spread of the worst channel."""
     plans = [d.samples.plan for d in drifts]
     expected = torch.stack([d.samples.values for d in drifts]).cpu().double()
     operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
@@ -429,7 +429,7 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
             spread = spread.gather(1, index)
         count = spread.shape[1] * PER_CHANNEL
         of_channel = difference[:, at : at + count].view(*spread.shape, PER_CHANNEL).amax(2)
-        # One that is constant in the replay too is moved as a whole, which no norm amplifies.
+        # spread 0: the whole channel is shifted by a constant, which no norm amplifies
         ratio = torch.where(spread > 0, of_channel / spread, 0)
         worst, at = torch.maximum(worst, ratio.amax(1)), at + count
     errors.update(zip(drifts, relative.tolist(), strict=True))
@@ -438,38 +438,38 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
 
 def _explain(drift: _Drift, error: float, worst: float) -> str:
     found = (
-        f"{drift.name}: what was recomputed is off by {error:.2g} of its size (limit "
-        f"{drift.limit:g}; {worst:.2g} at worst in this backward pass), so the gradients are "
-        "wrong. "
+        f"{drift.name}: a recomputed stream is off by {error:.2g} of its size (limit "
+        f"{drift.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are wrong. "
     )
     if drift.limit == 0:
         return found + (
-            "On a grid it must be the very same: the branch does not repeat its value. Use "
-            "memory='store' for this step"
+            "On a grid it must be equal, so the branch is not deterministic. Use memory='store' "
+            "for this step"
         )
     return found + (
         "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
-        "amplifies (normalise it; lower the learning rate if the training diverges) or does not "
-        "repeat its value, a wrong inverse (check_inverse() tells). Use memory='exact', or "
-        "'recompute' or 'store' for some steps; set_drift_limit() changes the limit"
+        "amplifies (normalise it; lower the learning rate if the training diverges) or is not "
+        "deterministic, a wrong inverse (see check_inverse()). Use memory='exact', or 'recompute' "
+        "or 'store' for some steps; set_drift_limit() changes the limit"
     )
 
 
 def _explain_lost(drift: _Drift, ratio: float) -> str:
     return (
         f"{drift.name}: a channel of recomputed stream {drift.samples.stream} is off by "
-        f"{ratio:.2g} of its spread (limit {math.sqrt(drift.limit):.2g}): constant in the forward "
-        "pass, or nearly, it is rounding when it is recomputed; a normalisation amplifies that, so "
-        "the gradients are wrong. Causes: pruned filters, dead channels, streams of zeros. Use "
-        "memory='exact', or 'recompute' for this step; set_drift_limit() changes the limit"
+        f"{ratio:.2g} of its spread (limit {math.sqrt(drift.limit):.2g}). It is nearly constant in "
+        "the forward pass, so recomputed it is mostly rounding errors, which a normalisation "
+        "amplifies: the gradients are wrong. Causes: pruned filters, dead channels, streams of "
+        "zeros. Use memory='exact', or 'recompute' for this step; set_drift_limit() changes the "
+        "limit"
     )
 
 
 def set_drift_limit(module: nn.Module, limit: float) -> None:
-    """Set the largest relative drift allowed to the steps of ``module``.
+    """Set the largest allowed relative drift for the steps of ``module``.
 
-    Infinity allows any; :func:`drift` still measures. The error of a single channel, relative
-    to its own spread, may be the square root of ``limit``.
+    Infinity allows any drift; :func:`drift` still measures it. The error of a single channel,
+    relative to its spread, may be the square root of ``limit``.
 
     Raises:
         ValueError: ``limit`` is negative or no number.
@@ -487,9 +487,9 @@ def set_drift_limit(module: nn.Module, limit: float) -> None:
 
 
 def drift(module: nn.Module) -> dict[str, float]:
-    """Relative drift of each step of ``module`` in its last replay, by its path, in order.
+    """Relative drift of each step of ``module`` in its last replay, by path, in order.
 
-    Steps that were never replayed are left out.
+    Leaves out steps that were never replayed.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4))

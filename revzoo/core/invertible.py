@@ -1,9 +1,8 @@
-"""The contract of a step: what the tape, the containers and the zoo agree on.
+"""The interface of a step, which the tape, the containers and the networks use.
 
 A network is a sequence of *steps*. A step maps a *state*, a tuple of streams, to the next state.
-An :class:`Invertible` step can also be walked backwards, which is what lets
-:mod:`revzoo.core.checkpoint` drop every activation and recompute it from the outputs during the
-backward pass.
+An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.checkpoint` can drop its
+activations and recompute them from the outputs in the backward pass.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ State = tuple[Tensor, ...]
 
 
 class NotInvertibleError(RuntimeError):
-    """Raised when an inverse is asked of a layer that loses information; names the layer."""
+    """An inverse was requested of a layer that loses information; the message names the layer."""
 
 
 class Recording(Protocol):
-    """Runs parts of a step with recording on; handed to :meth:`Invertible.replay`."""
+    """Runs parts of a step with recording on; an argument of :meth:`Invertible.replay`."""
 
     needs: tuple[bool, ...]
     """Which streams of the step's input required gradient in the forward pass."""
@@ -31,21 +30,21 @@ class Recording(Protocol):
         """Whether every tensor that the forward pass saved has been recorded again."""
 
     aside: Sequence[Tensor]
-    """What the forward pass kept with :func:`revzoo.core.recording.put_aside`, in its order."""
+    """The tensors of :func:`revzoo.core.recording.put_aside` in the forward pass, in order."""
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
     ) -> State:
         """``inverse(*outputs, **context)`` without recording.
 
-        It sees the random state and buffers of the forward pass (the ``carried`` ones as that left
-        them) and leaves them as they were, so that what is recorded next repeats the forward pass.
+        It runs with the random state and buffers of the forward pass (``carried`` buffers: the
+        values after it). These are restored afterwards, so the next recording sees them, too.
         """
 
     def laid_out(self, inputs: State) -> State:
-        """The step's inputs with the strides that they had in the forward pass.
+        """The step's inputs with their strides of the forward pass.
 
-        Kernels choose by strides what they save and which random number goes where.
+        Strides decide what kernels save, and which element gets which random number.
         """
 
     def __call__(
@@ -55,18 +54,18 @@ class Recording(Protocol):
         needs: tuple[bool, ...],
         context: Mapping[str, Any],
     ) -> State:
-        """Run ``fn(*inputs, **context)``, the inputs requiring gradient as ``needs`` says.
+        """Run ``fn(*inputs, **context)``; ``needs`` are the ``requires_grad`` of the inputs.
 
         Returns:
-            The outputs as leaves, each with the ``requires_grad`` that it came with.
+            The outputs as leaves, with their ``requires_grad``.
         """
 
 
 class Step(nn.Module):
     """One stage of computation: ``forward(*state)`` maps a state (a tuple of streams) to the next.
 
-    Keyword arguments given to a sequence reach ``forward``, and ``inverse``, of each of its steps.
-    A step that is not :class:`Invertible` is recomputed where the memory mode is ``invert``.
+    A sequence passes its keyword arguments to ``forward`` and ``inverse`` of each of its steps. The
+    memory mode ``invert`` recomputes a step that is not :class:`Invertible`.
 
     Example:
         >>> class Halve(revzoo.Step):
@@ -79,42 +78,41 @@ class Step(nn.Module):
     """
 
     streams: int = 2
-    """How many tensors the step takes."""
+    """Number of tensors that the step takes."""
 
     extras: int = 0
-    """How many tensors it returns behind its streams that are none: a loss, attention weights. A
-    sequence hands them to the caller, behind its streams, in the order of its steps. No inverse
-    gets them."""
+    """Number of extra outputs after the streams, such as a loss or attention weights. A sequence
+    returns them after its streams, in the order of its steps. Inverses do not receive them."""
 
     memory: str = "invert"
-    """The mode in which the step runs, in a :class:`~revzoo.ReversibleSequence` or called by
-    itself; change it with :func:`revzoo.set_memory`."""
+    """The mode in which the step runs, in a :class:`~revzoo.ReversibleSequence` or alone;
+    :func:`revzoo.set_memory` changes it."""
 
     exact: bool = False
-    """Whether the step only moves values, so that ``forward`` and ``inverse`` work on integers as
-    on floats: it fits mode ``exact``."""
+    """Whether the step fits mode ``exact``: ``forward`` and ``inverse`` only move values, so they
+    work on integers, too."""
 
     sums: bool = False
-    """Whether an exact step adds to its streams by :func:`revzoo.core.fixedpoint.add` instead."""
+    """Whether an exact step instead adds to its streams, by :func:`revzoo.core.fixedpoint.add`."""
 
     needs_words: bool = False
-    """Whether its inverse needs streams in fixed point; in floating point it is recomputed."""
+    """Whether the inverse works only in fixed point; in floating point the step is recomputed."""
 
     delegates: bool = False
-    """Whether a step that stands beside it runs it (:func:`revzoo.make_reversible`)."""
+    """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
 
     loose: int = 0
-    """How many of an exact step's streams, the last ones, stay in floating point."""
+    """Number of streams, the last ones, that stay in floating point in mode ``exact``."""
 
     inexact: str = (
-        "does not say that it is exact on fixed-point streams (if it only moves values, so that it "
-        "works on integers as well, set exact = True on its class)"
+        "is not marked as exact on fixed-point streams (if it only moves values, and works on "
+        "integers, too, set exact = True on its class)"
     )
-    """Why it does not, as the end of a sentence that begins with the step's name."""
+    """Why the step does not fit mode ``exact``; continues a sentence that begins with its name."""
 
     grid: int | str | None = None
-    """Fractional bits of the fixed-point streams; ``"auto"`` for those that the input needs; None
-    for floating-point streams."""
+    """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for
+    floating-point streams."""
 
     drift_limit: float = 1e-3
     """Largest relative error of a reconstruction; see :mod:`revzoo.core.guard`."""
@@ -123,7 +121,7 @@ class Step(nn.Module):
     """Relative error of the last reconstruction."""
 
     early_stop: bool = False
-    """Whether a replay from the inputs ends once it has what the graph asks for."""
+    """Whether a replay from the inputs stops when it has all tensors that the graph needs."""
 
     label: str = ""
     """The step's place in its model, for error messages."""
@@ -131,22 +129,22 @@ class Step(nn.Module):
     def __call__(self, *state: Any, **context: Any) -> Any:
         """``forward(*state, **context)``, hooks included, in the step's memory mode.
 
-        A container, whose members run in theirs, replaces this by ``nn.Module``'s own.
+        A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
-        from revzoo.core.modes import run_alone  # which is built on steps
+        from revzoo.core.modes import run_alone  # imports this module
 
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
         return run_alone(self, state, context)
 
     def _get_name(self) -> str:
-        """The class, as ``repr`` shows it, with the memory mode where the step has its own."""
+        """The class name in ``repr``, with the memory mode; without it for a container."""
         own = type(self).__call__ is Step.__call__
         return f"{type(self).__name__}[{self.memory}]" if own else type(self).__name__
 
     @property
     def outputs(self) -> int:
-        """How many streams the step returns; by default, as many as it takes."""
+        """Number of streams that the step returns; by default, as many as it takes."""
         return self.streams
 
     @property
@@ -161,11 +159,11 @@ class Step(nn.Module):
 
     @property
     def subject(self) -> nn.Module:
-        """The module whose state a replay restores, with what it reaches; itself by default."""
+        """The module whose state a replay restores, with everything it reaches; default: self."""
         return self
 
     def difference(self) -> str:
-        """What the step knows of a replay that does not repeat its forward pass; ends the error."""
+        """Details for the error message of a replay that did not repeat the forward pass."""
         return ""
 
 
@@ -183,8 +181,8 @@ def _no_log_det(self: Invertible, *state: Tensor, **context: Any) -> Tensor:
 class Invertible(Step):
     """A step with an inverse: ``inverse(*forward(*state)) == state`` up to rounding.
 
-    ``forward`` must be a function of its inputs, the module's parameters and buffers and torch's
-    random state alone, so that a replay gives the same value.
+    ``forward`` may depend only on its inputs, the module's parameters and buffers, and torch's
+    random state, so that a replay computes the same value.
 
     Example:
         >>> class Swap(revzoo.Invertible):
@@ -205,7 +203,7 @@ class Invertible(Step):
 
     carried: tuple[str, ...] = ()
     """Buffers that ``forward`` updates before it uses them, and that ``inverse`` and ``log_det``
-    read: a replay inverts with the values that the forward pass left."""
+    read. A replay inverts with their values after the forward pass."""
 
     @property
     def invertible(self) -> bool:
@@ -213,14 +211,13 @@ class Invertible(Step):
         return True
 
     reads_words: bool = False
-    """Whether :meth:`replay` takes streams in fixed point as their words."""
+    """Whether :meth:`replay` takes fixed-point streams as words, not as floats."""
 
     def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs``, the streams, and record the step once more.
 
-        Tensors must be recorded in the order of ``forward``, from inputs that are laid out as they
-        were. Override this only where inverting
-        and recording can share work, as in a coupling.
+        It must record tensors in the order of ``forward``, from inputs with the strides of the
+        forward pass. Override it only if inverting and recording share work, as in a coupling.
         """
         inputs = record.inverted(self.inverse, outputs, context)
         check_inputs(self, inputs, len(record.needs))
@@ -234,34 +231,34 @@ class Invertible(Step):
 
 
 def is_container(module: nn.Module) -> TypeGuard[Step]:
-    """Whether it is a step whose members run in memory modes of their own, and it in none."""
+    """Whether ``module`` is a step that only calls others, which run in their own memory modes."""
     if not isinstance(module, Step):
         return False
     return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
-    """Call ``step`` as any module, whatever its memory mode is."""
+    """Call ``step`` as a plain module, without its memory mode."""
     return nn.Module.__call__(step, *state, **context)
 
 
 def label_steps(module: nn.Module, prefix: str = "") -> None:
-    """Tell each step of ``module`` its path, so that errors can name it; ``prefix`` is its own."""
+    """Set the ``label`` of each step in ``module`` to its path, which begins with ``prefix``."""
     for path, step in module.named_modules(prefix=prefix):
         if isinstance(step, Step):
             step.label = path
 
 
 def name_of(step: Step) -> str:
-    """The step's path, if it is known, and its type."""
+    """The step's path, if known, and its type."""
     return f"{step.label} {type(step).__name__}".strip()
 
 
 def as_state(outputs: Any, step: Step | None = None) -> State:
-    """The outputs of a step as a state; a step of one stream may return a bare tensor.
+    """The outputs of a step as a state; a step with one stream may return a bare tensor.
 
     Raises:
-        TypeError: it is neither a tensor nor a tuple of tensors; names ``step``.
+        TypeError: ``outputs`` is neither a tensor nor a tuple of tensors; names ``step``.
     """
     if isinstance(outputs, Tensor):
         return (outputs,)
@@ -274,7 +271,7 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
 
 
 def streams_of(outputs: Any, step: Step) -> State:
-    """As :func:`as_state`, without the step's extra outputs."""
+    """Like :func:`as_state`, without the step's extra outputs."""
     state = as_state(outputs, step)
     return state[: len(state) - step.extras] if step.extras else state
 

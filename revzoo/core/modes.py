@@ -2,17 +2,17 @@
 
 =============  ================================================================================
 ``store``      keep them, as plain autograd does: least time, most memory
-``offload``    keep them in host memory (pinned where there is a GPU), fetched back when needed
+``offload``    keep them in host memory (pinned for a GPU), fetch them back when needed
 ``recompute``  keep the step's inputs, evaluate the step once more in the backward pass
 ``invert``     keep nothing: recover the inputs from the outputs, evaluating each branch once more
-``exact``      as ``invert``, on fixed-point streams: recovered inputs are the same bit for bit
+``exact``      as ``invert``, on fixed-point streams: inputs are recovered bit for bit
 =============  ================================================================================
 
-The mode is not part of the ``state_dict`` and may change at any time; it governs the forward
-passes that follow.
+The mode is not part of the ``state_dict``. It may change at any time, and applies from the next
+forward pass on.
 
-A mode is an object of :class:`Mode`: how it runs a step, which steps it fits, how much drift it
-allows. To add one, write a subclass and its line in :data:`MODES`.
+A :class:`Mode` object defines how to run a step, which steps the mode fits, and how much drift it
+allows. To add a mode, write a subclass and add it to :data:`MODES`.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ from revzoo.core.replay import beside_replays
 
 
 class Mode:
-    """The interface of a memory mode; itself mode ``store``."""
+    """The interface of a memory mode, and the mode ``store``."""
 
     name = "store"
     keeps = "every activation"
     costs = "nothing"
     inverts = False
-    """Whether the step's inputs are recovered from its outputs."""
+    """Whether it recovers a step's inputs from the outputs."""
     elsewhere = False
-    """Whether it keeps as much as ``store`` does, in another memory."""
+    """Whether it keeps as much as ``store``, but in another memory."""
     grid: Grid | None = None
-    """The streams' grid where the user gives none; None for floating-point streams."""
+    """The default grid of the streams; None for floating-point streams."""
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        """Call ``step`` so that its backward pass will find its activations, now or recomputed."""
+        """Call ``step`` so that its backward pass finds its activations, kept or recomputed."""
         with beside_replays(step):
             return call_on_grid(plain_call, step, state, context)
 
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
-        """Raise a ValueError if the mode cannot apply to any of the ``steps`` of ``module``."""
+        """Raise a ValueError if the mode fits none of the ``steps`` of ``module``."""
 
     def drift_limit(self, step: Step) -> float:
-        """Largest relative error of what a replay of ``step`` recomputes."""
+        """Largest relative error that a replay of ``step`` may have."""
         return step.drift_limit
 
 
@@ -74,7 +74,7 @@ class _Recompute(Mode):
     costs = "one more evaluation of each step"
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        # A step without an inverse is recomputed in the modes that invert.
+        # the inverting modes recompute steps without an inverse
         inverts = self.inverts and step.invertible
         return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
 
@@ -107,11 +107,11 @@ MODES: Mapping[str, Mode] = {
 }
 
 COUNTED = tuple(name for name, mode in MODES.items() if not mode.elsewhere)
-"""The modes that differ in how much they keep."""
+"""The modes that keep different numbers of bytes on the device."""
 
 
 def mode_of(name: str) -> Mode:
-    """The mode of that name, or a ValueError that lists the modes."""
+    """The mode by name; raises a ValueError that lists the modes."""
     if name not in MODES:
         known = ", ".join(map(repr, MODES))
         raise ValueError(f"unknown memory mode {name!r}: expected one of {known}")
@@ -119,12 +119,12 @@ def mode_of(name: str) -> Mode:
 
 
 def run_step(step: Step, state: State, /, **context: Any) -> State:
-    """Run ``step(*state, **context)`` so that its backward pass works as ``step.memory`` says.
+    """Run ``step(*state, **context)`` in the memory mode ``step.memory``.
 
-    This is the plain call where there is nothing to differentiate; inside ``torch.func``
-    transforms, which refuse saved-tensor hooks; at a level of forward-mode AD; and where the whole
-    call becomes a graph of torch's own (``torch.compile`` of a model, ``torch.export``,
-    ``torch.jit.trace``): compile the branches instead to keep the memory mode.
+    It is a plain call if nothing requires gradient, inside ``torch.func`` transforms (which refuse
+    saved-tensor hooks), in forward-mode AD, and if torch captures the whole call (``torch.compile``
+    of a model, ``torch.export``, ``torch.jit.trace``). To keep the memory mode, compile the
+    branches instead.
 
     Raises:
         RuntimeError: the step changed its input in place, or a hook on it changed its streams.
@@ -134,7 +134,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
 
 
 def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    """As :func:`run_step`; a single tensor comes as the step returned it, bare or in a tuple."""
+    """Like :func:`run_step`, but a single tensor stays bare if the step returned it bare."""
     if len(state) != step.streams:
         raise ValueError(
             f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
@@ -155,7 +155,7 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
 
 
 def on_grid_of(step: Step, state: State) -> State:
-    """The state as the step's grid has it, if it is on one."""
+    """The state, rounded to the step's grid if it has one."""
     if step.grid is None or not keeps_words():
         return state
     cut = len(state) - step.loose
@@ -169,22 +169,22 @@ def set_memory(
 ) -> None:
     """Choose the memory mode of every step in ``module``: a model, a stage, a block, one step.
 
-    A step that has no inverse (a stem, a change of resolution) is recomputed where ``mode`` is
-    ``invert`` or ``exact``.
+    The modes ``invert`` and ``exact`` recompute a step that has no inverse (a stem, a change of
+    resolution).
 
     Args:
-        module: whatever holds steps.
+        module: a module that holds steps.
         mode: a name in :data:`MODES`; or a plan, which maps paths in ``module`` to such names
-            (``{"stages.0": "invert", "stages.1": "store"}``): of a path and one inside it, the
-            later counts. Steps that a plan does not mention stay as they are.
-        grid: fractional bits of the fixed-point streams, ``2**(30 - grid)`` being their range; or
-            ``"auto"``, which mode ``exact`` takes for None: 23, fewer where the input is large. The
-            other modes compute in floating point unless it is given; then as ``exact`` does.
+            (``{"stages.0": "invert", "stages.1": "store"}``). If a path is inside another one, the
+            later entry counts. Steps outside the paths of a plan keep their mode.
+        grid: fractional bits of the fixed-point streams, whose range is ``2**(30 - grid)``; or
+            ``"auto"``, the default of mode ``exact``: 23, or fewer for large inputs. The other
+            modes compute in floating point by default, and in fixed point with a grid.
 
     Raises:
-        ValueError: unknown mode, path or grid; no step in ``module``; ``invert`` where nothing has
-            an inverse, or for a step that is inverted on integers alone; ``exact``, or a grid, for
-            a step whose arithmetic is not exact on a grid.
+        ValueError: unknown mode, path or grid; no step in ``module``; an inverting mode if no step
+            has an inverse; ``invert`` for a step whose inverse works only in fixed point; ``exact``
+            or a grid for a step that is not exact.
 
     Example:
         >>> model = revzoo.create_model("revnet38")
@@ -204,14 +204,14 @@ def set_memory(
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
         for container in filter(is_container, module.modules()):
-            # what splits and merges its streams goes with the first step
+            # the container splits and merges its streams in the mode of its first step
             steps = [m for m in container.modules() if isinstance(m, Step) and not is_container(m)]
             if steps:
                 container.memory, container.grid = steps[0].memory, steps[0].grid
 
 
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
-    """The steps of ``module`` at a path, or a ValueError that names what is wrong."""
+    """The steps of ``module`` at a path; raises a ValueError if there are none."""
     try:
         part = module.get_submodule(path)
     except AttributeError:
@@ -229,12 +229,12 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
 
 
 def default_mode(steps: Sequence[Step]) -> str:
-    """``exact`` if each of the steps that has an inverse fits it, else ``invert``."""
+    """``exact`` if it fits each step with an inverse, otherwise ``invert``."""
     return "exact" if all(step.exact for step in steps if step.invertible) else "invert"
 
 
 def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None) -> None:
-    """What :func:`set_memory` does to the steps, where some of them may have no inverse.
+    """Set the mode of ``steps`` like :func:`set_memory`, but allow that none has an inverse.
 
     Raises:
         ValueError: as :func:`set_memory`.
@@ -265,7 +265,7 @@ def _needs_words(step: Step, mode: str) -> str:
 
 def _check_grid(grid: Grid, steps: Sequence[Step]) -> None:
     check_bits(grid)
-    for step in reversed(steps):  # what a container holds comes before the container
+    for step in reversed(steps):  # reversed: name a member rather than its container
         if step.invertible and not step.exact:
             raise ValueError(
                 f"{name_of(step)} {step.inexact}: use 'invert' for it, or additive couplings, "

@@ -1,31 +1,31 @@
-"""Modules, tensors and random generators that a step's code can reach without owning them.
+"""Finds modules, tensors and random generators that a step's code uses without owning them.
 
-A branch may be a function that closes over a module, a module that keeps a function or a list of
-tensors as an attribute, a bound method, a partial, a name in the globals. A replay must restore
-those as it restores submodules, parameters and buffers, so they have to be found. torch has no such
-search: ``nn.Module.modules()`` knows registered modules alone.
+A branch may be a function that closes over a module, or that uses one by a global name; a bound
+method; a partial; a module with a function or a list of tensors as an attribute. A replay must
+restore these objects like submodules, parameters and buffers, so we must find them. torch has no
+such search: ``nn.Module.modules()`` lists only registered modules.
 
 NOTE [ What counts as reached ]
-    1. From the step and its submodules: attributes, forward hooks, and what functions among them
-       close over, are bound to, have as defaults or load as globals, also in lists, tuples,
-       dictionaries, partials and plain objects.
-    2. Of an object of the user's own class, of the class itself and of its bases, only attributes
-       that some reached function loads by name: a method of a large module does not reach what
-       other methods use. A function that calls ``getattr`` may load any. Operators load special
-       methods without a name.
-    3. Of a module that the step runs inside of, because it contains the step, or because a method
-       of it is under way that may have called ``invertible_checkpoint`` or ``checkpoint``,
-       likewise only submodules, parameters and buffers by name; all submodules if a function
-       walks over them.
-    4. A container, simple namespace or data class that holds tensors with a graph is looked at as a
-       copy with aliases of them, since the graph may hold the tape, which holds the result.
-       Otherwise each forward pass that replaces a list of losses, say, keeps the graph of the one
-       before it.
-    5. The insides of torch, of the standard library and of the packages in ``_FOREIGN`` are not
-       searched, nor are slots, weak references and what is computed at run time.
+    1. The search starts at the step and its submodules and follows attributes and forward hooks.
+       From a function it follows the closure, the bound object, default arguments and globals. It
+       looks into lists, tuples, dictionaries, partials and plain objects.
+    2. A user's class may have many attributes. Of an object, its class and the bases, the search
+       follows only attributes that a reached function loads by name. So one method of a large
+       object does not reach the attributes of other methods. A function that calls ``getattr`` may
+       load any attribute. Operators call special methods without a name, so these count as called.
+    3. A step may run inside a module: the module contains the step, or one of its methods is
+       running and may have called ``invertible_checkpoint`` or ``checkpoint``. Of such a module the
+       search follows only submodules, parameters and buffers that are loaded by name; all
+       submodules if a function iterates over them.
+    4. If a container, simple namespace or data class holds tensors with a graph, the search uses a
+       copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
+       search: without the copy, a list of losses, for example, would keep the graph of the
+       previous forward pass alive.
+    5. The search does not enter torch, the standard library and the packages in ``_FOREIGN``, and
+       it ignores slots, weak references and values computed at run time.
 
-A search costs as much as a few operations of torch. Its result is kept with the step, together
-with each place that it looked at; :meth:`Reach.holds` looks at these alone.
+A search takes as long as a few torch operations. The step keeps the result, with every place that
+was searched; :meth:`Reach.holds` checks only these places.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ _FOREIGN = (
     | {"lightning", "pytorch_lightning", "lightning_fabric"}
 )
 _KEY = "_revzoo_reach"  # in the __dict__ of a step
-OURS = frozenset((_KEY, "forward", "drift"))  # attributes that no forward pass is to be given again
+OURS = frozenset((_KEY, "forward", "drift"))  # attributes that a replay must not restore
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
-_MANY = 256  # items of a dictionary that is a table, which no forward pass changes
-_DEPTH = 4  # of containers in containers, where tensors with a graph are looked for
+_MANY = 256  # a dictionary with more items is a table, which no forward pass changes
+_DEPTH = 4  # levels of containers to search for tensors with a graph
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
 _OF_STEPS = frozenset(Step.__annotations__)
-# Methods that are called without being named in the user's code.
+# methods that are called without a name in the user's code
 _ENTRIES = frozenset(name for c in (Step, Invertible) for name in vars(c) if name[0] != "_") | {
     "forward",
     "__call__",
@@ -84,12 +84,12 @@ _READS_STATISTICS = frozenset(
 )
 
 
-# What changes tensors without a new version: two ways around autograd, and, of buffers alone,
-# functions of torch.
+# Names that change tensors without a new version: two bypass autograd; the others are functions of
+# torch that change buffers.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | {"batch_norm", "instance_norm", "native_batch_norm"}
 
-_STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run one
+_STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
 _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "children",
@@ -99,7 +99,7 @@ _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "get_submodule",
     "_modules",
 }
-# Special methods that no operator calls in a branch.
+# special methods that no operator calls in a branch
 _NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 _TABLES = (
     "_modules",
@@ -112,7 +112,7 @@ _TABLES = (
 
 
 class Place(Protocol):
-    """Where a value stands: a dictionary, or one of the wrappers below."""
+    """The location of a value: a dictionary, or one of the wrappers below."""
 
     def get(self, key: Any, /) -> Any: ...
 
@@ -120,7 +120,7 @@ class Place(Protocol):
 
 
 class _Items:
-    """The places in a list."""
+    """The items of a list."""
 
     __slots__ = ("items",)
 
@@ -135,7 +135,7 @@ class _Items:
 
 
 class _Cell:
-    """The place in a closure."""
+    """The cell of a closure."""
 
     __slots__ = ("cell",)
 
@@ -150,7 +150,7 @@ class _Cell:
 
 
 class _Fixed:
-    """What stands in a tuple or a partial, which nobody can change."""
+    """An item of a tuple, partial or another object that cannot change."""
 
     __slots__ = ("value",)
 
@@ -162,9 +162,9 @@ class _Fixed:
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
         raise RuntimeError(
-            "the forward pass changed a tensor in place that stands in a tuple, a set, a partial "
-            "or a default argument, where a replay cannot exchange it; expected it to stay as it "
-            "was. Keep it in a list or as a buffer, or use memory='store' for this step"
+            "the forward pass changed a tensor in place in a tuple, a set, a partial or a default "
+            "argument, where a replay cannot replace it; expected no change. Keep the tensor in a "
+            "list or as a buffer, or use memory='store' for this step"
         )
 
 
@@ -184,7 +184,7 @@ class _ClassAttributes:
 
 
 class Attributes:
-    """The attributes of the step itself, whose result must not hold it: that would be a cycle."""
+    """The attributes of the searched step; weak, since the step holds the result."""
 
     __slots__ = ("owner",)
 
@@ -238,7 +238,7 @@ class Reach:
     def __init__(self, search: _Search, step: nn.Module | None, draws: bool = True) -> None:
         self.step = weakref.ref(step) if step is not None else _nothing
         self._roots = search.roots
-        self.shells = search.shells  # modules that the step runs inside of and looks at
+        self.shells = search.shells  # modules around the step (rule 3)
         self._members = self.modules()
         tables = [getattr(m, name, {}) for m in self._members for name in _TABLES]
         self.tables = [(table, dict(table)) for table in tables]  # children and hooks, in order
@@ -252,10 +252,10 @@ class Reach:
         self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
         self.names = search.names
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
-        self.draws = draws  # random numbers, for all that is known; replays learn it
+        self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
         if step is not None:
-            self._members = self._members[1:]  # without the step, see Attributes
+            self._members = self._members[1:]  # without the step, to avoid a cycle
             mark = {_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
@@ -267,21 +267,21 @@ class Reach:
         self._lengths = list(map(len, self._sized))
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        return _nothing, ()  # a copied or unpickled step searches anew
+        return _nothing, ()  # a copied or unpickled step searches again
 
     def modules(self) -> list[nn.Module]:
-        """The step's modules, the step first, and the reached ones with theirs."""
+        """The step, its submodules, and the reached modules with their submodules."""
         step = self.step()
         return modules_in(self._roots if step is None else [step, *self._roots])
 
     def plain_values(self, modules: list[nn.Module]) -> list[tuple[dict[Any, Any], Plain]]:
-        """For each name space, such as the attributes of ``modules``, what is plain in it now.
+        """Each namespace (attributes of a module or object, a dictionary) and its plain values.
 
-        ``modules`` are :meth:`modules`.
+        ``modules`` is the result of :meth:`modules`.
         """
         spaces = [m.__dict__ for m in modules]
         spaces += self.namespaces
-        known = self._plain  # shared with earlier calls as long as nothing changes
+        known = self._plain  # shared with earlier calls until a value changes
         if not known:
             self._plain = known = list(map(Plain.of, spaces))
         for i, space in enumerate(spaces):
@@ -292,11 +292,11 @@ class Reach:
         return list(zip(spaces, known, strict=True))
 
     def of(self, step: nn.Module) -> bool:
-        """Whether it was ``step`` that was searched, and not one that it was copied from."""
+        """Whether this is the result for ``step``, not for one that it was copied from."""
         return self.step() is step
 
     def holds(self, modules: list[nn.Module]) -> bool:
-        """Whether a search would find the same; ``modules`` are :meth:`modules`."""
+        """Whether a search would find the same; ``modules`` is the result of :meth:`modules`."""
         if (step := self.step()) is not None:
             if self._own != (type(step), len(step.__dict__)):
                 return False
@@ -311,7 +311,7 @@ class Reach:
         return all(type(get(key)) is kind for get, key, kind in self._kinds)
 
     def displaced(self) -> list[tuple[Place, Any, Any]]:
-        """Places where something else than a tensor stands by now, and what stood there."""
+        """Places, keys and old objects (no tensors) where another object is now."""
         return [
             entry
             for entry in self._watched
@@ -320,18 +320,18 @@ class Reach:
 
 
 class Plain(NamedTuple):
-    """Numbers and the like among the attributes of a module or object, or in a dictionary."""
+    """The numbers, flags and strings in a namespace."""
 
-    names: frozenset[Any]  # of all the attributes
+    names: frozenset[Any]  # of all attributes, plain or not
     values: dict[Any, Any]
 
     def hold(self, attributes: dict[Any, Any]) -> bool:
-        """Whether they are those in ``attributes``."""
+        """Whether ``attributes`` has these names and plain values."""
         here = map(attributes.get, self.values)
         return len(attributes) == len(self.names) and all(map(is_, here, self.values.values()))
 
     def restore(self, attributes: dict[Any, Any]) -> None:
-        """Make them so, and remove what has joined them; tensors and others stay."""
+        """Restore the plain values and remove new names; other values stay."""
         for name in attributes.keys() - self.names - OURS:
             del attributes[name]
         for name, value in self.values.items():
@@ -345,7 +345,7 @@ class Plain(NamedTuple):
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
-    """What ``step`` can reach, searched again only if it changed, and all modules among it."""
+    """What ``step`` reaches, and all modules in it; cached until the step changes."""
     ours = isinstance(step, Step)
     reach: Reach | None = step.__dict__.get(_KEY) if ours else _searched.get(step)
     known = reach is not None and reach.of(step)
@@ -362,14 +362,14 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     return reach, reach.modules()
 
 
-# Of modules that are no steps: nothing is added to what is not ours, and pickled with it.
+# for modules that are no steps: an attribute of theirs would be pickled with them
 _searched: weakref.WeakKeyDictionary[nn.Module, Reach] = weakref.WeakKeyDictionary()
 
 
 def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | None:
-    """What keyword arguments reach whose attributes the step loads by ``names``.
+    """What keyword arguments reach, if the step loads the attributes ``names``.
 
-    None if they are tensors alone.
+    None if they are only tensors and plain values.
     """
     values = [v for v in values if type(v) not in _BORING and not isinstance(v, Tensor)]
     if not values:
@@ -402,7 +402,7 @@ _Methods = dict[str, tuple[types.FunctionType, ...]]  # overridden ones too: sup
 
 
 class _Object(NamedTuple):
-    """A namespace whose attributes are searched as far as their names are loaded somewhere."""
+    """A namespace; the search follows its attributes that a function loads by name."""
 
     attributes: dict[str, Any]
     place: Place
@@ -425,7 +425,7 @@ class _Search:
         self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
         self.sized: list[Any] = []
         self._seen: set[int] = set()
-        self._kept: list[Any] = []  # so that no id in _seen is given to something else
+        self._kept: list[Any] = []  # alive, so that no id in _seen is reused
         self._visited: set[tuple[int, str]] = set()
         self._objects: list[_Object] = []
         self._owned = set(modules_in([step]))
@@ -462,7 +462,7 @@ class _Search:
         return True
 
     def value(self, v: Any, place: Place, key: Any, label: str) -> None:
-        """Note what stands in a place, and look into it."""
+        """Record the value in a place, and search it."""
         if type(v) in _BORING:
             self.watched.append((place, key, type(v)))
         elif isinstance(v, Tensor):
@@ -523,7 +523,7 @@ class _Search:
             return True
         methods = _methods(type(m))
         calls = any(_calls_steps(f) for n, fs in methods.items() if n[:2] != "__" for f in fs)
-        return calls and _is_running(m)  # or else the step runs it, and what it calls, whole
+        return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
@@ -565,7 +565,7 @@ class _Search:
                 self._class(type(v))
 
     def _class(self, cls: type) -> None:
-        """Attributes of the user's own classes, beside methods."""
+        """The attributes of user-defined classes, without methods."""
         for c in cls.__mro__:
             if not _foreign(c.__module__) and self._first(c):
                 attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
@@ -638,7 +638,7 @@ def _without_graph(v: Any) -> Any:
 
 
 def _aliases(v: Any, depth: int) -> Any:
-    """A copy that differs from ``v``, or None."""
+    """A copy of ``v`` with aliases of tensors with a graph; None if there are none."""
     if isinstance(v, Tensor):
         return None if v.is_leaf else v.detach().requires_grad_(v.requires_grad)
     if depth > _DEPTH or type(v) in _BORING:
@@ -687,7 +687,7 @@ def _calls_steps(f: types.FunctionType) -> bool:
 
 
 def _is_running(m: nn.Module) -> bool:
-    """Whether a method of ``m``, one of its own classes', is under way in this thread."""
+    """Whether a user-defined method of ``m`` is running in this thread."""
     codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -700,7 +700,7 @@ def _is_running(m: nn.Module) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names that the code, and the code inside it, loads: globals and attributes."""
+    """Names of globals and of attributes that the code, and code nested in it, loads."""
     names: set[str] = set()
     attributes: set[str] = set()
     for instruction in dis.get_instructions(code):
@@ -718,7 +718,7 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 @_cached
 def _methods(cls: type) -> _Methods:
-    """The functions that the user's own classes define, property getters among them."""
+    """The functions that user-defined classes define, including property getters."""
     methods: _Methods = {}
     for c in cls.__mro__:
         if not _foreign(c.__module__):
@@ -729,7 +729,7 @@ def _methods(cls: type) -> _Methods:
 
 
 def _function_of(value: Any) -> types.FunctionType | None:
-    """The function behind what stands in a class."""
+    """The function behind an attribute of a class, if any."""
     f = value.fget if isinstance(value, property) else value
     f = f.func if isinstance(f, functools.cached_property) else f
     f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
@@ -738,7 +738,7 @@ def _function_of(value: Any) -> types.FunctionType | None:
 
 @_cached
 def _inherits_code(cls: type) -> bool:
-    """Whether code that is not searched, such as torch's, may load any attribute."""
+    """Whether the class inherits code that is not searched and may load any attribute."""
     bare = (object, nn.Module, Step, Invertible)
     roots = [c.__module__.partition(".")[0] for c in cls.__mro__ if c not in bare]
     return "torch" in roots or "revzoo" in roots

@@ -2,13 +2,12 @@
 
 The call is a :class:`~revzoo.Step` in memory mode ``recompute``: a tape of one entry that keeps the
 function's tensor arguments (rule 7 of NOTE [ Slots and the tape ] in
-:mod:`revzoo.core.checkpoint`). What torch's version leaves to the user, a replay restores here:
-normalisation statistics count a batch once, other buffers, ``torch.Generator`` objects,
-train/eval flags, rebound variables and mutated lists are those of the forward pass
-(NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`).
+:mod:`revzoo.core.checkpoint`). A replay restores more than torch's version: normalisation
+statistics count a batch once, and other buffers, ``torch.Generator`` objects, train/eval flags,
+rebound variables and mutated lists have their values of the forward pass (NOTE [ What a replay
+restores ] in :mod:`revzoo.core.replay`).
 
-Known limit: inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms it is the
-plain call.
+Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms.
 """
 
 from __future__ import annotations
@@ -48,34 +47,34 @@ def checkpoint(
 ) -> Any:
     """``fn(*args, **kwargs)``, whose activations are recomputed in the backward pass.
 
-    Takes what ``torch.utils.checkpoint.checkpoint`` takes, so that the import is all that changes.
+    Takes the arguments of ``torch.utils.checkpoint.checkpoint``: to switch, change the import.
 
     Args:
-        fn: any callable: a module, a method, a lambda. Modules, tensors and generators that it
-            closes over, is bound to or names as globals are found, as in
-            :func:`~revzoo.invertible_checkpoint`. Without it, the call returns a decorator.
+        fn: any callable: a module, a method, a lambda. A replay restores modules, tensors and
+            generators that it closes over, is bound to or uses as globals, as in
+            :func:`~revzoo.invertible_checkpoint`. Without ``fn``, returns a decorator.
         *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
-        use_reentrant: accepted and without effect: there is one way, which is not reentrant.
-        preserve_rng_state: accepted and without effect: a replay draws the same random numbers;
-            with others, dropout's gradient would belong to another mask than its value.
+        use_reentrant: accepted, no effect: this checkpoint is never reentrant.
+        preserve_rng_state: accepted, no effect: a replay always draws the same random numbers.
+            With others, the gradient of dropout would use another mask than its value.
         context_fn: returns two contexts, for the forward pass and for replays, e.g.
             ``create_selective_checkpoint_contexts`` of torch.
         determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
-            tensors, and some values; ``"none"`` leaves out the values.
-        debug: a :class:`~revzoo.ReplayMismatchError` lists the operators of both passes.
-        early_stop: end a replay as soon as all that the graph asks for is recomputed.
+            tensors, and some values; ``"none"`` does not compare values.
+        debug: list the operators of both passes in a :class:`~revzoo.ReplayMismatchError`.
+        early_stop: stop a replay when it has all tensors that the graph needs.
         respect_saved_tensors_hooks: None or False: the arguments stay where they are.
         **kwargs: as ``args``.
 
     Returns:
-        What ``fn`` returns, the very object.
+        The object that ``fn`` returns.
 
     Raises:
         ValueError: an option has another value.
-        RuntimeError: ``fn`` changed a tensor argument in place, or differentiated its own values
-            before it was through: call such a function as it is.
-        ReplayMismatchError: in the backward pass, if ``fn`` did not repeat itself.
-        DriftError: after it, if values differ.
+        RuntimeError: ``fn`` changed a tensor argument in place, or ran a backward pass through its
+            own values: call such a function directly.
+        ReplayMismatchError: in the backward pass, if ``fn`` is not deterministic.
+        DriftError: after the backward pass, if values differ.
 
     Example:
         >>> block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
@@ -87,8 +86,8 @@ def checkpoint(
         raise ValueError(f"determinism_check={determinism_check!r}: expected 'default' or 'none'")
     if debug and context_fn is not None:
         raise ValueError(
-            "debug=True got a context_fn too: expected one of them, since debug runs both passes "
-            "in contexts of its own"
+            "debug=True got a context_fn, too: expected one of them, since debug needs its own "
+            "contexts"
         )
     if respect_saved_tensors_hooks:
         raise ValueError(
@@ -129,7 +128,7 @@ def _run(
     if options.context_fn is not None:
         step.contexts = first, _ = options.context_fn()
         if hasattr(first, "respect_saved_tensors_hooks"):  # torch's selective checkpointing
-            first.respect_saved_tensors_hooks = False  # the hooks around it are ours
+            first.respect_saved_tensors_hooks = False  # the outer hooks are ours
     elif options.debug:
         step.contexts = _Operators(), _Operators()
     if not options.compares:
@@ -140,9 +139,9 @@ def _run(
 
 
 class _Call:
-    """What the forward pass gets and returns: the caller's own objects.
+    """Arguments and result of the forward pass: the caller's objects.
 
-    Not part of the step, so that the search for what that reaches does not find them.
+    Not part of the step, so that the search of :mod:`revzoo.core.reach` does not find them.
     """
 
     __slots__ = ("arguments", "returned")
@@ -174,11 +173,11 @@ class Checkpoint(Step):
 
     @property
     def subject(self) -> nn.Module:
-        """``fn``, if it is a module: the search for what that reaches is kept with it."""
+        """``fn`` if it is a module, so that the result of the search is kept with it."""
         return self if self._module is None else self._module
 
     def others(self) -> dict[str, Any]:
-        """The arguments that are no tensors, where a search of the subject would not find them."""
+        """The arguments that are no tensors, unless a search of the subject finds them."""
         others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
         return {"arguments": others} if others and self._module is not None else {}
 
@@ -189,11 +188,11 @@ class Checkpoint(Step):
             with first:
                 self._call.returned = returned = self._fn(*args, **kwargs)
         else:
-            # Containers are made anew, as they were before the forward pass.
+            # new containers, with their content before the forward pass
             leaves = [leaf.of(state) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
             args, kwargs = tree_unflatten(leaves, self._structure)
             if isinstance(again, _Operators):
-                again.lines.clear()  # of an earlier replay
+                again.lines.clear()  # drop an earlier replay's
             with again:
                 returned = self._fn(*args, **kwargs)
         return tuple(t for t in tree_leaves(returned) if isinstance(t, Tensor))
@@ -210,30 +209,30 @@ _CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
 
 
 def _module_of(fn: Any) -> nn.Module | None:
-    """The module that ``fn`` is, or whose call it is."""
+    """``fn`` if it is a module, or the module whose ``forward`` it is."""
     owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
     return owner if isinstance(owner, nn.Module) else None
 
 
 class _Place(NamedTuple):
-    """Stands among the leaves for a tensor of the state."""
+    """Replaces a tensor of the state among the leaves."""
 
     i: int
     is_parameter: bool
 
     def of(self, state: State) -> Tensor:
-        """The tensor, which is detached in a replay; a parameter is one again."""
+        """The tensor (detached in a replay), wrapped as a parameter if it was one."""
         t = state[self.i]
         return nn.Parameter(t, t.requires_grad) if self.is_parameter else t
 
 
 def _distinct_tensors(tree: Any) -> dict[Tensor, int]:
-    """The tensors in ``tree``, each once, and the place of each: ``f(x, x)`` gets one again."""
+    """The distinct tensors in ``tree`` and their positions: in ``f(x, x)`` x is one tensor."""
     return {t: i for i, t in enumerate(dict.fromkeys(tensors_of(tree)))}
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """A list of the operators that ran, for ``debug``."""
+    """Lists the operators that run, for ``debug``."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

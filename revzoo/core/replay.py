@@ -1,49 +1,48 @@
-"""Faithful replays: the conditions of a forward pass, captured and set up again.
+"""Faithful replays: captures the conditions of a forward pass and restores them.
 
-A value computed twice is the same value only if everything it depends on is the same: random
-state, autocast, train/eval flags, buffers, parameters. ``torch.utils.checkpoint`` restores the
-first two; it lets BatchNorm count the batch twice and follows whatever flags and parameters the
-modules have by the time of the backward pass.
+A second computation gives the same value only under the same conditions: random state, autocast,
+train/eval flags, buffers, parameters. ``torch.utils.checkpoint`` restores the first two. It lets
+BatchNorm count the batch twice, and it uses flags and parameters as they are in the backward pass.
 
 NOTE [ What a replay restores ]
-    1. Random state of the CPU, of each device among the inputs, and of each ``torch.Generator``
-       among what the step reaches or gets as a keyword argument, where the step drew from it.
-       The caller's own state is put back afterwards, so that the caller's random numbers are
-       those of a run without replay. Threads: NOTE [ Threads ] in :mod:`revzoo.core.threads`.
-    2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. The default
-       device and dtype, the kernels allowed for attention, and deterministic algorithms.
-    3. ``training`` and other numbers, flags and names among the attributes of every module, and of
-       objects and in dictionaries that the step reaches; grid and memory mode of every step. What
-       the replay assigns there is put back: it is what the forward pass left.
-    4. Parameters: the very tensors of the forward pass (``torch.func.functional_call`` swaps
-       them), but for shards that FSDP2 gathers before its branch runs, forward or replay, and
-       that stand gathered in their place. One changed in place since then is an error, as it is
-       in autograd: the reconstruction would be wrong. So is one converted (``model.double()``).
-       One that the forward pass itself changed (an initialisation from the first batch, a clamp) or
-       made (``nn.LazyLinear``) has the value that it left; a replay works on a copy of it, and
-       raises if it gives that another value. Where code goes around the version counters
-       (``weight.data``), each may be such a one.
-    5. Buffers: the statistics of torch's own normalisation layers in training influence no output,
-       unless code of the step reads them, so the replay works on throw-away copies. Any other
-       buffer that the forward pass changed (spectral norm's vectors, a user's counter, statistics
-       of a derived class) is given back its value from before it; while a step is inverted, those
-       that it carries (``Invertible.carried``) have the value from after it. One that changed
-       after the forward pass is an error, as for parameters; so is a changed keyword argument.
-       Those that share memory share it in the replay, too.
-    6. What the step reaches without owning it (NOTE [ What counts as reached ] in
-       :mod:`revzoo.core.reach`): modules are treated as its own, tensors as its buffers. Functions,
-       lists and modules that were replaced since the forward pass stand in their place again.
+    1. Random state: of the CPU, of the inputs' devices, and of each ``torch.Generator`` that the
+       step reaches or receives as a keyword argument, if the step drew from it. Afterwards the
+       caller's state is restored, so a replay does not change the caller's random numbers. For
+       threads see NOTE [ Threads ] in :mod:`revzoo.core.threads`.
+    2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
+       device and dtype, the allowed attention kernels, and deterministic algorithms.
+    3. Plain attributes: ``training`` and all other numbers, flags and strings of every module, and
+       of objects and dictionaries that the step reaches; grid and memory mode of every step.
+       Assignments during the replay are undone afterwards.
+    4. Parameters: the same tensor objects as in the forward pass (``torch.func.functional_call``
+       swaps them). Shards of FSDP2 are an exception: FSDP2 gathers them before the forward pass
+       and before the replay. A parameter that was changed in place, or converted
+       (``model.double()``), after the forward pass raises as in autograd, since the reconstruction
+       would be wrong. The forward pass itself may change a parameter (an initialisation from the
+       first batch, a clamp) or create it (``nn.LazyLinear``). The replay then uses a copy of the
+       value after the forward pass, and raises if it changes that value. If code bypasses the
+       version counters (``weight.data``), we treat every parameter like this.
+    5. Buffers: in training, the statistics of torch's normalisation layers influence no output
+       unless code of the step reads them, so the replay updates temporary copies. Any other buffer
+       that the forward pass changed (spectral norm's vectors, a user's counter, statistics of a
+       subclass) gets back its value from before the forward pass. During an inversion,
+       ``Invertible.carried`` buffers have their value from after it. A buffer or keyword argument
+       that was changed after the forward pass raises. Buffers that share memory share it in the
+       replay, too.
+    6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
+       :mod:`revzoo.core.reach`): modules count as submodules, tensors as buffers. Functions, lists
+       and modules that were replaced after the forward pass are put back during the replay.
 
 NOTE [ Copies of buffers ]
-    Whether a forward pass changes a buffer in place is known only after it. A copy of each buffer
-    of up to ``_SMALL`` elements is taken before every forward pass. Of a larger one (a mask, a
-    table of positions) a copy is taken before the first forward pass, and in later ones only if
-    that one, or any since, changed it. If it then does change in place for the first time, the
-    value from before is lost: the replay raises and says what to do. A buffer that is replaced
-    (``self.count = self.count + 1``) needs no copy.
+    Only after a forward pass do we know whether it changed a buffer in place. So we copy each
+    buffer of up to ``_SMALL`` elements before every forward pass. We copy a larger buffer (a mask,
+    a table of positions) before the first forward pass, and later only if some forward pass has
+    changed it. If such a buffer changes for the first time in a later pass, its old value is lost:
+    the replay raises an error with a remedy. A buffer that is replaced (``self.count = self.count
+    + 1``) needs no copy.
 
-Known limit: what a replay adds to lists, or to anything outside the step, stays there; ask
-:func:`is_replaying` in code that does so.
+Known limit: side effects outside the step, such as appending to a list, happen again in a replay;
+such code should check :func:`is_replaying`.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ from revzoo.core.reach import OURS, Attributes, Place, Reach, reached, reached_f
 _thread = threading.local()
 _CPU = torch.device("cpu")
 _HOST = ("cpu", "meta")  # devices without their own random state
-_SMALL = 2**14  # elements; to copy them takes about as long as to look at them twice
+_SMALL = 2**14  # elements; a copy takes about as long as two checks
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 _BATCH_NORMS = (batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d)
 _INSTANCE_NORMS = (
@@ -102,13 +101,13 @@ def is_replaying() -> bool:
 
 
 class _Held(NamedTuple):
-    """A parameter, buffer, reached tensor or keyword argument and what it was at forward."""
+    """A parameter, buffer, reached tensor or keyword argument, as it was in the forward pass."""
 
-    owner: Place | None  # the module's _parameters or _buffers, say; None for an argument
+    owner: Place | None  # such as the module's _parameters; None for an argument
     key: Any
     name: str
     tensor: Tensor
-    made: weakref.ref[Tensor] | None  # what ``tensor`` stands for; None for itself
+    made: weakref.ref[Tensor] | None  # the original, if ``tensor`` is an alias
     version: int
     requires_grad: bool
     dtype: torch.dtype
@@ -118,7 +117,7 @@ class _Held(NamedTuple):
         needs = t.requires_grad
         if t.is_leaf:
             return _Held(owner, key, name, t, None, version_of(t), needs, t.dtype)
-        # An alias of what has a graph: that may hold the tape, which holds this.
+        # an alias: the tensor's graph may hold the tape, which holds this object
         alias = t.detach().requires_grad_(needs)
         return _Held(owner, key, name, alias, weakref.ref(t), version_of(t), needs, t.dtype)
 
@@ -152,11 +151,11 @@ class _Held(NamedTuple):
         return nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
 
     def check_copy(self, copy: Tensor, unseen: bool) -> None:
-        """Raise if code did change the copy's value, by more than a reconstruction rounds.
+        """Raise if the replay changed the copy's value by more than rounding errors.
 
         Args:
-            copy: what :meth:`swap_copy` returned.
-            unseen: whether changes may leave its version as it is.
+            copy: the result of :meth:`copy`, after the replay.
+            unseen: whether code may change it without a new version.
         """
         if not (version_of(copy) or unseen) or not copy.numel():
             return
@@ -174,13 +173,13 @@ class _Held(NamedTuple):
 
 
 class _Snapshot(NamedTuple):
-    """A tensor that the forward pass may change, and its value from before it."""
+    """A tensor that the forward pass may change, and its value before the forward pass."""
 
     held: _Held
     before: Tensor | None  # None where no copy was taken, NOTE [ Copies of buffers ]
     module: nn.Module | None  # of a buffer
     training: bool
-    unseen: bool  # whether changes of its value may leave its version as it is
+    unseen: bool  # whether code may change it without a new version
 
     @property
     def changed(self) -> bool:
@@ -191,18 +190,18 @@ class _Snapshot(NamedTuple):
         )
 
     def value(self) -> Tensor:
-        """A copy of what it was before the forward pass."""
+        """A copy of its value before the forward pass."""
         held = self.held
         before = self.before
         if before is None and version_of(held.tensor) == held.version:
             before = held.tensor  # replaced, not changed
         if before is None:
             raise RuntimeError(
-                f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by the "
-                "forward pass; expected it to stay as it was, as in the first one: its value from "
-                "before, which the replay needs, was not kept. Repeat the forward pass, which "
-                "keeps it from now on; or replace the tensor instead of changing it (self.name = "
-                "...), or use memory='store' for this step"
+                f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by this "
+                "forward pass, but by no earlier one; expected no change, so its old value, which "
+                "the replay needs, was not copied. Repeat the forward pass, which now copies it; "
+                "or replace the tensor instead of changing it (self.name = ...), or use "
+                "memory='store' for this step"
             )
         return before.clone()
 
@@ -216,16 +215,16 @@ class _Statistics(NamedTuple):
     device: torch.device
 
 
-# Buffers too large to copy in vain, which forward passes left alone: (name, training).
+# large buffers that no forward pass has changed so far: (name, training)
 _steady: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
 _Source = torch.device | Generator
 _States = dict[_Source, Tensor]
 
 
 class Conditions:
-    """All but its inputs that a module depends on (NOTE [ What a replay restores ]).
+    """Everything that a module's result depends on, except its inputs and its code.
 
-    The forward pass runs inside ``with conditions:``.
+    See NOTE [ What a replay restores ]. The forward pass runs inside ``with conditions:``.
     """
 
     __slots__ = (
@@ -296,11 +295,11 @@ class Conditions:
             self._flags.extend((m, "training", m.training) for m in reach.shells)
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, module.training, unseen)
-        if not inputs:  # then the step computes with what it holds
+        if not inputs:  # then the step's own tensors decide the devices
             self._devices = self._devices_held()
             self._autocast = _autocast_state(_with_autocast(self._devices))
         self._sources: tuple[_Source, ...] = ()
-        if not _is_faked(inputs):  # what is faked draws nothing
+        if not _is_faked(inputs):  # fake tensors draw nothing
             generators = [g for reach in self._reaches() for g in reach.generators]
             self._sources = (_CPU, *self._devices, *generators)
         self._rng: _States | None = None
@@ -327,7 +326,7 @@ class Conditions:
             self._capture_buffers(m, reads, unseen)
 
     def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
-        # Another class, a hook or other code of the step may read statistics while it trains.
+        # a subclass, a hook or other code of the step may read statistics in training
         throw_away = m.training and not reads and type(m) in _NORMS
         if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
             throw_away = False
@@ -356,7 +355,7 @@ class Conditions:
         if isinstance(t, nn.Parameter):
             self._held.append(held)
             return
-        # Nobody expects a function to change what it does not own: large ones are not copied.
+        # functions seldom change tensors that they do not own: large ones are not copied
         before = None if t.numel() > _SMALL else t.detach().clone()
         self._snapshots.append(_Snapshot(held, before, None, training, unseen))
 
@@ -373,7 +372,7 @@ class Conditions:
         self._rng = _rng_state(self._sources)
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
-        """End it: forget the random state and the buffers that it left alone."""
+        """End the forward pass; drop random states and buffers that it did not change."""
         try:
             if failure is None:
                 self._finish_random()
@@ -387,8 +386,7 @@ class Conditions:
         assert self._rng is not None
         before, after = self._rng, _rng_state(self._sources)
         changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
-        # A replay that another thread had under way may have put back the state, so that what was
-        # drawn meanwhile does not show.
+        # another thread's replay may have restored the state, which hides draws of this thread
         hidden = not (self._locked or threads.swaps.alone(self._swap_mark))
         self._rng = before if hidden and before else changed or None
         self._after = {s: after[s] for s in self._rng or ()}
@@ -409,13 +407,15 @@ class Conditions:
             if type(t := owner[name]) not in _LAZY:
                 self._held.append(_Held.of(owner, name, name, t))
         if self._lazy and (step := self._reach.step()) is not None:
-            self._reach = reached(step)[0]  # the hook that made them is gone
+            self._reach = reached(step)[0]  # torch has removed the hook that made them
         if not self._snapshots:
             return
         snapshots, self._snapshots = self._snapshots, []
         written = {address(s.held.tensor) for s in snapshots if s.changed}
         for s in snapshots:
-            if written and address(s.held.tensor) in written:  # maybe by way of another tensor
+            if (
+                written and address(s.held.tensor) in written
+            ):  # perhaps through another tensor of this storage
                 if s.before is None:
                     s = s._replace(held=s.held._replace(version=-1))
                 self._snapshots.append(s)
@@ -426,7 +426,7 @@ class Conditions:
                 (known.discard if s in self._snapshots else known.add)((s.held.key, s.training))
 
     def storages(self) -> set[int]:
-        """Addresses of parameters and buffers: they stay in memory, saved by the graph or not."""
+        """Addresses of parameters and buffers, which stay in memory anyway."""
         held = [h.tensor for h in self._held]
         held += [s.held.tensor for s in self._snapshots]
         held += [s.owner[s.name] for s in self._statistics]
@@ -434,11 +434,11 @@ class Conditions:
 
     @contextlib.contextmanager
     def restored(self, *, inverting: bool = False, whole: bool = True) -> Iterator[None]:
-        """Set the conditions up again; the caller's own are back afterwards, come what may.
+        """Restore the conditions of the forward pass; afterwards the caller's, also after errors.
 
         Args:
-            inverting: give carried buffers the values that the forward pass left.
-            whole: whether what runs draws all that the forward pass drew.
+            inverting: give carried buffers their values after the forward pass.
+            whole: whether the code draws all random numbers of the forward pass.
 
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward pass, or
@@ -488,21 +488,21 @@ class Conditions:
                     continue  # the replay drew nothing
                 raise RuntimeError(
                     "a replay did not draw the random numbers of its forward pass: several "
-                    "threads drew at once, or a branch draws in one of the two alone; expected one "
-                    "thread at a time. Put a lock around "
-                    "the threads' forward and backward passes, give each thread's branches a "
-                    "torch.Generator of their own, use processes, or memory='store'"
+                    "threads drew at once, or a branch draws only in one of the two; expected one "
+                    "thread at a time. Put a lock around the threads' forward and backward passes, "
+                    "give each thread's branches their own torch.Generator, use processes, or "
+                    "memory='store'"
                 )
 
     def _namespaces(self) -> Iterator[dict[str, Any]]:
-        """The attributes of modules and objects, and dictionaries, to which a replay may assign."""
+        """The namespaces to which a replay may assign."""
         for attributes, _ in self._plain:
             yield attributes
         for reach in self._reaches():
             yield from (m.__dict__ for m in reach.shells)
 
     def _swap_copies(self, undo: _Undo) -> dict[int, Tensor]:
-        """Put copies in the places of parameters that the forward pass changed."""
+        """Replace the parameters that the forward pass changed by copies."""
         copies: dict[int, Tensor] = {}
         for held in self._altered:
             assert held.owner is not None
@@ -527,7 +527,7 @@ class Conditions:
                 _swap(undo, place, key, seen)
         for attributes, plain in self._plain:
             if not plain.hold(attributes):
-                plain.restore(attributes)  # undone with all that the replay assigns
+                plain.restore(attributes)  # undone together with the replay's assignments
         for m, name, value in self._flags:
             if (now := getattr(m, name)) != value:
                 undo.append((setattr, (m, name, now)))
@@ -546,7 +546,7 @@ class Conditions:
             _swap(undo, owner, name, copy)
         each = {id(s.held.tensor): s for s in self._snapshots}
         copies = _sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
-        for s in self._snapshots:  # what stands in several places is one tensor again
+        for s in self._snapshots:  # a tensor in several places gets one copy
             assert s.held.owner is not None
             _swap(undo, s.held.owner, s.held.key, copies[id(s.held.tensor)])
 
@@ -555,14 +555,14 @@ _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 
 def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """For a forward pass that is not recorded: no other thread exchanges buffers meanwhile."""
+    """A context for a forward pass without recording: no other thread may swap its buffers."""
     if torch.compiler.is_compiling() or threading.active_count() == 1 or not step.training:
         return contextlib.nullcontext()
     return threads.exclusive(reached(step)[0].locks)
 
 
 def parameters_of(step: nn.Module) -> Iterator[Tensor]:
-    """Those of the step and of what it reaches."""
+    """The parameters of the step and of reached modules, and reached tensors."""
     yield from step.parameters()
     reach, modules = reached(step)
     for m in modules:
@@ -573,7 +573,7 @@ def parameters_of(step: nn.Module) -> Iterator[Tensor]:
 
 
 def address(t: Tensor) -> int:
-    """Identifies the storage of ``t`` for as long as it lives, empty or not."""
+    """Identifies the storage of ``t`` while it lives, even an empty one."""
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
@@ -589,7 +589,7 @@ def _address_without_storage(t: Tensor) -> int:
 
 
 def version_of(t: Tensor) -> int:
-    """How often ``t`` was changed in place; inference tensors do not count."""
+    """The number of in-place changes of ``t``; 0 for inference tensors."""
     try:
         return t._version
     except RuntimeError:
@@ -602,7 +602,7 @@ def tensors_of(tree: Any) -> list[Tensor]:
 
 
 def _replaced(held: _Held) -> bool:
-    """Whether another tensor stands in the place, and not gathered shards."""
+    """Whether another tensor is in its place, other than gathered shards."""
     if held.stands():
         return False
     assert held.owner is not None
@@ -612,7 +612,7 @@ def _replaced(held: _Held) -> bool:
 
 
 def _sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-    """Copies of tensors, given with them, that share memory where the tensors do."""
+    """The copies in pairs of (tensor, copy), made to share memory where the tensors do."""
     copies = {key: copy for key, (_, copy) in pairs.items()}
     groups: dict[int, list[int]] = {}
     for key, (t, _) in pairs.items():
@@ -685,7 +685,7 @@ def _set_rng_state(states: _States) -> None:
 
 
 def _is_faked(inputs: Iterable[Tensor]) -> bool:
-    """Whether the step computes shapes alone: then random states are faked too, or not there."""
+    """Whether the step computes only shapes; random states are then fake or missing."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     if module is None:
         return False
@@ -694,7 +694,7 @@ def _is_faked(inputs: Iterable[Tensor]) -> bool:
     return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
 
 
-# What branches depend on beside autocast, each with how to set it.
+# global settings that branches depend on, besides autocast: getter, setter
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
     (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
@@ -702,7 +702,7 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
     (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
-)  # torch's public functions call just these, at a higher cost
+)  # torch's public getters call these, but are slower
 _READS = tuple(read for read, _ in _SWITCHES)
 _Ambient = tuple[torch.device | None, list[Any]]
 
@@ -712,7 +712,7 @@ def _ambient() -> _Ambient:
 
 
 def _default_device() -> torch.device | None:
-    """Where factories such as torch.zeros put tensors; None if nobody has said."""
+    """The default device of factories such as torch.zeros; None if unset."""
     if not torch._C._len_torch_function_stack():
         return None
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
@@ -744,7 +744,7 @@ def _autocast_state(device_types: Iterable[str]) -> _AutocastState:
 
 @functools.cache
 def _with_autocast(devices: frozenset[torch.device]) -> list[str]:
-    """The types of the CPU and of ``devices`` that know autocast, in a fixed order."""
+    """The device types of the CPU and ``devices`` that have autocast, in a fixed order."""
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
 
