@@ -144,7 +144,7 @@ def test_refused_where_arithmetic_is_not_exact():
 
         inverse = forward
 
-    with pytest.raises(ValueError, match=r"does not say.*set exact = True on its class"):
+    with pytest.raises(ValueError, match=r"is not marked.*set exact = True on its class"):
         set_memory(ReversibleSequence([Swap()]), "exact")
 
 
