@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from revzoo._files import replacing
+from revzoo.core.invertible import Step
 from revzoo.core.modes import set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import from_pretrained
@@ -99,7 +100,8 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     """
     form = _checked(job, path, kind)
     plain = copy.deepcopy(job.network).eval()
-    set_memory(plain, "store")
+    if any(isinstance(m, Step) for m in plain.modules()):
+        set_memory(plain, "store")
     job = Export(**{**vars(job), "network": plain})
     plain.check_size(*job.images(1).shape[2:])
     with replacing(path) as temporary, torch.no_grad():

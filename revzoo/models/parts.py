@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
+from revzoo.models.library import LibraryNetwork
 from revzoo.models.network import ImageNetwork
 
 
@@ -21,11 +22,20 @@ class Part(NamedTuple):
 
     name: str
     modules: tuple[nn.Module, ...]
+    tensors: tuple[nn.Parameter, ...] = ()  # of no module among these, such as class tokens
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of all its modules."""
+        """The parameters of all its modules, and its own."""
+        yield from self.tensors
         for module in self.modules:
             yield from module.parameters()
+
+    def train(self, trained: bool) -> None:
+        """Let it learn, or freeze it: in evaluation mode, without gradients."""
+        for p in self.parameters():
+            p.requires_grad_(trained)
+        for module in self.modules:
+            module.train(trained)
 
 
 def parts(network: nn.Module) -> tuple[Part, ...]:
@@ -39,6 +49,8 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
             f"{type(network).__name__} is no ImageNetwork: expected a model of create_model, with "
             "stem, stages and classifier; freeze other models and group their parameters by hand"
         )
+    if isinstance(network, LibraryNetwork):
+        return tuple(Part(name, tuple(ms), tuple(own)) for name, ms, own in network.parts())
     named = dict(network.named_children())
     stem, stages = named.pop("stem"), list(network.stages)
     del named["stages"]

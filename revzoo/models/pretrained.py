@@ -22,8 +22,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from revzoo.models.library import LibraryNetwork, is_library_name
 from revzoo.models.network import ImageNetwork
-from revzoo.models.tensors import TensorFile, check_finite, parse_safetensors
+from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
 from revzoo.weights.entry import HUB, WeightsEntry, read_entry
 from revzoo.weights.errors import ArchitectureMismatchError, StateMismatchError
 from revzoo.weights.files import read_bytes
@@ -73,7 +74,7 @@ def find_source(
         folder = fetch_folder(text, cache_dir=cache_dir, tensors=pretrained)
     elif text.partition(".")[0] not in known and (Path(name) / CONFIG_FILE).is_file():
         folder = Path(name)
-    elif not pretrained and "." not in text:
+    elif is_library_name(text) or (not pretrained and "." not in text):
         return Source(text)
     else:
         return _of((SHIPPED if table is None else table).find(text))
@@ -111,6 +112,8 @@ def load_weights(
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
+    if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
+        tensors = {f"net.{key}": t for key, t in tensors.items()}  # a file of the library's
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)
     if not network.num_classes:
@@ -156,19 +159,6 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
         if first is not None and first.dim() == 4 and first.numel()
         else file.in_chans,
     )
-
-
-def adapt_channels(weight: Tensor, channels: int) -> Tensor:
-    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
-
-    For one channel: the sum, which acts like C equal channels. Otherwise: repeat them and scale by
-    ``C / channels``, so that the sum over channels stays about the same.
-    """
-    old = weight.shape[1]
-    if channels == 1:
-        return weight.sum(dim=1, keepdim=True)
-    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]
-    return repeated * (old / channels)
 
 
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:

@@ -15,6 +15,12 @@ from typing import Any, Literal, NamedTuple, overload
 from revzoo._checks import did_you_mean
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
+from revzoo.models.library import (
+    LibraryNetwork,
+    LibraryVariant,
+    find_library_model,
+    is_library_name,
+)
 from revzoo.models.network import ImageNetwork
 from revzoo.models.pretrained import (
     Source,
@@ -50,12 +56,27 @@ class Entry(NamedTuple):
         return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
 
 
-MODELS: dict[str, Entry] = {
-    **{name: Entry(RevNet, variant) for name, variant in REVNETS.items()},
-    **{name: Entry(ResNet, variant) for name, variant in RESNETS.items()},
-    **{name: Entry(IRevNet, variant) for name, variant in IREVNETS.items()},
-    **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
-}
+class _Models(dict[str, Entry]):
+    """The zoo's networks; those of a library (``torchvision:resnet50``) are found by their name."""
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) or is_library_name(name)
+
+    def __missing__(self, name: str) -> Entry:
+        if not is_library_name(name):
+            raise KeyError(name)
+        find_library_model(name)
+        return Entry(LibraryNetwork, LibraryVariant(name))
+
+
+MODELS: dict[str, Entry] = _Models(
+    {
+        **{name: Entry(RevNet, variant) for name, variant in REVNETS.items()},
+        **{name: Entry(ResNet, variant) for name, variant in RESNETS.items()},
+        **{name: Entry(IRevNet, variant) for name, variant in IREVNETS.items()},
+        **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
+    }
+)
 
 
 def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None:
@@ -93,7 +114,7 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
 
 
 # keywords that do not change the shapes of weights
-_SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout")
+_SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout", "pretrained")
 
 
 def list_models(
@@ -160,6 +181,7 @@ def create_model(
 
     Args:
         name: one of :func:`list_models`, alone or with the tag of weights (``revnet38.cifar10``);
+            ``torchvision:NAME`` or ``timm:NAME`` of these libraries' own lists;
             ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
         pretrained: load weights: the tag's, or the architecture's default. They come from the
             package or the cache, or are downloaded into the cache, and are verified.
@@ -206,6 +228,8 @@ def create_model(
         file = read_checkpoint(Path(checkpoint_path))
     elif pretrained and source.entry is not None:
         file = read_weights(source.entry, cache_dir=cache_dir)
+    if pretrained and source.entry is None and is_library_name(source.architecture):
+        keywords["pretrained"] = True
     model = _build(source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords)
     if file is not None:
         _load(model, file, source, allow_nonfinite=allow_nonfinite)

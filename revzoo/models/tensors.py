@@ -150,3 +150,16 @@ def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
     """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`)."""
     own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
     return save(own, metadata=dict(metadata))
+
+
+def adapt_channels(weight: Tensor, channels: int) -> Tensor:
+    """Adapt a convolution's weights ``(out, C, h, w)`` to ``channels`` input channels.
+
+    For one channel: the sum, which acts like C equal channels. Otherwise: repeat them and scale by
+    ``C / channels``, so that the sum over channels stays about the same.
+    """
+    old = weight.shape[1]
+    if channels == 1:
+        return weight.sum(dim=1, keepdim=True)
+    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]
+    return repeated * (old / channels)

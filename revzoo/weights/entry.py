@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_NAME = re.compile(r"[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
+_NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)

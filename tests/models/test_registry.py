@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 import revzoo
 from revzoo.models import ResNet, RevNet, Variant, create_model, list_models
+from revzoo.models.library import LIBRARIES
 from revzoo.models.registry import MODELS
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "model").glob("*.yaml"))
@@ -94,22 +95,25 @@ def test_an_unknown_keyword_is_refused_with_the_nearest(keyword, nearest):
 
 
 def test_there_is_a_config_for_every_network():
-    assert {path.stem for path in CONFIGS} == set(list_models())
+    assert {path.stem for path in CONFIGS} == {*list_models(), *LIBRARIES}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_configs_are_keywords_of_create_model_with_its_defaults(path):
     with initialize_config_dir(str(path.parents[1]), version_base="1.3"):
         config = OmegaConf.to_container(compose(f"model/{path.stem}").model)
-    assert config.pop("name") == path.stem
+    name = config.pop("name")
+    assert name.partition(":")[0] == path.stem
     assert "pretrained" in config
-    network, variant = MODELS[path.stem]
+    if name.startswith("timm:"):
+        pytest.importorskip("timm")
+    network, variant = MODELS[name]
     defaults = inspect.signature(create_model).parameters | inspect.signature(network).parameters
     for key, value in config.items():
         default = getattr(variant, key) if hasattr(variant, key) else defaults[key].default
         assert value == default, key
     with torch.device("meta"):
-        create_model(path.stem, **config)
+        create_model(name, **config)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
@@ -14,6 +14,19 @@ def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
     parser.add_argument("--batch", type=int, default=batch, help=f"images a step ({batch})")
     parser.add_argument("--image", type=int, help="side of the images in pixels (the model's own)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's own)")
+    add_bits_option(parser)
+
+
+def add_bits_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--bits``."""
+    parser.add_argument(
+        "--bits", type=int, help="of torchvision:NAME or timm:NAME, which it makes reversible"
+    )
+
+
+def bits_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The keyword of ``create_model`` that ``--bits`` stands for."""
+    return {} if args.bits is None else {"reversible_bits": args.bits}
 
 
 def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None) -> ImageNetwork:
@@ -24,7 +37,7 @@ def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None)
     """
     from revzoo.models import create_model
 
-    return create_model(name, num_classes=args.classes, memory=memory)
+    return create_model(name, num_classes=args.classes, memory=memory, **bits_of(args))
 
 
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from revzoo.cli.commands._models import add_bits_option, bits_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
@@ -25,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=8, help="images per step (default 8)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     add_weights_option(parser)
+    add_bits_option(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.models import create_model
 
     torch.manual_seed(0)
-    model = create_model(entry.name if entry else args.name, table=table)
+    model = create_model(entry.name if entry else args.name, table=table, **bits_of(args))
     if entry is None:
         _tell("architecture", args.name)
         _tell("weights", "none")

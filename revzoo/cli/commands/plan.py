@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+from revzoo.cli.commands._models import add_batch_options, bits_of, model_for, shape_for
 
 FITS = ("batch", "image", "depth")
 
@@ -92,10 +92,13 @@ def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
     batch, channels, side, _ = shape_for(args, model)
     row = MODELS[args.name.partition(".")[0]].variant
 
+    if args.fit == "depth" and not (hasattr(row, "depth") or hasattr(row, "units")):
+        raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
+
     def least(options: dict[str, Any], images: int, pixels: int) -> int | None:
         try:
             with torch.device("meta"):
-                made = create_model(args.name, num_classes=args.classes, **options)
+                made = create_model(args.name, num_classes=args.classes, **bits_of(args), **options)
             made.check_size(pixels, pixels)
         except ValueError:
             return None

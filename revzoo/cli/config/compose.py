@@ -176,6 +176,7 @@ def compose_whole(
         source: where it is read.
         trusted: further overrides, by the program itself.
     """
+    overrides = with_libraries(overrides)
     with hydra_of(source):
         base = _check(overrides, source.name)
         whole = _composed(source.name, [*overrides, *trusted])
@@ -189,6 +190,16 @@ def compose_whole(
     except OmegaConfBaseException as error:  # a reference that leads nowhere
         raise ConfigError(one_line(error)) from None
     return cfg, whole
+
+
+def with_libraries(overrides: Sequence[str]) -> list[str]:
+    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``."""
+    found = []
+    for override in overrides:
+        library = re.match(r"model=(\w+):[^,]+$", override)
+        named = override.replace("model=", "model.name=", 1)
+        found += [override] if library is None else [f"model={library[1]}", named]
+    return found
 
 
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:

@@ -150,8 +150,7 @@ def _freeze_before(first: str, network: nn.Module) -> None:
     trained = False
     for part in parts(network):
         trained = trained or part.name == first
-        for module in part.modules:
-            module.requires_grad_(trained).train(trained)
+        part.train(trained)
 
 
 def _network(pl_module: pl.LightningModule) -> nn.Module:

@@ -115,3 +115,11 @@ def test_a_key_of_another_option_names_that_option(override: str, message: str) 
     """``data.root`` of the digits was answered with a way to add a key that they do not know."""
     with pytest.raises(ConfigError, match=message):
         compose_checked([override])
+
+
+def test_a_librarys_network_by_its_name():
+    cfg = compose_checked(["model=torchvision:resnet50", "model.reversible_bits=2"])
+    assert cfg.model.name == "torchvision:resnet50"
+    assert cfg.model.reversible_bits == 2
+    with pytest.raises(ConfigError, match="model=elsewhere: no such option"):
+        compose_checked(["model=elsewhere:resnet50"])

@@ -1,0 +1,301 @@
+"""Networks of torchvision and timm under names of the zoo: ``torchvision:resnet50``, ``timm:...``.
+
+They are trained, saved, exported and audited as the zoo's own, and made reversible where
+``reversible_bits`` is given (:func:`revzoo.make_reversible`). ``net`` is the library's network; its
+weights fit the library's class.
+
+Only names that the library lists are accepted. Both libraries also take names of hubs, folders and
+entry points, which would choose what is read or run.
+
+Known limit: the representation after a stage is not known, so such a network gives no feature maps.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from revzoo._checks import check_count, did_you_mean
+from revzoo.core.invertible import NotInvertibleError, State
+from revzoo.core.modes import set_memory
+from revzoo.layers.side_bits import make_reversible
+from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.tensors import adapt_channels
+
+LIBRARIES = ("torchvision", "timm")
+_NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
+_CLASSES = 1000  # of the libraries' weights
+
+
+@functools.cache
+def library_models(library: str) -> tuple[str, ...]:
+    """The classification networks that a library lists.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    if find_spec(library) is None:
+        raise ValueError(f"{library}: networks need the package: pip install {library}")
+    if library == "timm":
+        import timm
+
+        return tuple(timm.list_models())
+    from torchvision import models
+
+    return tuple(models.list_models(module=models))
+
+
+def is_library_name(name: object) -> bool:
+    """Whether ``name`` is ``LIBRARY:NAME``, known there or not."""
+    return isinstance(name, str) and name.partition(":")[0] in LIBRARIES and ":" in name
+
+
+def find_library_model(name: str) -> tuple[str, str]:
+    """Library and name of a network that it lists.
+
+    Raises:
+        ValueError: the library does not list it, or is not installed.
+    """
+    found = _NAME.fullmatch(name)
+    library, _, own = name.partition(":")
+    if found is None or own not in library_models(library):
+        near = did_you_mean(own, library_models(library), n=3)
+        raise ValueError(
+            f"there is no model {name!r}{near}; expected {library}: and one of "
+            f"{library}.{'models.' * (library == 'torchvision')}list_models()"
+        )
+    return library, own
+
+
+@dataclass(frozen=True)
+class LibraryVariant:
+    """The row of a library's network: its name."""
+
+    network: str
+
+
+class LibraryNetwork(ImageNetwork):
+    """A classifier of torchvision or timm, ``(B, in_chans, H, W) -> (B, num_classes)``.
+
+    Args:
+        variant: which network.
+        num_classes: number of logits; 0 for pooled features instead.
+        in_chans: channels of the images.
+        memory: memory mode of the reversible blocks; None for ``exact``.
+        reversible_bits: see :func:`revzoo.make_reversible`; None for the plain network.
+        img_size: side of the images, for networks whose weights depend on it.
+        pretrained: with the library's default weights, which it downloads.
+
+    Raises:
+        ValueError: the library does not list the network, or it has no runs of blocks.
+
+    Example:
+        >>> model = revzoo.create_model("torchvision:resnet18", reversible_bits=4)
+        >>> model(torch.zeros(2, 3, 64, 64)).shape
+        torch.Size([2, 10])
+    """
+
+    default_memory: ClassVar[str] = "exact"
+    streams: ClassVar[int] = 1
+
+    def __init__(
+        self,
+        variant: LibraryVariant,
+        *,
+        num_classes: int = 10,
+        in_chans: int = 3,
+        memory: str | None = None,
+        reversible_bits: int | None = None,
+        img_size: int | None = None,
+        pretrained: bool = False,
+    ) -> None:
+        super().__init__(in_chans=in_chans)
+        library, name = find_library_model(variant.network)
+        try:
+            self.net = _built(library, name, img_size, pretrained)
+        except NotImplementedError:  # some read values while they are built, which meta has not
+            with torch.device("cpu"):
+                net = _built(library, name, img_size, pretrained)
+            self.net = net.to(torch.get_default_device())
+        self._heads = list(_linear_heads(self.net))
+        if not self._heads:
+            raise ValueError(f"{variant.network} has no linear classifier that could be replaced")
+        self.classifier = self._heads[0]  # type: ignore[misc]
+        convolutions = {n: m for n, m in self.net.named_modules() if isinstance(m, nn.Conv2d)}
+        if convolutions:
+            path, first = next(iter(convolutions.items()))
+            self.input_layer = f"net.{path}"  # type: ignore[misc]
+            if first.in_channels != in_chans:
+                self._replace(self.input_layer, _with_channels(first, in_chans))
+        linear = self.get_classifier()
+        assert isinstance(linear, nn.Linear)
+        self.num_features = linear.in_features
+        if not pretrained or num_classes != _CLASSES:
+            self.reset_classifier(num_classes)
+        self.num_classes = num_classes
+        self.reversible_bits = reversible_bits
+        if reversible_bits is not None:
+            make_reversible(self.net, reversible_bits)
+        else:
+            self.default_memory = "store"  # type: ignore[misc]
+        if memory is not None and (reversible_bits is not None or memory != "store"):
+            set_memory(self, memory)
+
+    @property
+    def image_size(self) -> int:
+        """Side in pixels: what the weights need, or what the library trained with."""
+        return self._fixed_size or _trained_size(self.net)
+
+    @property
+    def _fixed_size(self) -> int | None:
+        size = getattr(self.net, "image_size", None)  # torchvision's ViT
+        embed = getattr(self.net, "patch_embed", None)  # timm's
+        if size is None and getattr(embed, "strict_img_size", False):
+            size = getattr(embed, "img_size", None)
+        return size[0] if isinstance(size, (tuple, list)) else size
+
+    def check_size(self, height: int, width: int) -> None:
+        """Raise a ValueError unless the network takes images of ``height`` x ``width`` pixels."""
+        fixed = self._fixed_size
+        if fixed is not None and (height, width) != (fixed, fixed):
+            raise ValueError(
+                f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}. "
+                f"Create it with img_size={height} (model.img_size={height}), or resize the images."
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``."""
+        self._check_images(x)
+        y = self.net(x)
+        if not isinstance(y, Tensor):
+            raise ValueError(f"{type(self.net).__name__} returns {type(y).__name__}, not logits")
+        return y
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Pooled features ``(B, num_features)``: what the classifier gets."""
+        found: list[Tensor] = []
+        hook = self.get_classifier().register_forward_pre_hook(
+            lambda _, args: found.append(args[0])
+        )
+        try:
+            self(x)
+        finally:
+            hook.remove()
+        return found[-1]
+
+    def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
+        """Logits of what :meth:`forward_features` gives."""
+        return features if pre_logits else self.get_classifier()(features)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Replace the classifier by a fresh one; ``global_pool`` cannot be changed."""
+        check_count("num_classes", num_classes, least=0)
+        if global_pool is not None:
+            raise ValueError(f"global_pool={global_pool!r}: a library's network keeps its own")
+        for path in self._heads:
+            old = self.get_submodule(path)
+            where = next(self.net.parameters()).device
+            new = nn.Linear(self.num_features, num_classes, device=where)
+            self._replace(path, new.train(old.training) if num_classes else nn.Identity())
+        self.num_classes, self.fresh_head = num_classes, True
+
+    def _replace(self, path: str, module: nn.Module) -> None:
+        parent, _, name = path.rpartition(".")
+        setattr(self.get_submodule(parent), name, module)
+
+    @property
+    def feature_info(self) -> tuple[FeatureInfo, ...]:
+        """Unknown.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._no_states())
+
+    def stage_states(self, x: Tensor) -> Iterator[State]:
+        """Unknown.
+
+        Raises:
+            ValueError: always.
+        """
+        raise ValueError(self._no_states())
+
+    def _no_states(self) -> str:
+        return (
+            f"the states inside {type(self.net).__name__} are the library's: take its own feature "
+            "maps from model.net, or pooled features from model.forward_features"
+        )
+
+    @property
+    def invertible(self) -> bool:
+        """Whether images can be computed from their representation: no."""
+        return False
+
+    def _check_invertible(self) -> None:
+        raise NotInvertibleError(f"{type(self.net).__name__} loses information and has no inverse")
+
+    def parts(self) -> Iterator[tuple[str, list[nn.Module], list[nn.Parameter]]]:
+        """The network in order: for each part its name, modules, and parameters beside those."""
+        children = dict(self.net.named_children())
+        trained = [name for name, m in children.items() if next(m.parameters(), None) is not None]
+        ends = {path.split(".")[1] for path in self._heads}
+        body = {name: children[name] for name in trained if name not in ends}
+        lists = [name for name, module in body.items() if isinstance(module, nn.Sequential)]
+        named: dict[str, nn.Module] = {}
+        for name, module in body.items():
+            inside = module.named_children() if lists == [name] else []  # torchvision's features
+            named |= {f"net.{name}.{n}": m for n, m in inside} or {f"net.{name}": module}
+        for number, (name, module) in enumerate(named.items()):
+            yield name, [module], [] if number else list(self.net.parameters(recurse=False))
+        yield self.classifier, [m for n, m in children.items() if n in ends], []
+
+
+def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> nn.Module:
+    """The library's network with its 1,000 classes.
+
+    Raises:
+        ValueError: the network takes no size of images.
+    """
+    sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
+    try:
+        if library == "timm":
+            import timm
+
+            return timm.create_model(name, pretrained=pretrained, **sizes)
+        from torchvision import models
+
+        weights = "DEFAULT" if pretrained else None
+        return models.get_model(name, weights=weights, **sizes)
+    except TypeError as error:
+        raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
+
+
+_SIZE = {"torchvision": "image_size", "timm": "img_size"}
+
+
+def _trained_size(net: nn.Module) -> int:
+    """Side in pixels of the images of timm's weights; 224 for others."""
+    return int(getattr(net, "pretrained_cfg", {}).get("input_size", (224,))[-1])
+
+
+def _linear_heads(net: nn.Module) -> Iterator[str]:
+    for path, module in net.named_modules():
+        if isinstance(module, nn.Linear) and module.out_features == _CLASSES:
+            yield f"net.{path}"
+
+
+def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
+    """The first convolution for images of other channels, its weights adapted."""
+    fresh = copy.copy(conv)
+    fresh._parameters = dict(conv._parameters)
+    fresh.in_channels = channels
+    fresh.weight = nn.Parameter(adapt_channels(conv.weight.detach(), channels))
+    return fresh

@@ -1,0 +1,113 @@
+"""Networks of torchvision and timm as models of the zoo."""
+
+import pytest
+import torch
+import torchvision
+
+import revzoo
+from revzoo.interop.export import Export, export
+from revzoo.layers.side_bits import reversible_blocks
+from revzoo.models.library import LibraryNetwork
+from revzoo.models.parts import parts
+from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.training.checkpoint.hyperparameters import check_model_options
+from revzoo.training.classifier import Classifier
+
+NAMES = (
+    ("torchvision:resnet18", {}, "net.fc"),
+    ("torchvision:vit_b_16", {"img_size": 32}, "net.heads.head"),
+    ("torchvision:regnet_y_400mf", {}, "net.fc"),
+    ("timm:vit_tiny_patch16_224", {"img_size": 32}, "net.head"),
+    ("timm:deit_tiny_distilled_patch16_224", {"img_size": 32}, "net.head"),
+    ("timm:convnext_atto", {}, "net.head.fc"),
+)
+
+
+@pytest.mark.parametrize(("name", "options", "head"), NAMES, ids=[name for name, *_ in NAMES])
+def test_a_librarys_network_is_a_model_of_the_zoo(name, options, head):
+    pytest.importorskip(name.partition(":")[0])
+    options |= {"num_classes": 7, "in_chans": 1, "reversible_bits": 4}
+    model = revzoo.create_model(name, **options).eval()
+    assert isinstance(model, LibraryNetwork)
+    assert model.classifier == head
+    images = torch.randn(2, 1, 32, 32)
+    logits = model(images)
+    assert logits.shape == (2, 7)
+    if "distilled" not in name:  # that has two heads
+        again = model.forward_head(model.forward_features(images))
+        assert torch.allclose(again, logits, atol=1e-6)
+    assert any(row.role == "joins" for row in reversible_blocks(model))
+    found = [id(p) for part in parts(model) for p in part.parameters()]
+    assert sorted(found) == sorted(map(id, model.parameters()))
+    assert parts(model)[-1].name == head
+    with torch.device("meta"):  # as the command line checks it
+        revzoo.create_model(name, **options)
+
+
+def resnet(**options):
+    return revzoo.create_model("torchvision:resnet18", **options)
+
+
+def test_weights_go_to_the_library_and_back(tmp_path):
+    theirs = torchvision.models.resnet18(num_classes=7)
+    torch.save(theirs.state_dict(), tmp_path / "theirs.pth")
+    options = {"checkpoint_path": tmp_path / "theirs.pth", "reversible_bits": 2}
+    model = resnet(num_classes=7, **options).eval()
+    assert all(map(torch.equal, model.net.state_dict().values(), theirs.state_dict().values()))
+    grey = resnet(num_classes=3, in_chans=1, **options)
+    assert torch.equal(grey.net.conv1.weight, theirs.conv1.weight.sum(1, keepdim=True))
+    assert torch.equal(grey.net.layer1[0].conv1.weight, theirs.layer1[0].conv1.weight)
+    images = torch.randn(2, 3, 32, 32)
+    assert not torch.allclose(model(images), theirs.eval()(images), atol=1e-3)
+    revzoo.make_reversible(model, None)
+    assert torch.equal(model(images), theirs(images))
+
+
+def test_a_saved_network_comes_back(tmp_path):
+    model = resnet(num_classes=3, reversible_bits=3).eval()
+    facts = {"classes": ["a", "b", "c"], "mean": [0.5] * 3, "std": [0.5] * 3}
+    entry = model.save_pretrained(tmp_path / "saved", **facts)
+    assert entry.architecture == "torchvision:resnet18"
+    again = revzoo.from_pretrained(tmp_path / "saved").eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(again(images), model(images))
+    for bits, kind in ((3, "pt2"), (None, "safetensors")):
+        model = resnet(num_classes=3, reversible_bits=bits)
+        export(Export(network=model, image_size=32), tmp_path / f"model.{kind}", kind=kind)
+
+
+@pytest.mark.parametrize(
+    "name", ["torchvision:resnet51", "torchvision:os.system", "torchvision:", "timm:hf_hub:x/y"]
+)
+def test_names_that_no_library_lists(name):
+    pytest.importorskip(name.partition(":")[0])
+    with pytest.raises(ValueError, match=f"there is no model '{name}'"):
+        revzoo.create_model(name)
+    with pytest.raises((ValueError, CheckpointError), match=f"there is no model '{name}'|refused"):
+        Classifier(check_model_options({"name": name}))
+
+
+def test_checkpoints_may_name_networks_alone():
+    assert check_model_options({"name": "torchvision:resnet18", "num_classes": 3})
+    with pytest.raises(CheckpointError, match=r"model.name is refused"):
+        check_model_options({"name": "elsewhere:resnet18"})
+    with pytest.raises(ValueError, match="there is no model 'torchvision:resnet51'"):
+        resnet(network="torchvision:resnet51")
+
+
+def test_what_a_librarys_network_cannot_do():
+    model = resnet()
+    with pytest.raises(ValueError, match=r"states inside ResNet are the library's"):
+        revzoo.create_model("torchvision:resnet18", features_only=True)
+    with pytest.raises(revzoo.NotInvertibleError, match="has no inverse"):
+        model.inverse(torch.randn(1, 512))
+    with pytest.raises(ValueError, match="keeps its own"):
+        model.reset_classifier(3, "max")
+    with pytest.raises(ValueError, match=r"refuses img_size=64"):
+        resnet(img_size=64)
+    with pytest.raises(ValueError, match="no linear classifier"):
+        revzoo.create_model("torchvision:squeezenet1_0")
+    vit = revzoo.create_model("torchvision:vit_b_16", img_size=32)
+    with pytest.raises(ValueError, match=r"64 x 64 pixels; this model expects 32 x 32"):
+        vit.check_size(64, 64)
+    assert (vit.image_size, model.image_size) == (32, 224)
