@@ -12,8 +12,7 @@ The learning rate of a recipe on a set is the best of ``RATES`` on held-back tra
 one run with a further seed. No rate is chosen on the test split.
 
 ``revnet38.cifar10`` was pretrained on CIFAR-10. If DIR is that set, the comparison shows the cost
-and effect of the recipes but no transfer to unseen data. It has seen neither the digits nor their
-classes.
+and effect of the recipes, but no transfer to unseen data. The digits and their classes are unseen.
 """
 
 from __future__ import annotations
@@ -166,8 +165,8 @@ def train(
         seconds = time.process_time() - start
         (figures,) = trainer.test(module, datamodule=data, verbose=False)
     run = Run(figures["test/acc"], figures["test/loss"], seconds)
-    told = f"{task.name} {task.classes}x{task.images} seed {seed} {method} at {rate}: {run}"
-    print(told, file=sys.stderr, flush=True)
+    line = f"{task.name} {task.classes}x{task.images} seed {seed} {method} at {rate}: {run}"
+    print(line, file=sys.stderr, flush=True)
     return run
 
 
@@ -192,19 +191,19 @@ def rows(task: Task, args: argparse.Namespace) -> str:
             draw_subset(task, Path(name), seed=seed)
             for method, rate in rates.items():
                 found[method].append(train(method, rate, Path(name), task, seed, args))
-    told = []
+    lines = []
     for method, runs in found.items():
         values = [100 * run.accuracy for run in runs]
         cells = [task.name, task.seen, task.classes, task.images, method, rates[method]]
         cells += [recipe(method, task, args)[1]]
         cells += [f"{statistics.mean(values):.1f} ({min(values):.1f} to {max(values):.1f})"]
         cells += [f"{statistics.median(run.seconds for run in runs):.1f}"]
-        told.append(" | ".join(["|", *map(str, cells), "|"]).replace("| |", "|"))
-    return "\n".join(told)
+        lines.append(" | ".join(["|", *map(str, cells), "|"]).replace("| |", "|"))
+    return "\n".join(lines)
 
 
 def trained_by(method: str, memory: str) -> nn.Module:
-    """The network with everything unfrozen that ``method`` ever trains."""
+    """The network with the largest set of parameters that ``method`` ever trains."""
     model = create_model("revnet38", memory=memory)
     unfreeze = {"linear probe": None, "unfrozen stage by stage": {0: "stages.1", 1: "stem"}}
     if method in unfreeze:

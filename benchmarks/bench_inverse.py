@@ -2,7 +2,7 @@
 
     python benchmarks/bench_inverse.py
 
-The networks are untrained; their running statistics are those of the images. For i-RevNets the
+The networks are untrained; their running statistics are measured on the images. For i-RevNets the
 script goes from the image to the representation and back, for other networks through the
 invertible steps of the stage with the most units. Images are random bytes divided by 256. The
 columns are: float32; float32 streams with branches under bfloat16 autocast; memory mode ``exact``
@@ -36,7 +36,7 @@ BATCH = 4
 
 
 def settle(model: nn.Module, images: Tensor) -> None:
-    """Set the running statistics to those of ``images`` and leave training mode."""
+    """Measure the running statistics on ``images`` and switch to evaluation mode."""
     momenta = {}
     for module in model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -50,7 +50,7 @@ def settle(model: nn.Module, images: Tensor) -> None:
 
 
 def round_trip(model: ImageNetwork, images: Tensor, mode: str) -> tuple[Callable[[], float], int]:
-    """A function that measures the error, and the number of couplings it runs."""
+    """A function that measures the error, and its number of couplings."""
     if isinstance(model, IRevNet):
         steps = list(model.stages.modules())
 

@@ -1,9 +1,9 @@
-"""What a training step keeps from forward to backward, and its peak, in cases that layers waste.
+"""Bytes kept between forward and backward pass, and peak, where torch's layers keep too much.
 
     python benchmarks/bench_kept.py
 
-Storages that operators create and that are alive (:class:`revzoo.profiling.live.LiveMemory`), so
-every machine gives the same figures. Without parameters, their gradients and the input.
+Counts live storages (:class:`revzoo.profiling.live.LiveMemory`), so the figures are the same on
+every machine. Without parameters, their gradients and the input.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MODES = ("store", "recompute", "invert", "exact")
 
 
 def fine_tuned(model: nn.Module, *, norms: bool, weights: bool) -> nn.Module:
-    """``model`` with normalisations in eval mode and frozen, or with the other weights frozen."""
+    """``model`` with frozen normalisations in eval mode, or with all other weights frozen."""
     for m in model.modules():
         if isinstance(m, nn.BatchNorm2d):
             m.train(not norms).requires_grad_(not norms)
@@ -32,12 +32,12 @@ def fine_tuned(model: nn.Module, *, norms: bool, weights: bool) -> nn.Module:
 
 
 def revnet(**options: object) -> nn.Module:
-    """revnet38 of the tables."""
+    """revnet38 with options."""
     return revzoo.create_model("revnet38", **options)
 
 
 def actnorms() -> nn.Module:
-    """Eight frozen ones in a row."""
+    """A sequence of eight frozen ActNorms."""
     steps = [revzoo.ActNorm(16) for _ in range(8)]
     return revzoo.ReversibleSequence(steps).requires_grad_(False)
 
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def counted(model: nn.Module, x: Tensor) -> tuple[int, int]:
-    """Bytes kept after the forward pass, and at most during the step."""
+    """Bytes kept after the forward pass, and peak bytes of the step."""
     for p in model.parameters():
         p.grad = torch.zeros_like(p) if p.requires_grad else None
     x = x.clone().requires_grad_()

@@ -1,17 +1,17 @@
-"""Time against memory: our planner's frontier, pure modes, and torch's ways.
+"""Time against memory: our planner's frontier, single modes, and torch's tools.
 
     MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=0 OMP_NUM_THREADS=1 \
     python benchmarks/bench_plan.py revnet110 --batch 32 --csv revnet110.csv --plot revnet110.png
 
 One step is forward, cross-entropy and backward on random images; gradients exist from the step
-before. Every round runs all candidates one after the other. On one thread of the CPU, time is the
-thread's own (``time.thread_time``). Other programs on the machine still add to it, through caches
-and shared cores, so a candidate's time is the least of its rounds; the quartiles of the ratio to
+before. Every round runs all candidates one after the other. With one CPU thread we
+measure the thread's time (``time.thread_time``). Other programs still add to it, through caches and
+shared cores, so a candidate's time is the minimum over the rounds; the quartiles of the ratio to
 ``store`` in the same round show the spread. Three kinds of memory:
 
     predicted   the plan's ``peak_bytes``
     counted     the peak of all tensors alive in a real step, counted (``revzoo.profiling.live``)
-    resident    the growth of the process's peak (VmHWM) in a step, and what a step starts with
+    resident    the growth of the process's peak (VmHWM) in a step, plus the bytes before the step
 
 "checkpoint k" is ``torch.utils.checkpoint`` (non-reentrant) around each of the first k blocks of a
 network in mode ``store``. "torch budget b" is ``torch._functorch.config.activation_memory_budget``
@@ -42,7 +42,7 @@ Step = Callable[[], None]
 
 
 def step_of(model: nn.Module, images: torch.Tensor, prepare: Callable[[], object]) -> Step:
-    """One training step after ``prepare``, which sets how the model keeps its activations."""
+    """One training step after ``prepare``, which sets the model's memory mode or checkpoints."""
     labels = torch.zeros(len(images), dtype=torch.int64)
 
     def run() -> None:
@@ -53,12 +53,12 @@ def step_of(model: nn.Module, images: torch.Tensor, prepare: Callable[[], object
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """What torch's checkpoint is put around: the steps of stem and stages."""
+    """The modules for torch's checkpoint: the steps of stem and stages."""
     return [block for part in (model.stem, *model.stages) for block in part]
 
 
 def checkpointed(model: nn.Module, count: int) -> None:
-    """Put torch's checkpoint around the first ``count`` blocks, and take it from the others."""
+    """Wrap exactly the first ``count`` blocks in torch's checkpoint."""
     revzoo.set_memory(model, "store")
     for i, block in enumerate(blocks_of(model)):
         block.__dict__.pop("forward", None)
@@ -68,7 +68,7 @@ def checkpointed(model: nn.Module, count: int) -> None:
 
 
 def planned(model: nn.Module, setting: object) -> None:
-    """Let the model keep what a mode or a plan says, without torch's checkpoints."""
+    """Set a memory mode or a plan, without torch's checkpoints."""
     checkpointed(model, 0)
     revzoo.set_memory(model, setting)
 
@@ -143,7 +143,7 @@ def main() -> None:
     for name in candidates:
         ratios = [s / b for s, b in zip(seconds[name], seconds["store"], strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
-        peak, foretold = predicted.get(name, (None, None))
+        peak, expected = predicted.get(name, (None, None))
         rows.append(
             {
                 "candidate": name,
@@ -151,7 +151,7 @@ def main() -> None:
                 "predicted_mib": peak / MIB if peak else None,
                 "counted_mib": counted[name] / MIB,
                 "resident_mib": resident[name] / MIB,
-                "predicted_seconds": foretold,
+                "predicted_seconds": expected,
                 "seconds": min(seconds[name]),
                 "over_store": min(seconds[name]) / min(seconds["store"]),
                 "low": low,

@@ -2,8 +2,8 @@
 
     python benchmarks/bench_training.py > benchmarks/results/training_cpu.md
 
-The trainer is the one of ``revzoo train``, with its default callbacks and loggers. Each round runs
-a few steps of it and as many steps of two bare loops over networks with the same initial weights:
+It uses the trainer of ``revzoo train``, with the default callbacks and loggers. Each round runs a
+few of its steps and as many steps of two bare loops, on networks with the same initial weights:
 
 - with data: same loader, augmentation, loss and optimiser; no metrics, no logs;
 - step alone: batches prepared beforehand.
@@ -133,7 +133,7 @@ def since(start: Times) -> Times:
 
 
 def with_data(data: ImageData) -> Iterator[Batch]:
-    """Batches, epoch after epoch, without end."""
+    """An endless iterator of batches, epoch after epoch."""
     while True:
         for images, labels in data.train_dataloader():
             yield data.transform(images, training=True), labels

@@ -28,7 +28,7 @@ def row(name: str) -> str:
     size = model.image_size
     images = torch.randn(2 if size > 64 else 8, in_chans, size, size)
     peaks: dict[str, float] = {}
-    for mode in COUNTED if model.default_memory == "invert" else ["store", "recompute"]:
+    for mode in COUNTED if model.default_memory != "store" else ["store", "recompute"]:
         revzoo.set_memory(model, mode)
         peaks[mode] = activation_bytes(model, images) / 2**20
     cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in COUNTED]

@@ -1,4 +1,4 @@
-"""Check gradients, BatchNorm, dropout and autocast in each library of ``bench_peers.py``.
+"""Checks gradients, BatchNorm, dropout and autocast in each library of ``bench_peers.py``.
 
     python benchmarks/check_peers.py
 
@@ -105,7 +105,7 @@ def autograd_grad(name: str) -> str:
 
 
 def no_input_gradient(name: str) -> str:
-    """Whether parameters get their gradients where the input needs none."""
+    """Whether parameters get gradients if the input requires none."""
     net, _ = built(name)
     net(images(requires_grad=False)).sum().backward()
     return "yes" if all(p.grad is not None for p in net.parameters()) else "no"

@@ -1,9 +1,9 @@
-"""Draw how a reversible block is inverted, and what is alive in memory during a training step.
+"""Draws the inversion of a reversible block, and the live tensors of a training step.
 
     python benchmarks/draw_core.py docs/pictures
 
-writes ``block.svg`` and ``alive.svg``. Both are schemes, not measurements: the rules of the second
-are in ``alive``. It needs the ``plot`` extra.
+writes ``block.svg`` and ``alive.svg``. Both are diagrams, not measurements; ``alive`` has the rules
+of the second one. Needs the ``plot`` extra.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def draw_alive(axes: Axes, mode: str) -> None:
 
 
 def main() -> None:
-    """Draw both."""
+    """Draw both pictures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     folder = parser.parse_args().folder
@@ -124,7 +124,7 @@ def main() -> None:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Without the date, so that the same script writes the same file."""
+    """Save without the date, so that the file is reproducible."""
     figure.savefig(path, transparent=True, metadata={"Date": None})
     plt.close(figure)
 

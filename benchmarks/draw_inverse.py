@@ -1,4 +1,4 @@
-"""One picture with images, their reconstructions by an i-RevNet, and the differences.
+"""Draws images, their reconstructions by an i-RevNet, and the differences.
 
     python benchmarks/draw_inverse.py docs/pictures/irevnet13.png
 

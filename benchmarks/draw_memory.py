@@ -1,4 +1,4 @@
-"""Draw the memory of a training step against the depth of the network.
+"""Draws the memory of a training step against the depth of the network.
 
     python benchmarks/draw_memory.py docs/pictures/memory_depth.png
 
@@ -24,11 +24,11 @@ Model = tuple[int, str, dict[str, Any]]  # layers, name, options
 
 
 def depths(name: str, *, layers_in_unit: int, units: tuple[int, ...]) -> list[Model]:
-    """The network ``name`` with so many units in each of its three stages."""
+    """The network ``name`` with these numbers of units in each of its three stages."""
     return [(3 * layers_in_unit * n + 2, name, {"units": (n, n, n)}) for n in units]
 
 
-# Between the zoo's own networks: the same with fewer units. revnet38 has a narrower last stage.
+# Depths between the zoo's networks: fewer units. revnet38 has a narrower last stage.
 PANELS: dict[str, dict[str, list[Model]]] = {
     "basic blocks": {
         "ResNet": [

@@ -66,9 +66,9 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
 
 
 def waiting(module: nn.Module, on_gradient: OnGradient) -> int:
-    """How many calls of ``module``, captured for ``on_gradient``, this backward pass may yet reach.
+    """Number of captured calls of ``module`` that this backward pass may still reach.
 
-    All whose graph is alive count, the one that runs now included.
+    Counts calls for ``on_gradient`` with a live graph, including the running one.
     """
     task = torch._C._current_graph_task_id()
     hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _Capture)]
@@ -83,7 +83,7 @@ class Call:
         self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Tensor]]
     ) -> None:
         self.module = module
-        self.task = -1  # the last backward pass that ran it
+        self.task = -1  # graph task of the last backward pass that ran it
         self._hook = hook
         self._inputs = inputs
         hook.calls.add(self)

@@ -1,1 +1,1 @@
-"""Floor 1: couplings, containers and residual functions."""
+"""Couplings, invertible layers, containers and residual functions."""

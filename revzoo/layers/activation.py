@@ -2,8 +2,8 @@
 
     y = x where x >= 0, slope * x elsewhere
 
-Of torch's piecewise linear activations, only a leaky ReLU with a positive slope loses nothing; its
-inverse is the leaky ReLU of slope ``1 / slope``.
+Of torch's piecewise linear activations, only a leaky ReLU with a positive slope has an inverse: the
+leaky ReLU with slope ``1 / slope``.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ class InvertibleLeakyReLU(Streamwise):
     """``x -> max(x, 0) + slope * min(x, 0)``, any shape, for each stream.
 
     Args:
-        slope: for negative values, positive; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
+        slope: positive, for negative values; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
             multiplies rounding errors by ``1 / slope``.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
         ValueError: ``slope`` is not positive and finite: a ReLU has no inverse.
@@ -39,7 +39,7 @@ class InvertibleLeakyReLU(Streamwise):
         super().__init__(streams=streams)
         if not 0 < slope < math.inf:
             raise ValueError(
-                f"slope={slope}: expected a positive number; with another one the activation has "
+                f"slope={slope}: expected a positive number, since otherwise the activation has "
                 "no inverse"
             )
         self.slope = slope

@@ -2,13 +2,13 @@
 
     y = exp(log_scale) * x + shift
 
-Parameters are set once, so that the first training batch comes out with mean zero and variance one
-per channel, and are trained from there (Kingma and Dhariwal 2018, Glow, arXiv 1807.03039, section
-3.1). Unlike batch normalisation it does the same to every batch, so it has an inverse and a
-log-determinant in training too.
+The first training batch sets the parameters, so that its output has mean zero and variance one per
+channel; training continues from there (Kingma and Dhariwal 2018, Glow, arXiv 1807.03039, section
+3.1). Unlike batch normalisation, the layer is the same map for every batch, so it has an inverse
+and a log-determinant in training, too.
 
 Known limit: each process of a distributed run would initialise from its own batch. Run one batch
-through the model before wrapping it in DistributedDataParallel, which then hands out one copy.
+through the model before you wrap it in DistributedDataParallel, which then broadcasts one copy.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from revzoo.core.invertible import name_of
 from revzoo.core.replay import is_replaying
 from revzoo.layers.streams import Joint
 
-# Added to the standard deviation, for channels that are constant (Glow's release).
+# Added to the standard deviation, for constant channels (Glow's release).
 EPSILON = 1e-6
 
 
 class ActNorm(Joint):
     """``(B, C, ...) -> (B, C, ...)``, ``y = exp(log_scale) * x + shift`` for each channel.
 
-    The first forward pass in training mode, with gradients or without, sets both from its batch
-    and notes so in the buffer ``initialised``. Replays, inverses and evaluation never do: before
-    that pass the layer is the identity.
+    The first forward pass in training mode, with or without gradients, sets both from its batch and
+    sets the buffer ``initialised``. Replays, inverses and evaluation never do. Before that pass the
+    layer is the identity.
 
     Args:
         channels: C, of all streams together.
-        dim: where the channels are, 1 or -1.
-        unbiased: divide by the deviation with Bessel's correction, as FrEIA's ``ActNorm``
-            does; without it as Glow does.
-        streams: how many streams the state has.
+        dim: dimension of the channels, 1 or -1.
+        unbiased: use the deviation with Bessel's correction, like FrEIA's ``ActNorm``; False as in
+            Glow.
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, the streams have not C channels, or
-            the first batch holds values that are not finite.
+        ValueError: an argument is out of range; at the call, the number of channels is not C, or
+            the first batch is not finite.
 
     Example:
         >>> norm = revzoo.ActNorm(8)
@@ -64,7 +64,7 @@ class ActNorm(Joint):
         self.log_scale = nn.Parameter(torch.zeros(channels))
         self.shift = nn.Parameter(torch.zeros(channels))
         self.register_buffer("initialised", torch.tensor(False))
-        self._settled = False  # what the buffer says, once it says so: reading it stalls a GPU
+        self._settled = False  # caches the buffer, since reading it stalls a GPU
 
     def transform(self, x: Tensor) -> Tensor:
         if self.training and not self._settled and not is_replaying() and x.numel():
@@ -101,5 +101,5 @@ class ActNorm(Joint):
         self._settled = True
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], *args: Any) -> None:
-        self._settled = False  # what is loaded decides
+        self._settled = False  # the loaded buffer decides
         super()._load_from_state_dict(state_dict, *args)

@@ -1,11 +1,11 @@
-"""Affine couplings whose branch gives the scale itself, and MemCNN's two ways to make one.
+"""Affine couplings whose branch returns the scale, and MemCNN's two adapters for branches.
 
     (x1, x2) -> (x2, x1 * s + t)        (s, t) = branch(x2)
 
 :class:`~revzoo.AffineCoupling` bounds its scales, so that the inverse is well conditioned. Networks
-trained elsewhere have others: an adapter turns an ordinary branch into one that returns scale and
-shift (van de Leemput et al. 2019, MemCNN, JOSS 4(39) 1576). Known limit: where a scale comes near
-zero, the reconstruction does not return, which the guard reports.
+trained elsewhere may not: here an adapter turns an ordinary branch into one that returns scale and
+shift (van de Leemput et al. 2019, MemCNN, JOSS 4(39) 1576). Known limit: with a scale near zero the
+reconstruction is wrong, and the guard raises.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from revzoo.layers.coupling import Coupling
 
 
 class AffineAdapterNaive(nn.Module):
-    """``x -> (exp(f(x)), f(x))``: one value is log-scale and shift at once.
+    """``x -> (exp(f(x)), f(x))``: one value is both log-scale and shift.
 
     Args:
         module: f, which keeps the shape.
@@ -51,7 +51,7 @@ class AffineAdapterSigmoid(nn.Module):
         module: f, from ``(B, C, ...)`` to ``(B, 2C, ...)``: shifts and raw scales alternate.
 
     Raises:
-        ValueError: at the call, f gives an odd number of channels.
+        ValueError: at the call, f returns an odd number of channels.
 
     Example:
         >>> adapter = revzoo.AffineAdapterSigmoid(nn.Conv2d(4, 8, 1))
@@ -74,14 +74,14 @@ class AffineAdapterSigmoid(nn.Module):
 
 
 class ScaledCoupling(Coupling):
-    """``(x1, x2) -> (x2, x1 * s + t)``, ``branch(x2)`` being the pair ``(s, t)``.
+    """``(x1, x2) -> (x2, x1 * s + t)`` with ``(s, t) = branch(x2)``.
 
     Args:
         branch: returns two tensors of the shape of a stream; no scale may be zero.
 
     Raises:
-        TypeError: it returns something else.
-        ValueError: they have another shape.
+        TypeError: the branch returns something else.
+        ValueError: the tensors have another shape.
 
     Example:
         >>> adapter = revzoo.AffineAdapterSigmoid(nn.Conv2d(4, 8, 3, padding=1))

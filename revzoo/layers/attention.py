@@ -5,8 +5,8 @@
 
 as in ViT (Dosovitskiy et al. 2021, arXiv 2010.11929), without the skip connection: the coupling
 around them adds. Both end in stochastic depth (Huang et al. 2016, arXiv 1603.09382).
-``torch.nn.MultiheadAttention`` computes the same attention, with an interface of three inputs and a
-mask that a branch of one stream has no use for.
+``torch.nn.MultiheadAttention`` computes the same attention, but takes three inputs and a mask,
+which a branch of one stream does not have.
 
 Shapes: B batch, N tokens, D width of a token.
 """

@@ -2,33 +2,33 @@
 
     y = (x - mean) / sqrt(var + eps)
 
-Ordinary batch normalisation divides by statistics of the batch, which its output no longer has: in
-training it has no inverse. RealNVP (Dinh et al. 2017, arXiv 1605.08803, appendix E) normalises by
-running averages that include the batch,
+Ordinary batch normalisation divides by statistics of the batch, which the output does not contain.
+So in training it has no inverse. RealNVP (Dinh et al. 2017, arXiv 1605.08803, appendix E) also
+normalises in training by running averages, which include the batch,
 
     running = (1 - momentum) * running + momentum * statistic of the batch
 
-in training as well, and differentiates through the batch's share of them. The averages are what
-the inverse needs, and they are in the buffers.
+and differentiates through the batch's share of them. The inverse needs only these averages, which
+are in the buffers.
 
 NOTE [ Which map is inverted ]
     In evaluation mode the layer is one affine map per channel. In training mode each forward pass
-    is another one, since it moves the averages. ``inverse`` and ``log_det`` speak of the averages
-    in the buffers: of the map that the last forward pass applied. The tape keeps each pass's own
-    averages for its replay (``carried``), so gradients are right with any number of passes in
-    between; ``y = net(a); net(b); net.inverse(y)`` in training mode is not, and gives ``a`` only
-    up to one update of the averages. For inference, call ``eval()``.
+    is another map, since it updates the averages. ``inverse`` and ``log_det`` use the averages in
+    the buffers, so they belong to the last forward pass. For its replays the tape keeps the
+    averages of each pass (``carried``), so gradients are right with any number of passes in
+    between. But in training mode ``y = net(a); net(b); net.inverse(y)`` differs from ``a`` by one
+    update of the averages. For inference, call ``eval()``.
 
-    ``log_det`` in training mode takes the averages for constants of the image, as RealNVP does;
-    the Jacobian of the whole batch has further terms. Its gradient goes through the averages.
+    ``log_det`` in training mode treats the averages as constants, like RealNVP; the Jacobian of the
+    whole batch has further terms. Its gradient flows through the averages.
 
 NOTE [ Statistics of the batch ]
-    With ``statistics="batch"`` training normalises as ``torch.nn.BatchNorm2d`` does (InvTorch's
-    ``BatchNorm2d``). The inverse needs mean and variance of that batch, which the output has lost:
-    they are hidden outputs of the forward pass, kept in two more buffers, outside the
-    ``state_dict``, and per pass on the tape, as above.
+    With ``statistics="batch"`` training normalises like ``torch.nn.BatchNorm2d`` (InvTorch's
+    ``BatchNorm2d``). The inverse needs mean and variance of the batch, which the output does not
+    contain. The forward pass keeps them in two more buffers outside the ``state_dict``, and the
+    tape keeps them for each pass, as above.
 
-It has no scale and shift; put an :class:`~revzoo.ActNorm` after it.
+The layer has no scale and shift; put an :class:`~revzoo.ActNorm` after it.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from revzoo.layers.streams import Joint
 
 
 class InvertibleBatchNorm(Joint):
-    """``(B, C, ...) -> (B, C, ...)``, normalised per channel by running averages, or as torch does.
+    """``(B, C, ...) -> (B, C, ...)``, normalised per channel, by running averages or as in torch.
 
     Args:
         channels: C, of all streams together.
         momentum: share of the new batch in the averages, in (0, 1], torch's convention.
         eps: added to the variance.
-        statistics: what training normalises by: ``"running"``, averages that include the batch, or
-            ``"batch"``, the batch alone, as torch does. Evaluation uses the averages.
-        dim: where the channels are, 1 or -1.
-        streams: how many streams the state has.
+        statistics: statistics for training: ``"running"``, averages that include the batch, or
+            ``"batch"``, only the batch, as in torch. Evaluation uses the averages.
+        dim: dimension of the channels, 1 or -1.
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, the streams have not C channels.
+        ValueError: an argument is out of range; at the call, the number of channels is not C.
 
     Example:
         >>> norm = revzoo.InvertibleBatchNorm(8)
@@ -104,7 +104,7 @@ class InvertibleBatchNorm(Joint):
         if self.training and x.numel():
             batch_mean, batch_var = self._statistics(x)
             alone = self.statistics == "batch"
-            unbiased = self._unbiased(x) if alone else 1.0  # averaged as torch does
+            unbiased = self._unbiased(x) if alone else 1.0  # torch averages unbiased variances
             mean = (1 - self.momentum) * mean + self.momentum * batch_mean
             var = (1 - self.momentum) * var + self.momentum * unbiased * batch_var
             self.running_mean.copy_(mean.detach())
@@ -128,12 +128,14 @@ class InvertibleBatchNorm(Joint):
             if self.statistics == "batch":
                 var = batch_var
             else:
-                var = var + self.momentum * (batch_var - batch_var.detach())  # the gradient's way
+                var = var + self.momentum * (
+                    batch_var - batch_var.detach()
+                )  # adds 0, with the gradient
         log_scale = -0.5 * (var + self.eps).log().sum()
         return (log_scale.to(x.dtype) * self.positions(x)).expand(len(x))
 
     def _unbiased(self, x: Tensor) -> float:
-        """What makes of a batch's variance an unbiased one."""
+        """The factor from a batch's variance to the unbiased estimate."""
         values = x.numel() // self.size
         if values < 2:
             raise ValueError(

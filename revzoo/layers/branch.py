@@ -7,12 +7,12 @@ Pre-activation order (He et al. 2016, "Identity Mappings in Deep Residual Networ
     bottleneck  [BN-ReLU] conv1x1(stride) - BN-ReLU - conv3x3 - BN-ReLU - [dropout] - conv1x1
     triple      [BN-ReLU] conv3x3(stride) - BN-ReLU - conv3x3 - [dropout] - BN-ReLU - conv3x3
 
-A branch holds no skip connection: the coupling or unit around it adds. ``activate_first=False``
-leaves out the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU itself.
-Dropout sits after the activation and before the last convolution (between the convolutions, as in
-Wide ResNets, arXiv 1605.07146); it holds no state, so the keys of a branch are the same with it.
-The triple branch comes from i-RevNets (arXiv 1802.07088), with dropout where their release has it.
-Other normalisations and activations by ``norm_act``.
+A branch has no skip connection: the coupling or unit around it adds. ``activate_first=False`` omits
+the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU. Dropout is after the
+activation and before the last convolution (between the convolutions, as in Wide ResNets, arXiv
+1605.07146); it has no parameters, so the ``state_dict`` keys are the same with it. The triple
+branch is from i-RevNets (arXiv 1802.07088), with dropout at the place of their release.
+``norm_act`` selects other normalisations and activations.
 
 A branch leaves its input as it was, since that is a stream.
 """
@@ -49,7 +49,7 @@ class BasicBranch(_Branch):
         stride: stride of the first convolution.
         activate_first: whether BN-ReLU comes before the first convolution.
         dropout: probability of zeroing an activation before the last convolution.
-        stride_at_3x3: of no effect: the first convolution is 3x3.
+        stride_at_3x3: no effect: the first convolution is 3x3.
         norm_act: normalisation and activation.
     """
 
@@ -78,7 +78,7 @@ class BasicBranch(_Branch):
 class BottleneckBranch(_Branch):
     """1x1, 3x3 and 1x1 convolution, ``(B, in, H, W) -> (B, out, ceil(H/stride), ceil(W/stride))``.
 
-    The inner width is ``out_channels / 4`` and the first convolution carries the stride.
+    The inner width is ``out_channels / 4``; the first convolution has the stride.
 
     Args:
         in_channels: channels of the stream read.
@@ -188,7 +188,7 @@ def _append_activation(
     norm_act: NormAct,
     dropout: float = 0.0,
 ) -> None:
-    """Append BN, ReLU and, where asked for, dropout, named after the convolution they precede."""
+    """Append BN, ReLU and optional dropout, numbered like the convolution after them."""
     layers[f"norm{index}"] = norm_act.normalise(channels)
     layers[f"relu{index}"] = norm_act.activate()
     if dropout != 0.0:

@@ -6,8 +6,8 @@ standard deviations, with
 
     std = sqrt(2 / (k * k * out_channels))        (He et al. 2015, arXiv 1502.01852, fan-out form)
 
-as the TensorFlow release of arXiv 1707.04585 does. As there, ``std`` belongs to the normal before
-truncation: the weights themselves have 0.88 of it. ``torch.nn.init.kaiming_normal_`` does not
+as in the TensorFlow release of arXiv 1707.04585. There, too, ``std`` is the deviation before
+truncation: the deviation of the weights is 0.88 of it. ``torch.nn.init.kaiming_normal_`` does not
 truncate, and the cut-offs of ``torch.nn.init.trunc_normal_`` are absolute, not in units of std.
 
 Known limit: for stride 2 and an even size, TensorFlow's "SAME" pads only after the image and

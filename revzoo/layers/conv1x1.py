@@ -1,8 +1,8 @@
-"""Invertible 1x1 convolution: the channels of every pixel, mixed by one matrix.
+"""Invertible 1x1 convolution: one matrix mixes the channels of every pixel.
 
 Source: Kingma and Dhariwal 2018, "Glow: Generative Flow with Invertible 1x1 Convolutions", arXiv
-1807.03039, section 3.2. It is a matrix product rather than ``conv2d``, which computes in TF32 by
-default on GPUs that have it: with 10 bits of mantissa its inverse would be off by parts in 1e3.
+1807.03039, section 3.2. We use a matrix product, since ``conv2d`` computes in TF32 by default on
+GPUs that have it: with 10 bits of mantissa the inverse would have a relative error of 1e-3.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ class InvertibleConv1x1(InvertibleLinear):
 
     Args:
         channels: C, of all streams together; the matrix mixes the streams.
-        matrix: ``"plu"`` after Glow, or ``"orthogonal"``, which keeps volume and condition.
-        streams: how many streams the state has.
+        matrix: ``"plu"`` as in Glow, or ``"orthogonal"``, which keeps volume and condition number.
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, the streams have not C channels.
+        ValueError: an argument is out of range; at the call, the number of channels is not C.
 
     Example:
         >>> mix = revzoo.InvertibleConv1x1(8)

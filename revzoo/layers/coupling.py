@@ -1,9 +1,9 @@
 """Couplings: a residual function of one stream, combined with the other.
 
-A coupling is invertible whatever its residual function is, because that function's argument
-passes through unchanged: with ``(y1, y2) = (x2, x1 + F(x2))``, ``x2 = y1`` and
-``x1 = y2 - F(y1)``. Two of them make the block of Gomez et al. 2017 (arXiv 1707.04585, equation
-6); one is the block of Jacobsen et al. 2018 (arXiv 1802.07088).
+A coupling is invertible for any residual function, because the function's argument passes through
+unchanged: with ``(y1, y2) = (x2, x1 + F(x2))``, ``x2 = y1`` and ``x1 = y2 - F(y1)``. Two couplings
+form the block of Gomez et al. 2017 (arXiv 1707.04585, equation 6); one is the block of Jacobsen et
+al. 2018 (arXiv 1802.07088).
 
 Legend: B batch, C channels of one stream.
 """
@@ -26,10 +26,10 @@ from revzoo.layers.streams import no_change_of_volume
 class Coupling(Invertible):
     """``(x1, x2) -> (x2, combine(x1, branch(x2)))``, inverted by ``uncombine``.
 
-    A replay evaluates the branch once: its value inverts the coupling, its saved tensors are
-    recorded. With ``extras`` set to n, the branch returns a tuple: the value, then n extra
-    outputs. Subclasses define :meth:`combine` and :meth:`uncombine`, and ``log_det`` if they have
-    one: it is not inherited from a class with another ``combine``.
+    A replay evaluates the branch once: the value inverts the coupling, and the saved tensors are
+    recorded. With ``extras = n`` the branch returns a tuple: the value, then n extra outputs.
+    Subclasses define :meth:`combine` and :meth:`uncombine`, and may define ``log_det``, which is
+    not inherited from a class with another ``combine``.
 
     Example:
         >>> class Xor(revzoo.Coupling):
@@ -64,7 +64,7 @@ class Coupling(Invertible):
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
     def recover(self, y2: Any, value: Tensor) -> Any:
-        """As :meth:`uncombine`, where :meth:`combine` saved nothing; may overwrite ``value``."""
+        """Like :meth:`uncombine`, if :meth:`combine` saved nothing; may overwrite ``value``."""
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
@@ -85,8 +85,8 @@ class Coupling(Invertible):
         ):
             raise TypeError(
                 f"{type(self.branch).__name__} returned a {type(values).__name__}, expected one "
-                f"tensor: wrap it in a module that picks the one to combine in {name_of(self)}, or "
-                "set extras on that to the number of tensors behind it"
+                f"tensor: wrap it in a module that returns the one to combine in {name_of(self)}, "
+                "or set the coupling's extras to the number of tensors after it"
             )
         return state
 
@@ -159,7 +159,7 @@ class AdditiveCoupling(Coupling):
             )
 
     def _fitting(self, value: Tensor, stream: Tensor) -> Tensor:
-        # A wider value would widen the stream; its inverse would not have the input's dtype.
+        # a wider value would widen the stream, so the inverse would not return the input's dtype
         wider = torch.promote_types(value.dtype, stream.dtype) != stream.dtype
         value = value.to(stream.dtype) if wider else value
         return round_to_grid(value, self.grid) if isinstance(self.grid, int) else value
@@ -168,7 +168,7 @@ class AdditiveCoupling(Coupling):
 class AffineCoupling(Coupling):
     """``(x1, x2) -> (x2, x1 * s(x2) + t(x2))`` (RealNVP, Dinh et al. 2017, arXiv 1605.08803).
 
-    The branch gives raw log-scales and shifts side by side. The scale is
+    The branch returns raw log-scales and shifts side by side. The scale is
     ``s = exp(clamp * 2/pi * atan(raw / clamp))``, smooth and between ``exp(-clamp)`` and
     ``exp(clamp)``: away from zero, so that the inverse is well conditioned (Ardizzone et al. 2019,
     arXiv 1907.02392, equation 7).

@@ -1,9 +1,10 @@
-"""Stochastic depth: in training, whole branch values are dropped, image by image.
+"""Stochastic depth: in training, drops the whole value of a branch for random images.
 
-Huang et al. 2016, arXiv 1603.09382: a branch is dropped with a probability that grows linearly with
-its depth, and is divided by the probability of being kept otherwise. The layer is torchvision's,
-at the end of the branch: a coupling's stream then passes unchanged, which inverts as ever, and a
-replay draws the same images again. Streams on a grid round the value after the division.
+Huang et al. 2016, arXiv 1603.09382: the probability of dropping a branch grows linearly with its
+depth; a kept value is divided by the probability of keeping it. We put torchvision's layer at the
+end of the branch. If the value is dropped, the coupling's stream passes unchanged, so the inverse
+works as usual, and a replay draws the same images. On a grid, the value is rounded after the
+division.
 """
 
 from torch import nn
@@ -17,7 +18,7 @@ def drop_path_rates(rate: float, depth: int) -> list[float]:
 def drop_path(rate: float) -> nn.Module:
     """Stochastic depth of probability ``rate``; the identity for 0.
 
-    Only then is torchvision imported: with it comes torch's compiler, seconds of CPU time.
+    Imports torchvision only when needed: it imports torch's compiler, which takes seconds.
     """
     if not rate:
         return nn.Identity()
@@ -28,7 +29,7 @@ def drop_path(rate: float) -> nn.Module:
 
 
 def add_drop_path(branch: nn.Sequential, rate: float) -> nn.Sequential:
-    """Append stochastic depth to ``branch``, if ``rate`` is not 0; no key of it changes."""
+    """Append stochastic depth to ``branch`` unless ``rate`` is 0; no key changes."""
     if rate:
         branch.add_module("drop_path", drop_path(rate))
     return branch

@@ -1,4 +1,4 @@
-"""Flattening with a way back: ``torch.nn.Flatten`` forgets the shape, this layer is given it."""
+"""Invertible flattening: it knows the shape, which ``torch.nn.Flatten`` forgets."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from revzoo.layers.streams import Streamwise
 
 
 class InvertibleFlatten(Streamwise):
-    """``(B, *shape) -> (B, prod(shape))`` for each stream, or some of the dimensions alone.
+    """``(B, *shape) -> (B, prod(shape))`` for each stream, or only some of the dimensions.
 
     Args:
         shape: of one stream without its batch dimension, e.g. ``(C, H, W)``.
         start_dim: the first dimension to flatten, the batch being 0, as in torch; at least 1.
         end_dim: the last one.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: ``shape`` is empty or holds a size below 1; a dimension that it has not; at the
+        ValueError: ``shape`` is empty or has a size below 1; a dimension is out of range; at the
             call, another shape.
 
     Example:

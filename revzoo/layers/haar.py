@@ -2,16 +2,16 @@
 
     (B, C, H, W) -> (B, 4C, H/2, W/2)
 
-Each 2x2 block of pixels ``a b / c d`` becomes its average and its three details,
+Each 2x2 block of pixels ``a b / c d`` becomes an average and three details:
 
     low        (a + b + c + d) / 2        horizontal (a - b + c - d) / 2
     vertical   (a + b - c - d) / 2        diagonal   (a - b - c + d) / 2
 
-which is orthonormal (Haar 1910; as a layer of invertible networks: Ardizzone et al. 2019, arXiv
-1907.02392, section 3.2) and its own inverse on a block. torch has no wavelets.
+This map is orthonormal (Haar 1910; as a layer of invertible networks: Ardizzone et al. 2019, arXiv
+1907.02392, section 3.2) and is its own inverse on a block. torch has no wavelets.
 
-Known limit: the halving leaves any fixed-point grid, so mode ``exact`` refuses it. The lifted
-integer transform would stay on it, but is not orthonormal.
+Known limit: halving leaves the fixed-point grid, so mode ``exact`` refuses the layer. The lifted
+integer transform would stay on the grid, but is not orthonormal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HaarSqueeze(Squeeze):
     Args:
         order: ``"torch"`` puts the four bands of a channel next to each other, ``"irevnet"`` the
             channels of a band, all averages first.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
         ValueError: an argument is out of range; at the call, height or width are odd (in the

@@ -1,12 +1,12 @@
-"""Linear maps into more features, which keep all they are given.
+"""Linear maps into more features, which lose no information.
 
     y = W x + b        W of shape (m, n), m >= n, with full column rank
 
-W is the first n columns of an invertible ``(m, m)`` matrix A (:mod:`revzoo.layers.matrix`): the map
-is a padding by zeros followed by A. Its left inverse, the first n rows of ``A^-1``, recovers every
-x, and gives something for a y that no x was mapped to. With ``matrix="orthogonal"`` that is the
-closest x, as ``torch.linalg.pinv`` gives it (InvTorch's ``Linear`` and ``Conv2d``), and W keeps
-lengths. ``torch.nn.Linear`` may lose rank while it is trained.
+W is the first n columns of an invertible ``(m, m)`` matrix A (:mod:`revzoo.layers.matrix`), so the
+map is a padding by zeros followed by A. Its left inverse, the first n rows of ``A^-1``, recovers
+every x. It also accepts a y outside the range of W. With ``matrix="orthogonal"`` it then returns
+the x whose image is closest, like ``torch.linalg.pinv`` (InvTorch's ``Linear`` and ``Conv2d``), and
+W keeps lengths. ``torch.nn.Linear`` may lose rank during training.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from revzoo.layers.streams import Joint
 
 
 class InjectiveLinear(Joint):
-    """``(..., n) -> (..., m)``, ``y = W x + b``, for all streams put together along ``dim``.
+    """``(..., n) -> (..., m)``, ``y = W x + b``, for all streams concatenated along ``dim``.
 
     Args:
         in_features: n, of all streams together.
-        out_features: m, at least n. Several streams are alike in size, before and after.
-        bias: whether there is a b.
-        matrix: how A is parametrised: ``"orthogonal"`` or ``"plu"``.
+        out_features: m, at least n. All streams have the same size, before and after.
+        bias: whether to add b.
+        matrix: parametrisation of A: ``"orthogonal"`` or ``"plu"``.
         dim: -1 for the last dimension, 1 for channels.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, streams of another size.
-        NotImplementedError: the log-determinant is asked for and m is not n.
+        ValueError: an argument is out of range; at the call, streams have another size.
+        NotImplementedError: by ``log_det``, if m is not n.
 
     Example:
         >>> linear, x = revzoo.InjectiveLinear(3, 5, streams=1), torch.randn(10, 3)
@@ -120,19 +120,19 @@ class InjectiveLinear(Joint):
 
 
 class PatchConv(ReversibleSequence):
-    """A convolution whose stride is its kernel size: a squeeze, then a linear map of channels.
+    """A convolution with stride equal to kernel size: a squeeze, then a linear map of channels.
 
-    ``(B, C, H, W) -> (B, m, H/b, W/b)`` with ``m >= b*b*C``; signals and volumes alike. It is
-    ``torch.nn.Conv2d(C, m, b, stride=b)`` with a weight that loses nothing: the patch embedding of
-    a vision transformer, or the strided convolution of a downsampling (InvTorch's ``Conv2d``).
+    ``(B, C, H, W) -> (B, m, H/b, W/b)`` with ``m >= b*b*C``; likewise for signals and volumes. It
+    is ``torch.nn.Conv2d(C, m, b, stride=b)`` with an injective weight: the patch embedding of a
+    vision transformer, or a downsampling convolution (InvTorch's ``Conv2d``).
 
     Args:
         in_channels: C, of all streams together.
         out_channels: m.
         kernel_size: b, for images; or one for each axis, ``(b,)`` for signals ``(B, C, L)``.
-        bias: whether there is one.
+        bias: whether to add a bias.
         matrix: see :class:`InjectiveLinear`.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
         memory: see :class:`~revzoo.ReversibleSequence`.
 
     Raises:

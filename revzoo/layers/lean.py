@@ -1,13 +1,14 @@
-"""Layers in a row that keep only what a gradient needs.
+"""Sequences of layers that keep only the tensors that a gradient needs.
 
-torch's layers keep more: a convolution keeps its input also where its weight is frozen, a batch
-normalisation in eval mode also where its affine part is, an average pooling for its shape; a leaky
-ReLU keeps its input though its output has the same signs; dropout on the CPU keeps a mask of
-floats. Here they run with the same kernels and the same results, but for an ELU, whose gradient
-from the output differs by rounding. An activation works in place where nothing else has its input.
+torch's layers keep more: a convolution keeps its input even if its weight is frozen, a batch
+normalisation in eval mode even if its affine part is frozen, an average pooling only for the shape.
+A leaky ReLU keeps its input although its output has the same signs. Dropout on the CPU keeps a mask
+of floats. Here the layers run with the same kernels and the same results; only the gradient of an
+ELU, computed from the output, differs by rounding. An activation works in place if nothing else
+uses its input.
 
-Hooked, subclassed or patched layers run as they are: their code may look at any tensor. So do all
-layers inside ``torch.compile``, which chooses for itself what to keep, and ``torch.func``.
+Layers that are hooked, subclassed or patched run unchanged, since their code may read any tensor.
+So do all layers inside ``torch.func`` and ``torch.compile``, which decides itself what to keep.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _IN_PLACE: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 class Lean(nn.Sequential):
-    """``nn.Sequential`` that keeps only what a gradient needs; results and keys are the same."""
+    """``nn.Sequential`` that keeps only the tensors for a gradient; same results and keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self, x)
@@ -46,7 +47,7 @@ def run(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
         for layer in layers:
             x = layer(x)
         return x
-    new = False  # whether x is memory that nothing else reads
+    new = False  # whether nothing else reads the memory of x
     for layer in layers:
         if hooked(layer) or "forward" in layer.__dict__:
             x, new = layer(x), False
@@ -60,14 +61,14 @@ def run(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
 
 
 def avg_pool2d(x: Tensor, size: int) -> Tensor:
-    """``torch.nn.functional.avg_pool2d``, which keeps its input for its shape."""
+    """``torch.nn.functional.avg_pool2d``, keeping only the shape of the input."""
     with keeping_shape_of(x):
         return functional.avg_pool2d(x, size)
 
 
 def _run_one(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer) is nn.Dropout and layer.training and 0 < layer.p < 1:
-        return torch.native_dropout(x, layer.p, True)[0]  # draws the same, keeps a mask of bytes
+        return torch.native_dropout(x, layer.p, True)[0]  # the same draws, but a mask of bytes
     if x.requires_grad and _needs_shape_alone(layer):
         with keeping_shape_of(x):
             return layer(x)

@@ -2,12 +2,12 @@
 
     y = W x        at each position, on the last dimension or along the channels
 
-A generalised permutation, learned: Glow (Kingma and Dhariwal 2018, arXiv 1807.03039, section 3.2).
-``torch.nn.Linear`` has no inverse and may become singular; for the matrices see
+A learned generalisation of a permutation: Glow (Kingma and Dhariwal 2018, arXiv 1807.03039, section
+3.2). ``torch.nn.Linear`` has no inverse and may become singular; for the matrices see
 :mod:`revzoo.layers.matrix`. There is no bias: put an :class:`~revzoo.ActNorm` before it.
 
-The streams are mixed in their own type, under autocast too: rounding them to bfloat16 here would
-be lost to the inverse, see :mod:`revzoo.layers.precision`.
+Streams keep their dtype, also under autocast: the inverse could not undo a rounding to bfloat16,
+see :mod:`revzoo.layers.precision`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from revzoo.layers.streams import Joint
 
 
 class InvertibleLinear(Joint):
-    """``(..., n) -> (..., n)``, ``y = W x``, for all streams put together along ``dim``.
+    """``(..., n) -> (..., n)``, ``y = W x``, for all streams concatenated along ``dim``.
 
     Args:
         features: n, of all streams together.
-        matrix: how W is parametrised: ``"plu"`` (any volume) or ``"orthogonal"`` (none).
+        matrix: parametrisation of W: ``"plu"`` or ``"orthogonal"``, which keeps volumes.
         dim: -1 for the last dimension, 1 for channels.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
         ValueError: an argument is out of range; at the call, the streams do not add up to n.

@@ -2,9 +2,9 @@
 
     (x1, x2, total) -> (y1, y2, total + log abs det of the step's Jacobian at (x1, x2))
 
-The change of variables needs ``sum(log abs det)`` with its gradient (Dinh et al. 2014, NICE, arXiv
-1410.8516, equation 2). As a stream it runs under the tape like the others, so the activations of a
-log-determinant are recomputed in the backward pass too and a flow trains in constant memory.
+The change of variables needs ``sum(log abs det)`` and its gradient (Dinh et al. 2014, NICE, arXiv
+1410.8516, equation 2). As a stream, the sum runs under the tape like the others. So the activations
+of a log-determinant are recomputed in the backward pass, too, and a flow trains in constant memory.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from revzoo.core.recording import call_on_grid, call_without_changing_hooks, inv
 
 
 def zero_total(x: Tensor) -> Tensor:
-    """Where a sum over the steps begins: zeros ``(B,)``, at least in float32."""
+    """The initial sum: zeros ``(B,)``, at least in float32."""
     return x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 class WithLogDet(Invertible):
     """``step`` with its log-determinant added to the last stream.
 
-    A replay in mode ``invert`` evaluates the step's inverse and its forward pass; the sharing of
-    the branch's value that a coupling has by itself is lost.
+    A replay in mode ``invert`` evaluates the step's inverse and its forward pass. So a coupling's
+    branch is evaluated twice here, not once.
 
     Raises:
         NotImplementedError: the step has no log-determinant; names the step.

@@ -1,7 +1,7 @@
-"""Square matrices that stay invertible while they are trained.
+"""Square matrices that stay invertible during training.
 
-A free matrix can become singular and its inverse and determinant cost O(n^3). Two parametrisations
-avoid the first and make one of the others cheap:
+An unconstrained matrix can become singular, and its inverse and determinant cost O(n^3). Two
+parametrisations cannot become singular, and make inverse or determinant cheap:
 
 ================  ====================================  =====================  ================
 name              W                                     inverse                log abs det W
@@ -10,12 +10,12 @@ name              W                                     inverse                l
 ``orthogonal``    exp(A - A^T) Q                        the transpose          0
 ================  ====================================  =====================  ================
 
-P a fixed permutation, L lower triangular with a unit diagonal, U strictly upper triangular (Kingma
-and Dhariwal 2018, Glow, arXiv 1807.03039, section 3.2); A strictly lower triangular and Q a fixed
-rotation. Both start at a random rotation.
+P is a fixed permutation, L lower triangular with a unit diagonal, U strictly upper triangular
+(Kingma and Dhariwal 2018, Glow, arXiv 1807.03039, section 3.2). A is strictly lower triangular and
+Q a fixed rotation. Both start at a random rotation.
 
-``torch.nn.utils.parametrizations.orthogonal`` is the second one without a way to ask for its
-inverse; torch has none of the first. Known limit: ``exp(log_s)`` is not bounded, so a PLU matrix
+``torch.nn.utils.parametrizations.orthogonal`` is the second one without an interface for the
+inverse; torch lacks the first. Known limit: ``exp(log_s)`` is not bounded, so a PLU matrix
 may become badly conditioned; the orthogonal one cannot.
 """
 
@@ -100,10 +100,10 @@ def _random_rotation(n: int) -> Tensor:
 
 
 def _orthogonalised(q: Tensor) -> Tensor:
-    """The rotation next to ``q``, which a cast to another type has left rounded.
+    """The rotation nearest to ``q``, which a cast may have rounded.
 
-    Two Newton-Schulz steps (Higham 2008, "Functions of Matrices", section 8.3), each of which
-    squares the error: 4e-3 of bfloat16 becomes 1e-10, 6e-8 of float32 the rounding of float64.
+    Two Newton-Schulz steps (Higham 2008, "Functions of Matrices", section 8.3). Each squares the
+    error: 4e-3 of bfloat16 becomes 1e-10, 6e-8 of float32 becomes float64 rounding.
     """
     for _ in range(2):
         q = 1.5 * q - 0.5 * q @ (q.mT @ q)
@@ -111,5 +111,5 @@ def _orthogonalised(q: Tensor) -> Tensor:
 
 
 def _widened(t: Tensor) -> Tensor:
-    """At least float32: torch solves no linear system in a narrower type."""
+    """At least float32: torch cannot solve linear systems in narrower dtypes."""
     return t.float() if t.dtype in (torch.bfloat16, torch.float16) else t

@@ -1,8 +1,8 @@
 """Normalisation and activation between the convolutions of a network.
 
-``torch.nn.BatchNorm2d`` already is the layer; its defaults (momentum 0.1, eps 1e-5) are not the
-ones the published RevNets were trained with, and the two frameworks call opposite things
-"momentum". The constants therefore live here once, with their conversion.
+The layer is ``torch.nn.BatchNorm2d``. But the published RevNets were not trained with its defaults
+(momentum 0.1, eps 1e-5), and TensorFlow's decay is one minus torch's momentum. So the constants and
+their conversion stand here, once.
 
 Source: A. Gomez, M. Ren, R. Urtasun, R. Grosse, "The Reversible Residual Network: Backpropagation
 Without Storing Activations", NeurIPS 2017, arXiv 1707.04585, and its TensorFlow release.
@@ -21,8 +21,8 @@ MOMENTUM = 0.01
 # Default epsilon of the TensorFlow layer the release uses (tf.contrib.layers.batch_norm).
 EPSILON = 1e-3
 
-# Channels of a group. Wu and He 2018 (arXiv 1803.08494) report about the same accuracy for 16
-# channels a group as for 32 groups, which would be single channels in a CIFAR network.
+# Channels per group. Wu and He 2018 (arXiv 1803.08494) report about the same accuracy for 16
+# channels per group as for 32 groups, which would be single channels in a CIFAR network.
 GROUP_SIZE = 16
 
 NormKind = Literal["batch", "group", "none"]
@@ -39,13 +39,13 @@ ACTIVATIONS: Mapping[str, type[nn.Module]] = {
 
 @dataclass(frozen=True, slots=True)
 class NormAct:
-    """How a network normalises and activates; makes the layers.
+    """The normalisation and activation of a network; makes the layers.
 
     Attributes:
         norm: ``"batch"``, ``"group"`` (groups of 16 channels, or of the largest power of two that
             divides them) or ``"none"``.
         activation: a name in :data:`ACTIVATIONS`.
-        momentum: of batch normalisation, in torch's sense.
+        momentum: of batch normalisation, in torch's convention.
         epsilon: added to the variance.
 
     Raises:

@@ -1,21 +1,20 @@
-"""Injective padding: channels of zeros that a wider network starts from, and frames of images.
+"""Injective padding: channels of zeros for a wider network, and frames around images.
 
     (B, C, H, W) -> (B, C + extra, H, W)
 
-A reversible network keeps the number of values, so it is as wide as its input. Zeros appended
-behind the channels widen it and lose nothing: the inverse strips them (the injective i-RevNet,
-Jacobsen et al. 2018, arXiv 1802.07088). ``torch.nn.functional.pad`` has no inverse.
+A reversible network keeps the number of values, so it is as wide as its input. Appended channels of
+zeros widen it without loss: the inverse strips them (the injective i-RevNet, Jacobsen et al. 2018,
+arXiv 1802.07088). ``torch.nn.functional.pad`` has no inverse.
 
 NOTE [ Zeros are not reconstructed ]
-    Reconstructed in floating point, the zeros become noise of some 1e-6. A branch that reads them
-    normalises that noise: the variance of zeros is 0, so a batch normalisation in training
-    multiplies by ``1 / sqrt(eps)``, 316 at torch's default, and what two of them make of 1e-6 is
-    0.1. Its recomputed activations, and its gradients, would be wrong. After two couplings every
-    channel of both streams carries some of the image. So the two that follow a padding are
-    recomputed from their inputs, which are kept, where the mode is ``invert``; and the inverse of
-    the first puts the zeros back, which it knows, before its branch reads them. ``exact``
-    reconstructs the zeros, and needs no such care in training; its inverse does, for features that
-    were changed or read from a file.
+    In floating point, reconstructed zeros are noise of about 1e-6. A branch that reads them
+    normalises this noise: the variance of zeros is 0, so a batch normalisation in training
+    multiplies by ``1 / sqrt(eps)``, 316 with torch's default. Two of them turn 1e-6 into 0.1, so
+    recomputed activations and gradients would be wrong. After two couplings, every channel of both
+    streams depends on the image. So in mode ``invert`` the two couplings after a padding keep their
+    inputs and are recomputed, and the inverse of the first one sets the zeros again before its
+    branch reads them. Mode ``exact`` reconstructs the zeros, so training needs none of this; but
+    its inverse does, for features that were changed or read from a file.
 """
 
 from __future__ import annotations
@@ -38,13 +37,12 @@ RECOMPUTED = 2  # couplings after a padding that are PaddedCouplings
 class ChannelPadding(Invertible):
     """``(B, C, H, W) -> (B, C + extra, H, W)``, zeros last.
 
-    Injective, not bijective: the inverse of what no image was mapped to drops the extra channels,
-    whatever they hold.
+    Injective, not bijective: the inverse drops the extra channels, also if they are not zero.
 
     Args:
         extra: number of channels to append, at least 1.
         tolerance: largest magnitude in the extra channels that :meth:`inverse` accepts as zero (0
-            where reconstruction is exact); it reads them on the host. None for no check.
+            if reconstruction is exact); the check needs a host sync. None for no check.
 
     Raises:
         ValueError: an argument is out of range; in the inverse, too few channels, or values beyond
@@ -93,8 +91,8 @@ class ChannelPadding(Invertible):
         if not largest <= tolerance:
             raise ValueError(
                 f"the inverse of ChannelPadding({self.extra}) found {largest:.3g} where the "
-                f"padding was zero, more than tolerance={tolerance:g}: no input of the network is "
-                "mapped to this, or the reconstruction is inexact (memory mode 'exact' helps)"
+                f"padding was zero, more than tolerance={tolerance:g}: expected features that "
+                "the network computed, reconstructed exactly (memory mode 'exact' helps)"
             )
 
     def extra_repr(self) -> str:
@@ -104,16 +102,16 @@ class ChannelPadding(Invertible):
 class SpatialPadding(Streamwise):
     """``(B, C, H, W) -> (B, C, H + top + bottom, W + left + right)`` for each stream.
 
-    Injective: the inverse crops. Its inverse of what was not padded drops the frame, whatever that
-    holds; there is no log-determinant. What NOTE [ Zeros are not reconstructed ] says of channels
-    holds for a frame of constants alike, but a normalisation sees the rest of the channel too.
+    Injective: the inverse crops the frame, whatever its values are. There is no log-determinant.
+    NOTE [ Zeros are not reconstructed ] also applies to a constant frame, but a normalisation
+    includes the rest of the channel, too.
 
     Args:
         padding: as ``torch.nn.functional.pad`` takes it: two numbers for each padded dimension,
             the last one first, ``(left, right, top, bottom)``; or one number for ``(B, C, H, W)``.
         mode: ``"constant"``, ``"reflect"``, ``"replicate"`` or ``"circular"``.
         value: of a constant padding; only 0 fits mode ``exact``.
-        streams: how many streams the state has.
+        streams: number of streams of the state.
 
     Raises:
         ValueError: an argument is out of range; in the inverse, a stream without the frame.
@@ -125,7 +123,7 @@ class SpatialPadding(Streamwise):
         torch.Size([1, 3, 8, 11])
     """
 
-    inexact = "is not exact on fixed-point streams, whose units its value would have to be in"
+    inexact = "is not exact on fixed-point streams, since its value is not a multiple of their unit"
     log_det = Invertible.log_det
 
     def __init__(
@@ -178,12 +176,12 @@ _PADDINGS = ("constant", "reflect", "replicate", "circular")
 class PaddedCoupling(AdditiveCoupling):
     """One of the two couplings after a padding (NOTE [ Zeros are not reconstructed ]).
 
-    Its memory mode reads ``recompute`` where ``invert`` was set.
+    Its memory mode is ``recompute`` if ``invert`` was set.
 
     Args:
         branch: the residual function.
-        filled: how many channels of the second input stream are not the padding's zeros; None for
-            all, which is so from the second coupling on.
+        filled: number of channels of the second input stream before the padding's zeros; None for
+            all, as in the second coupling.
     """
 
     def __init__(self, branch: nn.Module, *, filled: int | None = None) -> None:
@@ -193,7 +191,7 @@ class PaddedCoupling(AdditiveCoupling):
 
     @property
     def memory(self) -> str:
-        mode: str = vars(self)["memory"]  # where every step has it
+        mode: str = vars(self)["memory"]  # as in every step
         return "recompute" if mode == "invert" else mode
 
     @memory.setter

@@ -1,8 +1,8 @@
-"""Channel permutations: what couplings left alone so far comes within their reach.
+"""Channel permutations, so that couplings change all channels in turn.
 
 A coupling changes one half of the channels. RealNVP (Dinh et al. 2017, arXiv 1605.08803) reverses
 or alternates them between couplings, others shuffle them by a fixed random permutation (Ardizzone
-et al. 2019, arXiv 1907.02392). Values only move, so it is exact on fixed-point streams.
+et al. 2019, arXiv 1907.02392). Values only move, so the layer is exact on fixed-point streams.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class ChannelPermutation(Joint):
     Args:
         channels: of all streams together.
         order: ``"random"``, ``"reverse"`` or the permutation itself.
-        seed: of the random order, which it alone determines.
-        dim: where the channels are, 1 or -1.
-        streams: how many streams the state has.
+        seed: of the random order; no other random state matters.
+        dim: dimension of the channels, 1 or -1.
+        streams: number of streams of the state.
 
-    The order is a buffer: a loaded checkpoint brings its own.
+    The order is a buffer: loading a checkpoint replaces it.
 
     Raises:
-        ValueError: ``order`` is no permutation of ``channels``; at the call, other channels.
+        ValueError: ``order`` is no permutation; at the call, the number of channels differs.
 
     Example:
         >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])

@@ -42,7 +42,7 @@ class GlobalPool(nn.Module):
         places: the dimensions to pool over: ``(2, 3)`` of maps, ``(1,)`` of tokens.
 
     Raises:
-        ValueError: there is no such kind.
+        ValueError: unknown kind.
     """
 
     def __init__(self, kind: str, *, places: Places) -> None:

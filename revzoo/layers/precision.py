@@ -1,9 +1,9 @@
 """Streams and autocast: sums in float32, branches in the narrow type.
 
-Under autocast a stem ends in bfloat16 or float16, and so would every stream after it. A stream is
-a sum of many branches and is inverted by subtracting them again: with 8 or 11 bits of mantissa the
-reconstruction is off by percents after a few dozen blocks. Streams are therefore widened where
-they enter invertible steps, in every memory mode alike, while branches compute in autocast's type.
+Under autocast the output of a stem is bfloat16 or float16, and so would be every stream after it. A
+stream is a sum of many branches, and its inversion subtracts them again: with 8 or 11 bits of
+mantissa the reconstruction has an error of percents after a few dozen blocks. So streams are
+widened before invertible steps, in every memory mode, while branches compute in autocast's dtype.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from revzoo.core.invertible import State
 
 
 def widened(state: State) -> State:
-    """The state with streams of autocast's type in float32; as it is where autocast is off."""
+    """The state, with streams of autocast's dtype in float32; unchanged without autocast."""
     narrow = _autocast_dtype(state[0])
     return tuple(t.float() if t.dtype == narrow else t for t in state) if narrow else state
 
 
 def narrowed(x: Tensor) -> Tensor:
-    """``x`` in autocast's type where autocast is on, as if it came out of a convolution.
+    """``x`` in autocast's dtype if autocast is on, like the output of a convolution.
 
-    For branches that begin with a normalisation: autocast would run it in the type of its input,
-    which on a stream is twice the memory and time.
+    For branches that begin with a normalisation: autocast runs it in the dtype of its input, and
+    float32 streams would take twice the memory and time.
     """
     narrow = _autocast_dtype(x)
     return x.to(narrow) if narrow and x.dtype == torch.float32 else x
 
 
 def unnarrowed(x: Tensor) -> contextlib.AbstractContextManager[object]:
-    """A context in which autocast leaves the type of ``x`` alone, for maps of whole streams."""
+    """A context without autocast for ``x``, for maps of whole streams."""
     return (
         contextlib.nullcontext()
         if _autocast_dtype(x) is None

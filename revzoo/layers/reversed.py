@@ -1,7 +1,7 @@
-"""Invertible modules the other way round.
+"""Invertible modules with swapped directions.
 
-A decoder is an encoder reversed; a layer whose forward direction is cheap may be wanted in the
-other one. A container is reversed step by step, so that its memory modes work as before.
+A decoder is a reversed encoder, and a layer may be cheaper in one direction than in the other. A
+container is reversed step by step, so its memory modes still work.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from revzoo.layers.split import HALVES
 class Reversed(ReversibleSequence):
     """``forward`` is the module's inverse, ``inverse`` its forward pass.
 
-    It shares the module's parameters and holds its steps in reverse order; log-determinants are
-    negated at the point that the module maps to.
+    It shares the module's parameters and holds its steps in reverse order. Its log-determinant is
+    the negative of the module's, at the corresponding point.
 
     Args:
         module: an :class:`~revzoo.Invertible`, such as a layer or a ``ReversibleSequence``.
-        memory: mode of all steps, which are the module's own; None keeps their modes.
+        memory: mode of all steps; the steps are shared with the module. None keeps their modes.
 
     Raises:
         TypeError: ``module`` is no Invertible.
-        NotInvertibleError: it, or a step of it, loses information; names the step.
-        ValueError: in training mode, at the call: a step adapts itself to what it is given, as
-            :class:`~revzoo.InvertibleBatchNorm` does, so its inverse is no fixed map.
+        NotInvertibleError: a step loses information; the message names it.
+        ValueError: at the call, in training mode, if a step updates buffers, such as
+            :class:`~revzoo.InvertibleBatchNorm`: its inverse is then no fixed map.
 
     Example:
         >>> encoder = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
@@ -51,14 +51,14 @@ class Reversed(ReversibleSequence):
     def __init__(self, module: Invertible, *, memory: str | None = None) -> None:
         if not isinstance(module, Invertible):
             raise TypeError(
-                f"Reversed got a {type(module).__name__}, expected an Invertible: only what has an "
-                "inverse can be reversed"
+                f"Reversed got a {type(module).__name__}, expected an Invertible: only a module "
+                "with an inverse can be reversed"
             )
         labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
         dim, split = getattr(module, "dim", 1), getattr(module, "split", HALVES)
         super().__init__(steps, memory=memory, dim=dim, split=split)
-        for step, label in labels:  # errors name them by their place in the module
+        for step, label in labels:  # errors name steps by their path in the module
             step.label = label
 
 
@@ -93,9 +93,9 @@ class ReversedStep(Invertible):
         for m in self.step.modules():
             if isinstance(m, Invertible) and m.carried and m.training:
                 raise ValueError(
-                    f"{name_of(self)} got a {type(m).__name__} in training mode: it moves "
-                    f"{', '.join(m.carried)} whenever it runs forwards, so its reversal is no "
-                    "fixed map. Call eval() on it"
+                    f"{name_of(self)} got a {type(m).__name__} in training mode: it updates "
+                    f"{', '.join(m.carried)} in each forward pass, so its reversal is no fixed "
+                    "map. Call eval() on it"
                 )
         return as_state(self.step.inverse(*state, **context))
 

@@ -34,27 +34,26 @@ from revzoo.layers.split import HALVES, Merge, Parts, Split
 class ReversibleSequence(Invertible):
     """Runs steps one after the other, each in its own memory mode.
 
-    Called with one tensor ``(B, 2C, ...)`` it splits it in two along ``dim`` and merges the result:
-    ``y = seq(x)``, ``x = seq.inverse(y)``. Called with two, ``y1, y2 = seq(x1, x2)``. If the first
-    step takes one stream (``streams = 1``) it gets the tensor as it is. Keyword arguments (a
-    conditioning tensor, say) are given to every step.
+    Called with one tensor ``(B, 2C, ...)``, it splits the tensor in two along ``dim`` and merges
+    the result: ``y = seq(x)``, ``x = seq.inverse(y)``. Called with two: ``y1, y2 = seq(x1, x2)``.
+    If the first step takes one stream (``streams = 1``), the tensor is not split. Every step
+    receives the keyword arguments, such as a conditioning tensor.
 
     It is a list of steps: ``len``, iteration, ``seq[0]``, ``seq["name"]``, slices (a sequence of
     the same steps), assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`. A step
-    that joins later keeps its memory mode; ``repr`` shows each step's. Extra outputs of the steps
-    (``Step.extras``) come behind the streams: ``y, loss = seq(x)``.
+    that is added later keeps its memory mode; ``repr`` shows the modes. Extra outputs of the steps
+    (``Step.extras``) follow the streams: ``y, loss = seq(x)``.
 
     Args:
-        steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; names stand
-            in the ``state_dict`` in the place of numbers. A :class:`Step` without an inverse is
-            allowed: it is recomputed from its input where the mode is ``invert``, and
-            :meth:`inverse` refuses.
+        steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; the
+            ``state_dict`` then has names instead of numbers. A :class:`Step` without an inverse is
+            allowed: mode ``invert`` recomputes it from its input, and :meth:`inverse` raises.
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
-            changes it later. Whatever mode a member had is replaced; None keeps it. ``"auto"``:
-            ``exact`` if each step that has an inverse allows it, else ``invert``.
-        dim: where a single tensor is split: 1 for channels, -1 for tokens ``(B, N, C)``.
-        split: relative sizes of the two streams that it is split in, and merged from: ``(1, 2)``
-            makes 1 and 2 of 3 channels.
+            changes it later. It replaces the modes of the steps; None keeps them. ``"auto"``:
+            ``exact`` if it fits each step with an inverse, otherwise ``invert``.
+        dim: where to split a single tensor: 1 for channels, -1 for tokens ``(B, N, C)``.
+        split: relative sizes of the two streams of a split tensor: ``(1, 2)`` splits 3 channels
+            into 1 and 2.
 
     Raises:
         TypeError: a member is no Step.
@@ -125,7 +124,7 @@ class ReversibleSequence(Invertible):
         if not isinstance(index, slice):
             return self._items()[self._position(index)][1]
         part = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
-        part.steps = self.steps[index]  # not set one by one: they keep their labels
+        part.steps = self.steps[index]  # set together, so the steps keep their labels
         return part
 
     def __setitem__(self, index: int | str | slice, step: Step | Iterable[Step]) -> None:
@@ -153,10 +152,10 @@ class ReversibleSequence(Invertible):
         return self
 
     def insert(self, index: int, step: Step, *, name: str | None = None) -> ReversibleSequence:
-        """Add ``step`` before position ``index``; those behind it move on. Returns the sequence.
+        """Insert ``step`` before position ``index``; returns the sequence.
 
         Raises:
-            TypeError: it is no Step.
+            TypeError: ``step`` is no Step.
             ValueError: ``name`` is taken, is a number or has a dot.
         """
         items = self._items()
@@ -165,7 +164,7 @@ class ReversibleSequence(Invertible):
         return self
 
     def _items(self) -> list[tuple[str | None, Step]]:
-        """Names, None for those that are numbers, and steps."""
+        """Names (None for numbers) and steps."""
         named: Iterable[tuple[str, Any]] = self.steps._modules.items()
         return [(None if name.isdigit() else name, step) for name, step in named]
 
@@ -186,7 +185,7 @@ class ReversibleSequence(Invertible):
                     "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
                 )
             if any(m is self for m in step.modules()):
-                raise ValueError(f"step {i} holds the sequence that it would be a step of")
+                raise ValueError(f"step {i} contains this sequence: expected a step outside of it")
         names = [str(i) if name is None else name for i, (name, _) in enumerate(items)]
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -222,11 +221,11 @@ class ReversibleSequence(Invertible):
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
-        """The input that :meth:`forward` maps to ``state``; leaves normalisation statistics alone.
+        """The input that :meth:`forward` maps to ``state``; normalisation statistics do not change.
 
         Raises:
             NotInvertibleError: a step loses information; the message names it.
-            RangeError: on a grid, a stream is too large for its sums to have been exact.
+            RangeError: a stream is too large for exact sums on its grid.
         """
         self._check_invertible()
         split = self.streams == self.outputs == 2
@@ -248,11 +247,9 @@ class ReversibleSequence(Invertible):
         return state[0] if len(state) == 1 else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
-        """What :meth:`forward` returns, and the sum of the steps' log-determinants ``(B,)``.
+        """Outputs without extra outputs, and the sum of the steps' log-determinants ``(B,)``.
 
-        The steps' extra outputs are left out.
-
-        Both come out of one pass in the memory modes of the steps.
+        Computes both in one pass, in the memory modes of the steps.
 
         Raises:
             NotInvertibleError: a step loses information; the message names it.
@@ -263,7 +260,7 @@ class ReversibleSequence(Invertible):
         return outputs[0] if len(outputs) == 1 else outputs, total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
-        """As :meth:`forward_with_log_det`, the sum alone; the steps run all the same."""
+        """The sum of :meth:`forward_with_log_det`, at the same cost."""
         return self.forward_with_log_det(*state, **context)[1]
 
     def _check_invertible(self) -> None:
@@ -298,8 +295,8 @@ class ReversibleSequence(Invertible):
 def _advance(
     step: Step, state: State, total: State, context: dict[str, Any]
 ) -> tuple[State, State, State]:
-    """Run one step, with its log-determinant added where there is a total."""
-    # A container runs its own members: their tapes join (NOTE [ Chains joined by hand ]).
+    """Run one step; if there is a total, add the log-determinant."""
+    # a container runs its members, whose tapes join (NOTE [ Chains joined by hand ])
     if isinstance(step, ReversibleSequence):
         if total:
             return step._walk(state, total, context)
@@ -313,12 +310,12 @@ def _advance(
 
 
 def merged(state: State, last: Step, *, dim: int = 1, split: Parts = HALVES) -> State:
-    """The two streams that ``last`` returned as one tensor, which is part of its chain."""
+    """Merge the two streams of ``last`` into one tensor, which joins its chain."""
     return run_step(_like(last, Merge(dim, split)), state)
 
 
 def _like(neighbour: Step, edge: Step) -> Step:
-    """Splitting and merging join the chain of the step beside them, if that is inverted."""
+    """Let a split or merge join the chain of the step beside it, if that step is inverted."""
     edge.memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
     edge.grid = neighbour.grid
     return edge
@@ -341,7 +338,7 @@ class _Steps(nn.ModuleList):
         items = list(self._modules.items())[index]
         return _Steps({(str(i) if k.isdigit() else k): m for i, (k, m) in enumerate(items)})
 
-    def __repr__(self) -> str:  # a ModuleList's shows numbers, equal modules once
+    def __repr__(self) -> str:  # ModuleList's shows numbers and groups equal modules
         return super().__repr__() if all(map(str.isdigit, self._modules)) else _repr(self)
 
 
@@ -361,8 +358,8 @@ class ReversibleBlock(ReversibleSequence):
 
     Args:
         f: residual function F, ``(B, C, ...)`` to the same shape.
-        g: residual function G, likewise; None for a copy of ``f``, which starts with the same
-            values and shares none, as in MemCNN.
+        g: residual function G, likewise; None for a copy of ``f`` with its own parameters, as in
+            MemCNN.
         memory: see :class:`ReversibleSequence`.
 
     Example:

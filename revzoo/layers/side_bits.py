@@ -1,31 +1,33 @@
-"""Any run of blocks that keep their shape, made reversible with a few bits a value.
+"""Makes any run of blocks that keep their shape reversible, with a few extra bits per value.
 
 A run ``x[k+1] = B[k](x[k])`` has no inverse. With ``b = 2**-bits`` this one has:
 
     x[k+1] = (1 + b) B[k](x[k]) - 2 b x[k] + b x[k-1]        (the first: x[1] = B[0](x[0]))
 
-With ``B(x) = x + F(x)`` that is ``x + F(x) + b (F(x) - the step before)``: a second difference of
-size b, which a trained network hardly notices. The blocks stay black boxes. Backwards,
-``x[k-1] = (x[k+1] - (1 + b) B[k](x[k]) + 2 b x[k]) / b``, which in floating point would multiply
+With ``B(x) = x + F(x)`` this is ``x + F(x) + b (F(x) - the previous step)``: a second difference of
+size b, which hardly changes the output of a trained network. The blocks are black boxes. In
+floating point the inverse ``x[k-1] = (x[k+1] - (1 + b) B[k](x[k]) + 2 b x[k]) / b`` would multiply
 errors by ``2**bits`` at every block. On words (:mod:`revzoo.core.fixedpoint`) ``b x[k-1]`` is a
-shift. The bits that it drops are packed and kept: 4 an element and block instead of 32, and nothing
-of what the block keeps inside.
+shift. We pack and keep the bits that it drops: for 4 bits, 4 per element and block instead of 32,
+and no activation inside the block.
 
 Kin: BDIA-transformers (Zhang et al. 2024, arXiv 2407.09093) with b = 1/2, a random sign and one
 side bit; Dr2Net (Zhao et al., CVPR 2024), floating point, coefficients annealed in fine-tuning;
-Momentum ResNets (Sander et al. 2021, arXiv 2102.07870); the buffer of bits is that of Maclaurin et
-al. 2015 (arXiv 1502.03492).
+Momentum ResNets (Sander et al. 2021, arXiv 2102.07870); the buffer of bits is from Maclaurin et al.
+2015 (arXiv 1502.03492).
 
 NOTE [ Blocks in place ]
-    ``make_reversible`` puts a step beside each block and lets the block's ``forward`` call it. The
-    model's own code is never touched, and the step has no parameters, so the ``state_dict`` is the
-    same. A block that is called with the very tensor that the block before returned continues
-    the run; any other input starts one. So does an input from another checkpoint, whose replay does
-    not run the block before. A block whose output has another shape than its input
-    ends the run before it and starts none: it is recomputed from its input. So is one whose output
-    leaves the range of the run's grid, as in language models, whose values grow to thousands: the
-    next block starts a run on a coarser grid. A device other than the CPU is asked in the first
-    pass alone, as the host waits for its answer.
+    ``make_reversible`` puts a step beside each block, and the block's ``forward`` calls the step.
+    The model's code does not change, and the step has no parameters, so the ``state_dict`` is the
+    same.
+
+    A block continues the run if its input is the tensor that the previous block returned. Any other
+    input starts a new run; so does an input from another checkpoint, whose replay does not run the
+    previous block. A block whose output has another shape than its input ends the run, and is
+    recomputed from its input. So is a block whose output leaves the range of the run's grid, as in
+    language models, whose values grow to thousands: the next block starts a run on a coarser grid.
+    On the CPU we check the range in every pass, elsewhere only in the first one, since the check
+    needs a host sync.
 """
 
 from __future__ import annotations
@@ -77,7 +79,7 @@ _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lam
 
 
 def _place(x: Tensor) -> tuple[Any, bool]:
-    """Differs inside and outside of a checkpoint; a reentrant one adds the gradient later."""
+    """Whether ``x`` is inside which checkpoint; a reentrant one adds ``requires_grad`` later."""
     hooks = _hooks_now(True)
     return None if hooks is None else hooks[0], x.requires_grad
 
@@ -88,10 +90,10 @@ def _taken_before(x: Tensor) -> Tensor | None:
 
 
 class Call(NamedTuple):
-    """What the last call of a block was in its run."""
+    """The role of a block's last call in its run."""
 
-    joined: bool  # the run of the block before
-    continues: bool
+    joined: bool  # whether it joined the run of the previous block
+    continues: bool  # whether the next block can join
     unit: float | Tensor | None  # of the grid
 
 
@@ -102,10 +104,10 @@ class SideBits(Invertible):
     """One block of a run: ``(x[k-1], x[k]) -> (x[k], x[k+1])``, or at its start ``x -> (x, B(x))``.
 
     Args:
-        block: from a tensor to one of the same shape, or to a tuple that begins with that. The
-            block holds the step; the step refers to it, but has no modules of its own.
-        bits: b is ``2**-bits``; so many bits of each value are kept.
-        last: whether no other block of the run follows.
+        block: maps a tensor to one of the same shape, or to a tuple that begins with one. The block
+            holds the step as a submodule; the step refers to the block, but not as a submodule.
+        bits: b is ``2**-bits``; the step keeps this many bits of each value.
+        last: whether it is the last block of the run.
     """
 
     exact = True
@@ -115,7 +117,7 @@ class SideBits(Invertible):
     memory = "exact"
     grid = AUTO
     fits: bool | None = None
-    """Whether the last output was in the range of the run's grid."""
+    """Whether the last output was within the range of the run's grid."""
 
     def __init__(self, block: nn.Module, bits: int, *, last: bool) -> None:
         super().__init__()
@@ -153,7 +155,7 @@ class SideBits(Invertible):
                 if known is not None:
                     put_aside(pack_bits(known.words, self.bits))
                 return x, y, *rest
-        if before:  # a run ends here: its last state is kept
+        if before:  # the run ends here: keep its last state
             put_aside(before[0].detach() if known is None else known.words)
         return x, value, *rest
 
@@ -169,7 +171,7 @@ class SideBits(Invertible):
         return second_difference(before[0], x, value, known, self.bits)
 
     def _fits(self, y: Tensor) -> bool:
-        """Whether ``y`` is in the range of its grid, if we may choose another for what follows."""
+        """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
         fixed = fixed_of(y)
         if self.grid != AUTO or fixed is None or fixed.peak is None or not has_values(y):
             return True
@@ -180,8 +182,8 @@ class SideBits(Invertible):
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
         raise NotInvertibleError(
-            f"{name_of(self)} has no inverse of its own: the bits that it dropped are kept for the "
-            "backward pass alone"
+            f"{name_of(self)} has no inverse outside the backward pass: the dropped bits are kept "
+            "only for that"
         )
 
     def replay(self, outputs: Any, record: Recording, context: Mapping[str, Any]) -> Any:
@@ -200,7 +202,7 @@ class SideBits(Invertible):
         return before, x
 
     def _evaluate(self, x: Tensor, *, args: tuple[Any, ...] = (), **kwargs: Any) -> State:
-        """What the block returns: the tensors of it."""
+        """The tensors that the block returns."""
         leaves, structure = tree_flatten(self._plain(x, *args, **kwargs))
         if not leaves or not isinstance(leaves[0], Tensor):
             raise TypeError(
@@ -316,7 +318,7 @@ def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
     taken: list[nn.Module] = []
     for group in _groups(module):
         if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
-            continue  # branches of a block, say: no list tells that they follow each other
+            continue  # e.g. branches of a block: no list shows that they follow each other
         inside = [run for block in group for run in _runs_in(block)]
         if any(map(_has_twins, inside)) and not _has_twins(group):  # the group are stages
             yield from inside
@@ -358,7 +360,7 @@ class BlockRow(NamedTuple):
 
     Attributes:
         path: in the model.
-        bits: kept of each value where the block joins a run.
+        bits: kept per value if the block joins a run.
         role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
             follows; ``"ends"`` one, as its output has another shape or leaves the range of the
             grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
@@ -372,7 +374,7 @@ class BlockRow(NamedTuple):
 
 
 def reversible_blocks(model: nn.Module) -> list[BlockRow]:
-    """What :func:`make_reversible` has made reversible, and what its last call was.
+    """The blocks that :func:`make_reversible` has wrapped, with the roles of their last calls.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)

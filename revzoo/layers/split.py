@@ -1,11 +1,10 @@
 """Splitting one tensor into two streams and merging them again.
 
-Being steps themselves, they let a chain of sequences that pass one tensor on keep one state in
-all.
+Both are steps, so a chain of sequences that exchange one tensor still keeps only one state.
 
-The halves are copies, dense in memory as reconstructed streams are. torch sums over a view with
-gaps in another order than over a dense tensor, so a branch that begins with a normalisation would
-not repeat its value bit for bit, as mode ``exact`` needs.
+The halves are dense copies, like reconstructed streams. torch sums over a view with gaps in another
+order than over a dense tensor. So a branch that begins with a normalisation would not repeat its
+value bit for bit, as mode ``exact`` needs.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ HALVES: Parts = (1, 1)
 
 
 def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
-    """Two pieces of ``x`` along ``dim``, sized as ``parts``, dense, in the order of its strides."""
+    """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, dense, strides in order."""
     unit = x.shape[dim] // sum(parts)
     pieces = torch.split(x, [unit * n for n in parts], dim=dim)
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
@@ -41,10 +40,10 @@ class Split(Invertible):
 
     Args:
         dim: where the tensor is split.
-        parts: relative sizes of the pieces: ``(1, 2)`` makes 1 and 2 of 3 channels.
+        parts: relative sizes of the pieces: ``(1, 2)`` splits 3 channels into 1 and 2.
 
     Raises:
-        ValueError: the tensor has no such dimension, or its size there does not divide.
+        ValueError: the tensor has no such dimension, or its size is not divisible.
 
     Example:
         >>> revzoo.Split()(torch.arange(4.0)[None])
@@ -83,7 +82,7 @@ class Merge(Invertible):
     """``(B, C, ...), (B, C, ...) -> (B, 2C, ...)``: the inverse of :class:`Split`.
 
     Raises:
-        ValueError: the streams have not the sizes of the ``parts``.
+        ValueError: the sizes of the streams do not match ``parts``.
 
     Example:
         >>> revzoo.Merge()(torch.zeros(1, 2), torch.ones(1, 2))
@@ -107,8 +106,8 @@ class Merge(Invertible):
                 "cut elsewhere. A coupling swaps the streams, a ReversibleBlock swaps them back; "
                 "or pass the streams one by one"
             )
-        # The gradient of cat() is a view of the merged one, which would live as long as either
-        # half; the product's gradient is dense and separate.
+        # the gradients of cat() are views of one tensor, which would live as long as either of
+        # them; the gradient of a product is dense and separate
         return (torch.cat((x1 * 1, x2 * 1), dim=self.dim),)
 
     def inverse(self, y: Tensor, **context: Any) -> State:

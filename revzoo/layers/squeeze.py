@@ -2,7 +2,7 @@
 
     (B, C, H, W) -> (B, b*b*C, H/b, W/b)
 
-and for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a factor for each axis.
+and likewise for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a factor per axis.
 
 Convolutions with stride lose information, a squeeze only moves it (the psi of i-RevNet, Jacobsen
 et al. 2018, arXiv 1802.07088, section 3.2; RealNVP, Dinh et al. 2017, arXiv 1605.08803). torch has
@@ -15,7 +15,7 @@ the operation for one channel order, ``pixel_unshuffle``; published i-RevNet wei
 ``irevnet``  ``(dy*b + dx)*C + c``                      the i-RevNet release
 ===========  =========================================  ==================
 
-torch's function knows images and one factor alone.
+torch's function only supports images and a single factor.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class Squeeze(Streamwise):
     """``(B, C, H, W) -> (B, b*b*C, H/b, W/b)`` for each stream of the state.
 
     Args:
-        factor: b, at least 2, for images; or one for each axis behind the channels, at least 1:
+        factor: b, at least 2, for images; or one for each axis after the channels, at least 1:
             ``(b,)`` for signals, ``(1, 2, 2)`` for volumes that keep their depth.
-        order: where a pixel's channels go, ``"torch"`` or ``"irevnet"`` (see the module).
-        streams: how many streams the state has.
+        order: of the new channels, ``"torch"`` or ``"irevnet"`` (see the module).
+        streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, height or width (or, in the inverse,
-            channels) do not divide.
+        ValueError: an argument is out of range; at the call, height or width (in the inverse:
+            channels) are not divisible.
 
     Example:
         >>> squeeze = revzoo.Squeeze(2)
@@ -82,7 +82,7 @@ class Squeeze(Streamwise):
         return _unsqueezed(y, self.factors, order=self.order)
 
     def check_squeezed(self, y: Tensor) -> None:
-        """Raise a ValueError if ``y`` cannot have come out of :meth:`transform`."""
+        """Raise a ValueError if ``y`` has no shape of :meth:`transform`'s results."""
         block = math.prod(self.factors)
         if y.dim() != len(self.factors) + 2 or y.shape[1] % block:
             raise ValueError(

@@ -1,9 +1,8 @@
-"""Layers that treat all streams alike, and layers that see them as one tensor.
+"""Base classes for layers that act on each stream alone, or on all streams together.
 
-A state is one tensor cut in pieces, so there are two ways for a map of one tensor to act on it:
-on each piece by itself (a squeeze, an activation), or on the pieces put together along the
-dimension that was cut (a mixing of channels). A layer defines three methods of one tensor; the
-base class carries them over to the state.
+A map of one tensor can act on a state in two ways: on each stream (a squeeze, an activation), or on
+the concatenated streams (a mixing of channels). A layer defines three methods for one tensor; the
+base class applies them to the state.
 
 Legend: B batch, C channels of all streams together.
 """
@@ -57,12 +56,12 @@ class Streamwise(_OfOneTensor):
 
 
 class Joint(_OfOneTensor):
-    """``transform`` of the streams put together along ``dim``, cut in pieces again.
+    """Applies ``transform`` to the streams concatenated along ``dim``, and splits the result.
 
     Args:
-        size: of all streams together along ``dim``, which ``transform`` keeps.
-        dim: along which the streams are put together: 1 for channels, -1 for the last dimension.
-        streams: how many streams the state has; they may differ in size.
+        size: of all streams together along ``dim``; ``transform`` must keep it.
+        dim: of the concatenation: 1 for channels, -1 for the last dimension.
+        streams: number of streams of the state; they may differ in size.
 
     Raises:
         ValueError: an argument is out of range; at the call, the streams do not add up to ``size``.
@@ -111,7 +110,7 @@ class Joint(_OfOneTensor):
         return tuple(i for i in range(x.dim()) if i != self.dim % x.dim())
 
     def positions(self, x: Tensor) -> int:
-        """How many vectors of channels an image of ``x`` holds, e.g. ``H * W``."""
+        """The number of positions of an image in ``x``, e.g. ``H * W``."""
         return x[0].numel() // self.size if len(x) else 0
 
     def extra_repr(self) -> str:
