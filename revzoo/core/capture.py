@@ -1,22 +1,22 @@
 """Pairs a layer's input with the gradient of its output, for per-sample gradients and norms.
 
-Libraries for such quantities keep the input of each layer in a forward hook, until a backward hook
-uses it: so every input stays alive, and a reversible network saves nothing. Where an activation is
-recomputed, their forward hooks also run twice. Here the input of a layer is one more tensor that
-its step saves for the backward pass: whatever the memory mode does with activations, it does with
-these (NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`). A mode that drops activations
-drops them, the replay of the step fills them in again, and they go when the layer's backward is
-over. So the inputs of one step at most are alive.
+Libraries for these quantities keep the input of each layer, from a forward hook to a backward hook.
+So all inputs stay alive, and a reversible network saves no memory. If activations are recomputed,
+their forward hooks also run twice. Here the input of a layer is one more tensor that its step saves
+for the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the
+tape ] in :mod:`revzoo.core.checkpoint`). A mode that drops activations drops it, too; the replay
+fills it in again, and it is freed after the layer's backward. So at most the inputs of one step are
+alive.
 
 NOTE [ Captured inputs ]
-    1. The forward hook saves the inputs in the forward pass and in each replay, so that both save
-       the same tensors in the same order.
+    1. The forward hook saves the inputs in the forward pass and in each replay, so both save the
+       same tensors in the same order.
     2. The hook on the output of a replay never runs: gradients flow through the forward pass's
-       graph, the graph of a replay dies with the replay.
-    3. The hook on the output belongs to one call. A layer that is called twice has two, each with
-       the inputs of its own call.
-    4. The reference to the inputs ends with the backward pass of the call, unless the graph is
-       kept for another one; then the tape empties the slots when it moves on.
+       graph, and the graph of a replay is freed with the replay.
+    3. The hook on the output belongs to one call. A layer that is called twice has two hooks, each
+       with the inputs of one call.
+    4. The backward pass of a call drops the inputs, unless the graph is kept for another backward
+       pass; then the tape empties the slots when it moves on.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OnGradient = Callable[["Call", Tensor], None]
 def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
     """Call ``on_gradient(call, gradient)`` in the backward pass of each call of ``module``.
 
-    ``gradient`` has the shape of the output; ``call.inputs()`` returns what the module got.
+    ``gradient`` has the shape of the output; ``call.inputs()`` returns the module's inputs.
 
     Args:
         module: any layer that returns one tensor, or the same tensor several times.
@@ -104,7 +104,7 @@ class Call:
 
 
 class _Capture:
-    """The forward hook. An object of this package: the search of a step looks into none of them."""
+    """The forward hook; the search of :mod:`revzoo.core.reach` ignores objects of this package."""
 
     def __init__(self, on_gradient: OnGradient) -> None:
         self.on_gradient = on_gradient
@@ -112,7 +112,7 @@ class _Capture:
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
     def __deepcopy__(self, memo: object) -> _Capture:
-        copy = _Capture(self.on_gradient)  # calls are the original's
+        copy = _Capture(self.on_gradient)  # without the calls of the original
         copy.id = self.id
         return copy
 

@@ -239,19 +239,18 @@ def make_reversible(
     """Make the runs of blocks of ``model`` reversible, in place; see the module for the method.
 
     A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
-    ``nn.ModuleList``, or numbered ones (``b1``, ``b2``) that are built alike. Of runs inside the
-    blocks of others, as in stages of blocks, those whose blocks are built alike are taken.
-    Training keeps ``bits`` bits an element and block, and the last state of each run;
-    :func:`revzoo.set_memory` chooses other modes. The ``state_dict`` keeps its keys and shapes, so
-    weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` show what was
-    made reversible.
+    ``nn.ModuleList``, or numbered attributes (``b1``, ``b2``) with parameters of equal shapes. If
+    the modules of a run contain runs, as stages contain blocks, the run whose modules have equal
+    shapes is used. Training keeps ``bits`` bits per element and block, and the last state of each
+    run; :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and
+    shapes, so weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list
+    the reversible blocks.
 
     Args:
-        model: torchvision's, timm's, Hugging Face's, your own: called as before.
-        bits: 1 to 8: more change the outputs less and keep more. 4 leaves the accuracy of trained
-            networks as it is. None: the plain network again. Another number changes those of a
-            reversible model.
-        blocks: paths of the modules whose blocks are meant (``["layer3", "encoder.layers"]``);
+        model: from torchvision, timm, Hugging Face, or your own; its interface does not change.
+        bits: 1 to 8; more bits change the outputs less and need more memory. 4 keeps the accuracy
+            of trained networks. None restores the plain network. May change on a reversible model.
+        blocks: paths of the modules that contain the blocks (``["layer3", "encoder.layers"]``);
             None for all.
 
     Returns:

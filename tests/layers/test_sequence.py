@@ -294,7 +294,7 @@ def test_extra_outputs_break_no_chain():
 
 def test_extra_outputs_of_a_branch_are_announced():
     net = ReversibleSequence([AdditiveCoupling(Gated())])
-    with pytest.raises(TypeError, match="set extras on that"):
+    with pytest.raises(TypeError, match="set the coupling's extras"):
         net(torch.zeros(2, 8))
     net[0].extras = 2
     assert check_inverse(net, torch.randn(2, 8)).worst(torch.float64) < 1e-12
