@@ -115,9 +115,14 @@ def record(
     tape.close()  # steps inside this one must not join this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
-    with entry.conditions, packed, explained(entry.name), asides(aside if inverts else None):
-        call = call_without_changing_hooks if inverts else plain_call
-        returned = call_on_grid(call, step, state, context)
+    call = call_without_changing_hooks if inverts else plain_call
+    try:
+        with entry.conditions, packed, explained(entry.name), asides(aside if inverts else None):
+            returned = call_on_grid(call, step, state, context)
+    except BaseException:
+        if entry.witness is not None:
+            entry.witness.take()  # a tensor whose graph holds the hook that holds the witness
+        raise
     entry.keep_aside(aside)
     outputs = streams_of(returned, step)
     entry.observe(state, outputs, inverts=inverts)

@@ -7,8 +7,8 @@ such search: ``nn.Module.modules()`` lists only registered modules.
 
 NOTE [ What counts as reached ]
     1. The search starts at the step and its submodules and follows attributes and forward hooks.
-       From a function it follows the closure, the bound object, default arguments and globals. It
-       looks into lists, tuples, dictionaries, partials and plain objects.
+       From a function it follows the closure, the bound object, default arguments, attributes and
+       globals. It looks into lists, deques, sets, tuples, dictionaries, partials and plain objects.
     2. A user's class may have many attributes. Of an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So one method of a large
        object does not reach the attributes of other methods. A function that calls ``getattr`` may
@@ -22,7 +22,7 @@ NOTE [ What counts as reached ]
        search: without the copy, a list of losses, for example, would keep the graph of the
        previous forward pass alive.
     5. The search does not enter torch, the standard library and the packages in ``_FOREIGN``, and
-       it ignores slots, weak references and values computed at run time.
+       it ignores weak references and values computed at run time.
 
 A search takes as long as a few torch operations. The step keeps the result, with every place that
 was searched; :meth:`Reach.holds` checks only these places.
@@ -30,6 +30,7 @@ was searched; :meth:`Reach.holds` checks only these places.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 import dis
@@ -57,8 +58,9 @@ _KEY = "_revzoo_reach"  # in the __dict__ of a step
 OURS = frozenset((_KEY, "forward", "drift"))  # attributes that a replay must not restore
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_BORING = frozenset((*_PLAIN, *_OF_TORCH, weakref.ReferenceType))
-_MANY = 256  # a dictionary with more items is a table, which no forward pass changes
+_OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
+_BORING = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType))
+_MANY = 256  # a dictionary or list with more items is a table, which no forward pass changes
 _DEPTH = 4  # levels of containers to search for tensors with a graph
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
 _OF_STEPS = frozenset(Step.__annotations__)
@@ -120,11 +122,11 @@ class Place(Protocol):
 
 
 class _Items:
-    """The items of a list."""
+    """The items of a list or deque."""
 
     __slots__ = ("items",)
 
-    def __init__(self, items: list[Any]) -> None:
+    def __init__(self, items: list[Any] | collections.deque[Any]) -> None:
         self.items = items
 
     def get(self, key: int, /) -> Any:
@@ -166,6 +168,21 @@ class _Fixed:
             "argument, where a replay cannot replace it; expected no change. Keep the tensor in a "
             "list or as a buffer, or use memory='store' for this step"
         )
+
+
+class _Slots:
+    """The attributes of an object whose class has slots for them."""
+
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: object) -> None:
+        self.owner = owner
+
+    def get(self, key: str, /) -> Any:
+        return getattr(self.owner, key, None)
+
+    def __setitem__(self, key: str, value: Any, /) -> None:
+        object.__setattr__(self.owner, key, value)
 
 
 class _ClassAttributes:
@@ -214,6 +231,7 @@ class Reach:
         "_lengths",
         "_members",
         "_own",
+        "_places",
         "_plain",
         "_roots",
         "_sized",
@@ -223,6 +241,7 @@ class Reach:
         "changes_unseen",
         "draws",
         "generators",
+        "lists",
         "locks",
         "names",
         "namespaces",
@@ -245,7 +264,10 @@ class Reach:
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
         self.namespaces = search.namespaces
+        self.lists = search.lists
         self._plain: list[Plain] = []
+        spaces = {id(m.__dict__) for m in self._members} | set(map(id, self.namespaces))
+        self._places = [(place, key) for place, key in search.plain if id(place) not in spaces]
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(search.names | search.loaded)
@@ -290,6 +312,16 @@ class Reach:
                 known[i] = Plain.of(space)
         self._plain = known
         return list(zip(spaces, known, strict=True))
+
+    def standing(self) -> list[tuple[Place, Any, Any]]:
+        """Plain values in closures, globals and classes: where they stand, and what they are."""
+        return [(place, key, place.get(key)) for place, key in self._places]
+
+    def contents(self) -> list[tuple[Any, tuple[Any, ...]]]:
+        """Lists, sets and deques, and what is in them."""
+        found = [(v, tuple(v)) for v in self.lists if len(v) <= _MANY]
+        # What holds a graph is looked at as a copy (rule 4).
+        return [(v, items) for v, items in found if all(map(_is_leaf, items))]
 
     def of(self, step: nn.Module) -> bool:
         """Whether this is the result for ``step``, not for one that it was copied from."""
@@ -423,6 +455,8 @@ class _Search:
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
         self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
+        self.lists: list[Any] = []  # and sets, and deques
+        self.plain: list[tuple[Place, Any]] = []
         self.sized: list[Any] = []
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # alive, so that no id in _seen is reused
@@ -465,6 +499,8 @@ class _Search:
         """Record the value in a place, and search it."""
         if type(v) in _BORING:
             self.watched.append((place, key, type(v)))
+            if not isinstance(place, (_Fixed, _Items, Attributes)):
+                self.plain.append((place, key))
         elif isinstance(v, Tensor):
             self.watched.append((place, key, type(v)))
             self.tensors.append((place, key, label))
@@ -501,7 +537,7 @@ class _Search:
                 self._object({}, _methods(v), frozenset(), whole=False)
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
-        elif callable(v) or isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
+        elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
             v = _without_graph(v)
             self.watched.append((place, key, v))
             if self._first(v):
@@ -527,6 +563,8 @@ class _Search:
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
+        if isinstance(v, _LISTS):
+            self.lists.append(v)
         if isinstance(v, dict) and len(v) <= _MANY:
             self.namespaces.append(v)
         if all(map(_BORING.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
@@ -534,7 +572,7 @@ class _Search:
         if isinstance(v, dict):
             for key, item in list(v.items()):
                 self.value(item, v, key, f"{label}[{key!r}]")
-        elif isinstance(v, list):
+        elif isinstance(v, (list, collections.deque)):
             for i, item in enumerate(v):
                 self.value(item, _Items(v), i, f"{label}[{i}]")
         else:
@@ -555,14 +593,22 @@ class _Search:
                 self.value(v.__self__, _Fixed(v.__self__), None, label)
         elif isinstance(v, types.ModuleType):
             if not _foreign(v.__name__):
-                self._object(vars(v), {}, frozenset(), whole=False, watch_size=False)
-        elif hasattr(v, "__dict__"):
-            if "__wrapped__" in v.__dict__:  # functools.lru_cache
+                names: frozenset[str] = frozenset()  # a package holds too much to look at whole
+                self._object(vars(v), {}, names, whole=False, watch_size=False, anything=names)
+        else:
+            if "__wrapped__" in getattr(v, "__dict__", ()):  # functools.lru_cache
                 self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
             if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
-                self.namespaces.append(v.__dict__)
-                self._object(v.__dict__, _methods(type(v)), frozenset(), whole=False)
-                self._class(type(v))
+                self._attributes(v)
+
+    def _attributes(self, v: Any) -> None:
+        for name in _slots_of(type(v)):
+            if hasattr(v, name):
+                self.value(getattr(v, name), _Slots(v), name, name)
+        attributes = getattr(v, "__dict__", {})
+        self.namespaces.append(attributes)
+        self._object(attributes, _methods(type(v)), frozenset(), whole=False)
+        self._class(type(v))
 
     def _class(self, cls: type) -> None:
         """The attributes of user-defined classes, without methods."""
@@ -605,7 +651,7 @@ class _Search:
                 self.value(hook, hooks, key, "a hook")
 
     def _function(self, f: types.FunctionType) -> None:
-        holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__
+        holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
         if not self._first(f.__code__) and not holds:
             return
         if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
@@ -613,11 +659,17 @@ class _Search:
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if self._first(cell):
                 place = _Cell(cell)
-                self.value(place.get(None), place, None, name)
+                if cell == types.CellType():
+                    self.watched.append((place, None, type(None)))
+                else:
+                    self.value(cell.cell_contents, place, None, name)
         for item in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             self.value(item, _Fixed(item), None, f.__name__)
         if _foreign(f.__globals__.get("__name__", "")):
             return
+        if f.__dict__ and self._first(f.__dict__):
+            self.namespaces.append(f.__dict__)
+            self._object(f.__dict__, {}, frozenset(), whole=False)
         loaded, attributes = _loads(f.__code__)
         self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
@@ -628,7 +680,19 @@ class _Search:
                 self.value(f.__globals__[name], f.__globals__, name, name)
 
 
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign
+_LISTS = (list, set, collections.deque)
+_CONTAINERS = (*_LISTS, tuple, dict, frozenset)
+
+
+def refill(container: Any, items: Iterable[Any]) -> None:
+    """Make ``items`` all that is in a list, set or deque."""
+    container.clear()
+    (container.update if isinstance(container, set) else container.extend)(items)
+
+
+def _is_leaf(v: Any) -> bool:
+    return not isinstance(v, Tensor) or v.is_leaf
 
 
 def _without_graph(v: Any) -> Any:
@@ -653,15 +717,22 @@ def _aliases(v: Any, depth: int) -> Any:
         items = list(v)
         changed = _changed(enumerate(items), depth)
         items = [changed.get(i, item) for i, item in enumerate(items)]
-        named = hasattr(v, "_fields")  # named tuples take their items one by one
-        return (type(v)(*items) if named else type(v)(items)) if changed else None
+        if not changed:
+            return None
+        if isinstance(v, (tuple, frozenset)):
+            named = hasattr(v, "_fields")  # named tuples take their items one by one
+            return type(v)(*items) if named else type(v)(items)
+        v = copy.copy(v)
+        refill(v, items)
+        return v
     record = isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v))
-    if record and hasattr(v, "__dict__"):
-        changed = _changed(v.__dict__.items(), depth)
-        if changed:
-            v = copy.copy(v)
-            v.__dict__.update(changed)
-        return v if changed else None
+    if record:
+        slots = {name: getattr(v, name) for name in _slots_of(type(v)) if hasattr(v, name)}
+        changed = _changed({**getattr(v, "__dict__", {}), **slots}.items(), depth)
+        v = copy.copy(v) if changed else None
+        for name, value in changed.items():
+            object.__setattr__(v, name, value)
+        return v
     return None
 
 
@@ -734,6 +805,14 @@ def _function_of(value: Any) -> types.FunctionType | None:
     f = f.func if isinstance(f, functools.cached_property) else f
     f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
     return f if isinstance(f, types.FunctionType) else None
+
+
+@_cached
+def _slots_of(cls: type) -> tuple[str, ...]:
+    """Those that the user's own classes define."""
+    own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__)]
+    kinds = types.MemberDescriptorType
+    return tuple(name for names in own for name, m in names.items() if isinstance(m, kinds))
 
 
 @_cached

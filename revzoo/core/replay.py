@@ -11,9 +11,10 @@ NOTE [ What a replay restores ]
        threads see NOTE [ Threads ] in :mod:`revzoo.core.threads`.
     2. Autocast: enabled, dtype and cache, for the CPU and the inputs' device type. Also the default
        device and dtype, the allowed attention kernels, and deterministic algorithms.
-    3. Plain attributes: ``training`` and all other numbers, flags and strings of every module, and
-       of objects and dictionaries that the step reaches; grid and memory mode of every step.
-       Assignments during the replay are undone afterwards.
+    3. Plain values: ``training`` and all other numbers, flags and strings of every module, and of
+       objects, classes, functions, dictionaries, closures and globals that the step reaches; grid
+       and memory mode of every step. Assignments during the replay are undone afterwards. Lists,
+       sets and deques have the items from before the forward pass.
     4. Parameters: the same tensor objects as in the forward pass (``torch.func.functional_call``
        swaps them). Shards of FSDP2 are an exception: FSDP2 gathers them before the forward pass
        and before the replay. A parameter that was changed in place, or converted
@@ -49,6 +50,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
 import threading
 import weakref
@@ -66,7 +68,7 @@ from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.reach import OURS, Attributes, Place, Reach, reached, reached_from
+from revzoo.core.reach import OURS, Attributes, Place, Reach, reached, reached_from, refill
 
 _thread = threading.local()
 _CPU = torch.device("cpu")
@@ -234,6 +236,7 @@ class Conditions:
         "_autocast",
         "_carried",
         "_changes_unseen",
+        "_contents",
         "_devices",
         "_entered",
         "_extra",
@@ -248,6 +251,7 @@ class Conditions:
         "_rng",
         "_snapshots",
         "_sources",
+        "_standing",
         "_statistics",
         "_swap_mark",
     )
@@ -286,6 +290,8 @@ class Conditions:
             others = self._extra.modules()
             self._plain += self._extra.plain_values(others)
             modules = list(dict.fromkeys((*modules, *others)))
+        self._standing = [entry for reach in self._reaches() for entry in reach.standing()]
+        self._contents = [entry for reach in self._reaches() for entry in reach.contents()]
         reads = any(reach.reads_statistics for reach in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
@@ -518,6 +524,15 @@ class Conditions:
         return contextlib.nullcontext() if same else _autocast(self._autocast)
 
     def _restore_modules(self, undo: _Undo) -> None:
+        for container, items in self._contents:
+            if not _contains(container, items):
+                undo.append((_put_items_back, (container, items, tuple(container))))
+                refill(container, items)
+        for place, key, value in self._standing:
+            if place.get(key) is not value:
+                _swap(undo, place, key, value)
+            else:
+                undo.append((_stand_again, (place, key, value)))
         if not self._reach.holds(self._reach.modules()):
             for table, before in self._reach.tables:
                 if table != before:
@@ -655,6 +670,21 @@ def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:
     else:
         undo.append((owner.__setitem__, (key, owner.get(key))))
     owner[key] = value
+
+
+def _stand_again(place: Place, key: Any, value: Any) -> None:
+    if place.get(key) is not value:  # the replay assigned there
+        place[key] = value
+
+
+def _contains(container: Any, items: tuple[Any, ...]) -> bool:
+    return len(container) == len(items) and all(map(is_, container, items))
+
+
+def _put_items_back(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
+    """Make it what the caller had, with what the replay added to what was there ``before``."""
+    added = list(itertools.islice(container, len(before), None))
+    refill(container, (*now, *added))
 
 
 def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:

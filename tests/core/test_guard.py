@@ -1,6 +1,7 @@
 """The drift guard fires where reconstructions are wrong, and only there."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -91,11 +92,10 @@ class Restless(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.calls = []
+        self.calls = itertools.count(1)
 
     def forward(self, x):
-        self.calls.append(1)
-        return (x * len(self.calls)).tanh()
+        return (x * next(self.calls)).tanh()
 
 
 def test_fires_on_a_branch_that_does_not_repeat_itself():

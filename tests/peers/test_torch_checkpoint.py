@@ -15,6 +15,7 @@ and the errors of ``checkpoint_sequential`` (test_checkpoint_sequential_deprecat
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections import OrderedDict, namedtuple
 
@@ -454,13 +455,8 @@ def test_structures_in_and_out(wrap):
 
 def passes(forward, replay):
     """A function that is another one in its second pass."""
-    state = []
-
-    def fn(x):
-        state.append(0)
-        return forward(x) if len(state) == 1 else replay(x)
-
-    return fn
+    calls = itertools.chain((forward,), itertools.repeat(replay))
+    return lambda x: next(calls)(x)
 
 
 def three(x):
