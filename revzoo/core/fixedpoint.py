@@ -17,8 +17,9 @@ NOTE [ Words and floats ]
        64-bit words with 29 more fractional bits.
     2. The words are an attribute of the float tensor's storage, so an alias (``detach()``) also has
        them. They are freed with the storage, and ignored if the tensor was changed in place or is
-       another view. A tensor without words is rounded to the grid. Inference tensors do not count
-       in-place changes, so tensors with words are made outside inference mode.
+       another view. The inverse of a sequence also finds changes that bypass the version counters
+       (``y.data``, ``y.numpy()``). A tensor without words is rounded to the grid. Inference tensors
+       do not count in-place changes, so tensors with words are made outside inference mode.
     3. A float32 tensor holds 24 bits of a word. An output that was saved to a file has only these,
        so inverting it has the error of one rounding. With 14 fractional bits or fewer, float32
        holds the whole word.
@@ -173,6 +174,17 @@ def _set_words(t: Tensor, fixed: Fixed) -> None:
     # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
     attributes[_KEY] = {**attributes.get(_KEY, {}), _place(t): fixed}
+
+
+def forget_stale_words(state: Iterable[Tensor]) -> None:
+    """Forget words that differ from the floats, changed past the version counters (host sync)."""
+    for t in state:
+        if has_values(t) and (fixed := fixed_of(t)) is not None:
+            known = fixed.read()
+            if torch.equal(known, t):
+                continue
+            if not bool(((known == t) | known.isnan()).all()):  # NaN beyond their range
+                del vars(t.untyped_storage())[_KEY][_place(t)]
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:

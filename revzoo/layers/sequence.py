@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import moved
+from revzoo.core.fixedpoint import forget_stale_words, moved
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -228,12 +228,19 @@ class ReversibleSequence(Invertible):
             RangeError: a stream is too large for exact sums on its grid.
         """
         self._check_invertible()
+        forget_stale_words(t for t in state if isinstance(t, Tensor))
+        return self._walk_back(state, context)
+
+    def _walk_back(self, state: State, context: dict[str, Any]) -> Tensor | State:
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
         state = moved(Split(self.dim, self.split).forward, state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
-                state = as_state(step.inverse(*state, **context))
+                if type(step).inverse is ReversibleSequence.inverse:
+                    state = as_state(step._walk_back(state, context))
+                else:
+                    state = as_state(step.inverse(*state, **context))
             else:
                 state = on_grid_of(step, state)
                 check_range(step, state)
