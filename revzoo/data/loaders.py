@@ -11,13 +11,19 @@ from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
-from revzoo.data.order import EpochSampler, RestartingLoader, TrainLoader
+from revzoo.data.order import EpochSampler, PoissonSampler, RestartingLoader, TrainLoader
 
 _MOST_WORKERS = 8
 
 
 def train_loader(
-    images: ImageSet, *, batch_size: int, workers: int | None, seed: int, trainer: pl.Trainer | None
+    images: ImageSet,
+    *,
+    batch_size: int,
+    workers: int | None,
+    seed: int,
+    trainer: pl.Trainer | None,
+    poisson: bool = False,
 ) -> TrainLoader:
     """The loader for this process's share of the training images; each epoch has another order.
 
@@ -27,6 +33,7 @@ def train_loader(
         workers: as in ``ImageData``.
         seed: decides the order, together with the number of the epoch.
         trainer: Lightning's trainer; None for your own loop in one process.
+        poisson: draw each batch by itself, see ``PoissonSampler``.
 
     Raises:
         DataError: this process's share is smaller than a batch.
@@ -35,7 +42,10 @@ def train_loader(
     check_batch_size(batch_size, len(images), processes)
     any_trainer: Any = trainer
     overfits = trainer is not None and any_trainer.overfit_batches  # the same few in every epoch
-    sampler = EpochSampler(len(images), seed=seed, processes=processes, rank=rank)
+    share: dict[str, Any] = {"seed": seed, "processes": processes, "rank": rank}
+    sampler = EpochSampler(len(images), **share)
+    if poisson:
+        sampler = PoissonSampler(len(images), batch_size=batch_size, **share)
     loader = TrainLoader(
         **_options(images, batch_size, workers, trainer),
         sampler=None if overfits else sampler,

@@ -84,6 +84,8 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
+        poisson: whether each training batch is drawn by itself, for private training; set it
+            before the loader is made.
 
     Raises:
         ValueError: an argument is out of range; raised before any data is read.
@@ -119,6 +121,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self.val_fraction = val_fraction
         self.split_seed = split_seed
         self.augment = Augment.of(augment)
+        self.poisson = False
         self._order_seed: int | None = None
         self._sets: dict[Split, ImageSet] = {}
         self._state: dict[str, Any] | None = None
@@ -235,6 +238,7 @@ class ImageData(pl.LightningDataModule, ABC):
             workers=self.num_workers,
             seed=self._order_seed,
             trainer=trainer,
+            poisson=self.poisson,
         )
 
     def val_dataloader(self) -> DataLoader[Batch]:

@@ -88,6 +88,47 @@ class EpochSampler(DistributedSampler[int]):
         self.epoch += 1
 
 
+class PoissonSampler(EpochSampler):
+    """Batches of images that are drawn independently of each other, each with the same probability.
+
+    Differential privacy is amplified by such batches; their sizes vary. All processes draw the same
+    batch and share it. An epoch has as many batches as one that shows each image once.
+
+    Args:
+        count: images in all.
+        batch_size: images of a batch of one process, on average.
+        seed, processes, rank: as in ``EpochSampler``.
+
+    Attributes:
+        rate: the probability of each image to be in a batch.
+        start: number of batches that the next pass skips.
+    """
+
+    def __init__(
+        self, count: int, *, batch_size: int, seed: int, processes: int = 1, rank: int = 0
+    ) -> None:
+        super().__init__(count, seed=seed, processes=processes, rank=rank)
+        self.batches = count // (batch_size * processes)
+        self.rate = batch_size * processes / count
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def batch(self, epoch: int, index: int) -> list[int]:
+        """This process's share of a batch of an epoch, maybe none."""
+        generator = torch.Generator().manual_seed(hash_seed(self.seed, epoch, index))
+        drawn = torch.rand(len(self.dataset), generator=generator) < self.rate  # type: ignore[arg-type]
+        mine: list[int] = drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
+        return mine
+
+    def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
+        start, self.start = self.start, 0
+        for index in range(start, self.batches):
+            # Layers and losses need an image. Who clips gradients gives this one no weight.
+            yield self.batch(self.epoch, index) or [0]
+        self.epoch += 1
+
+
 class RestartingLoader(DataLoader[Batch]):
     """A loader that restarts its workers after one was killed.
 
@@ -170,10 +211,17 @@ class TrainLoader(RestartingLoader):
         if not isinstance(self.sampler, EpochSampler):
             return super()._start(first)
         assert self.batch_size is not None
-        self.sampler.start = first * self.batch_size
+        poisson = isinstance(self.sampler, PoissonSampler)
+        self.sampler.start = first if poisson else first * self.batch_size
         if self.dataset.augments_itself:
             self.dataset.begin_epoch(self.sampler.epoch_seed)
         return self._without_sigchld()
+
+    @property
+    def _index_sampler(self) -> Any:  # where torch takes the indices of a batch from
+        if isinstance(self.sampler, PoissonSampler):
+            return self.sampler
+        return super()._index_sampler
 
     def state_dict(self) -> dict[str, Any]:
         """Empty, as Lightning counts the batches; having one marks the loader as resumable."""

@@ -22,6 +22,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import opacus
+from opacus.accountants import create_accountant as create_accountant
+from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import (
     AbstractGradSampleModule,
     GradSampleHooks,
@@ -147,6 +149,23 @@ _CLASSES: dict[tuple[str, bool], type[Any]] = {
     ("ghost", False): _GhostHooks,
     ("ghost", True): _GhostModule,
 }
+
+
+def noise_for(epsilon: float, delta: float, *, rate: float, steps: int, accountant: str) -> float:
+    """The noise multiplier with which ``steps`` batches spend at most ``epsilon`` at ``delta``.
+
+    Args:
+        epsilon: the budget.
+        delta: the probability with which the guarantee may fail.
+        rate: the probability of an image to be in a batch, each drawn independently.
+        steps: optimiser steps of the whole training.
+        accountant: Opacus' name of one: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+    """
+    options: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta}
+    found: float = get_noise_multiplier(
+        **options, sample_rate=rate, steps=steps, accountant=accountant
+    )
+    return found
 
 
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]

@@ -27,6 +27,7 @@ from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
+from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
 
@@ -126,6 +127,25 @@ def compiled_branches(run_dir: Path, *, backend: str = "inductor") -> pl.Callbac
     return CompiledBranches(backend=backend)
 
 
+def private(
+    run_dir: Path,
+    *,
+    epsilon: float = 8.0,
+    delta: float = 1e-5,
+    max_grad_norm: float = 1.0,
+    noise_multiplier: float | None = None,
+    accountant: str = "rdp",
+) -> pl.Callback:
+    """Differentially private training; needs ``pip install 'revzoo[opacus]'``."""
+    return PrivateTraining(
+        epsilon=epsilon,
+        delta=delta,
+        max_grad_norm=max_grad_norm,
+        noise_multiplier=noise_multiplier,
+        accountant=accountant,
+    )
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -144,6 +164,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         batch_norm,
         finetuning,
         compiled_branches,
+        private,
     )
 }
 

@@ -1,0 +1,243 @@
+"""Differentially private training: DP-SGD, with whatever optimiser the run has.
+
+    g = (sum over the batch of g_n * min(1, C / |g_n|) + N(0, (s C)^2)) / E
+
+with the gradients g_n of single samples, the largest norm C, the noise multiplier s and the
+expected size E of a batch. Each batch draws each image with the same probability (M. Abadi et al.,
+"Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1). Gradients are
+clipped inside the backward pass, at the memory of the network's mode
+(:mod:`revzoo.training.sample_gradients`); Opacus counts the budget.
+
+NOTE [ What is private ]
+    1. The weights of a run are (epsilon, delta)-private for adding or removing one training image.
+    2. Its log is not: training loss and accuracy come from the images, unclipped and without noise.
+       Nor are statistics of pixels, which the data module measures, nor choices between runs.
+    3. Batches and noise come from torch's generators and the run's seed: keep a seed secret whose
+       weights you publish, and do not choose it among several by their result.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from revzoo._checks import check_number
+from revzoo.data import ImageData
+from revzoo.data.order import PoissonSampler, hash_seed
+from revzoo.layers.per_sample import refuse_mixing
+from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.lightning_compat import batches_of_epoch
+from revzoo.training.sample_gradients import ClippedGradients
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = ("32-true", "64-true")  # a norm rounded to fewer bits would bound nothing
+_NOISE = 1  # sets the seeds of noise apart from those of batches
+
+
+class PrivateTraining(RestoresAfterFit):
+    """Clips and perturbs gradients, draws Poisson batches, logs ``private/epsilon`` every epoch.
+
+    The state of the accountant and the noise multiplier are part of a checkpoint, so a resumed run
+    continues both.
+
+    Args:
+        epsilon: the budget that the whole run may spend.
+        delta: the probability with which the guarantee may fail; below one over the images.
+        max_grad_norm: C.
+        noise_multiplier: s; None for the smallest that keeps the budget.
+        accountant: ``"rdp"``; ``"prv"`` allows some 5 % less noise and takes a minute to find it.
+
+    Raises:
+        ValueError: an argument is out of range. When training starts: Opacus is missing, the model
+            has a batch normalisation, images are mixed, or the trainer has options that do not fit.
+    """
+
+    def __init__(
+        self,
+        *,
+        epsilon: float = 8.0,
+        delta: float = 1e-5,
+        max_grad_norm: float = 1.0,
+        noise_multiplier: float | None = None,
+        accountant: str = "rdp",
+    ) -> None:
+        check_number("callbacks.private.epsilon", epsilon, open_low=True, open_high=True)
+        check_number("callbacks.private.delta", delta, high=1, open_low=True, open_high=True)
+        check_number(
+            "callbacks.private.max_grad_norm", max_grad_norm, open_low=True, open_high=True
+        )
+        if noise_multiplier is not None:
+            check_number("callbacks.private.noise_multiplier", noise_multiplier, open_high=True)
+        if accountant not in ("rdp", "prv"):
+            raise ValueError(
+                f"callbacks.private.accountant={accountant!r}: expected 'rdp' or 'prv'"
+            )
+        self.options: dict[str, Any] = {
+            "epsilon": epsilon,
+            "delta": delta,
+            "max_grad_norm": max_grad_norm,
+            "accountant": accountant,
+        }
+        self.noise_multiplier = noise_multiplier
+        self._given = noise_multiplier
+        self._history: list[Any] = []
+        self._accountant: Any = None
+        self._clipped: ClippedGradients | None = None
+        self._sampler: PoissonSampler | None = None
+        self._seed = 0
+
+    def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
+        """Refuse what would break the guarantee, and ask for Poisson batches."""
+        if stage != "fit":
+            return
+        try:
+            from revzoo.integrations import opacus
+        except ImportError:
+            raise ValueError(
+                "callbacks.private needs Opacus: pip install 'revzoo[opacus]'"
+            ) from None
+        data: Any = trainer.datamodule  # type: ignore[attr-defined]
+        _check(trainer, data)
+        pl_module.model.train()
+        refuse_mixing(pl_module.model)
+        data.poisson = True
+        self._history, self.noise_multiplier = [], self._given
+        self._accountant = opacus.create_accountant(self.options["accountant"])
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        from revzoo.integrations import opacus
+
+        sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
+        assert isinstance(sampler, PoissonSampler)
+        self._sampler, self._seed = sampler, sampler.seed
+        images = len(sampler.dataset)  # type: ignore[arg-type]
+        if self.options["delta"] >= 1 / images:
+            raise ValueError(
+                f"callbacks.private.delta={self.options['delta']} for {images} training images: "
+                f"expected less than {1 / images:.1e}, since publishing one image at random would "
+                "satisfy it"
+            )
+        if self.noise_multiplier is None:
+            steps = trainer.estimated_stepping_batches
+            if steps == float("inf"):
+                raise ValueError(
+                    "a run without an end has no budget: give trainer.max_epochs or "
+                    "trainer.max_steps, or callbacks.private.noise_multiplier"
+                )
+            self.noise_multiplier = _quiet(
+                opacus.noise_for,
+                self.options["epsilon"],
+                self.options["delta"],
+                rate=sampler.rate,
+                steps=int(steps),
+                accountant=self.options["accountant"],
+            )
+        self._accountant.history = [tuple(entry) for entry in self._history]
+        expected = sampler.rate * images
+
+        def size(count: int) -> float:
+            drawn = count > 1 or sampler.batch(trainer.current_epoch, batches_of_epoch(trainer) - 1)
+            # gradients of processes are averaged; the loader put an image into an empty batch
+            return expected / trainer.world_size if drawn else math.inf
+
+        self._clipped = ClippedGradients(pl_module.model, self.options["max_grad_norm"], size=size)
+        self._scale = self.options["max_grad_norm"] * self.noise_multiplier / expected
+        if trainer.is_global_zero:
+            log.info(
+                "private: noise multiplier %.4g, batches of %.0f images on average",
+                self.noise_multiplier,
+                expected,
+            )
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
+        """Add the noise, the same in all processes, and count the step."""
+        assert self._sampler is not None
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        generator = torch.Generator(pl_module.device)
+        generator.manual_seed(hash_seed(self._seed, trainer.global_step, _NOISE))
+        for p in filter(lambda p: p.requires_grad, parameters):
+            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
+            noise *= self._scale
+            p.grad = noise if p.grad is None else p.grad.add_(noise)
+        self._accountant.step(
+            noise_multiplier=self.noise_multiplier, sample_rate=self._sampler.rate
+        )
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        pl_module.log("private/epsilon", self.spent(), rank_zero_only=True)
+
+    def spent(self) -> float:
+        """Epsilon of all steps so far, at ``delta``."""
+        if not len(self._accountant):
+            return 0.0
+        return float(_quiet(self._accountant.get_epsilon, self.options["delta"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._accountant is None:
+            return {}
+        history = [list(entry) for entry in self._accountant.history]
+        return {
+            "history": history,
+            "noise_multiplier": self.noise_multiplier,
+            "options": dict(self.options),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the accountant and the noise of the run that saved it.
+
+        Raises:
+            ValueError: the run has other options.
+        """
+        if state_dict["options"] != self.options:
+            raise ValueError(
+                f"callbacks.private is {self.options} now, {state_dict['options']} in the "
+                "checkpoint: resume with the same options, or start a new run"
+            )
+        self._history = state_dict["history"]
+        self.noise_multiplier = state_dict["noise_multiplier"]
+
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        if self._clipped is not None:
+            self._clipped.remove()
+        self._clipped = None
+
+
+def _check(trainer: pl.Trainer, data: Any) -> None:
+    if not isinstance(data, ImageData):
+        raise ValueError(
+            f"callbacks.private got {type(data).__name__} as data: expected a data module of "
+            "revzoo.data, whose batches can be drawn by Poisson sampling"
+        )
+    if data.augment.mixup or data.augment.cutmix:
+        raise ValueError(
+            "callbacks.private with mixup or cutmix: one image would change the gradients of two "
+            "samples. Set data.augment.mixup=0 and data.augment.cutmix=0"
+        )
+    if trainer.accumulate_grad_batches != 1:
+        raise ValueError(
+            f"callbacks.private with trainer.accumulate_grad_batches="
+            f"{trainer.accumulate_grad_batches}: expected 1, since several batches drawn one by "
+            "one are no Poisson batch. Raise data.batch_size: memory=exact holds larger ones"
+        )
+    if trainer.precision not in PRECISIONS:
+        raise ValueError(
+            f"callbacks.private with precision {trainer.precision!r}: expected one of "
+            f"{', '.join(PRECISIONS)} (precision=fp32), since clipping must bound the norm"
+        )
+    if trainer.overfit_batches:  # type: ignore[attr-defined]
+        raise ValueError("callbacks.private with trainer.overfit_batches: expected 0")
+
+
+def _quiet(fn: Any, *args: Any, **options: Any) -> Any:
+    with warnings.catch_warnings():
+        # that another order of the Renyi divergence would give a smaller bound
+        warnings.filterwarnings("ignore", "Optimal order is the")
+        return fn(*args, **options)

@@ -1,0 +1,200 @@
+"""Norms of single samples' gradients, and gradients clipped by them, at the memory of a branch.
+
+Each layer gives the norms of its own parameters' gradients while the backward pass is there
+(:mod:`revzoo.layers.per_sample`); the gradients themselves are never held.
+
+NOTE [ Clipping inside the backward pass ]
+    The gradient of a sum of losses, each weighted by w_n, is what the network makes of the logits'
+    gradient weighted by w_n, if no layer mixes samples. So private training needs no losses of
+    single samples, and works with any training loop: when a backward pass reaches the logits, a
+    first pass below them measures the norms, the gradient is weighted, and the pass goes on. The
+    first pass asks for the gradient of the images alone, so it computes none of weights. This is
+    ghost clipping (arXiv 2110.05679) inside one call of ``backward``.
+
+Shapes: B samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+from revzoo.core.capture import Call, capture, waiting
+from revzoo.layers.per_sample import (
+    own_parameters,
+    per_sample_gradients,
+    refuse_mixing,
+    squared_norms,
+    trainable,
+)
+
+
+class SampleNorms:
+    """Sums up the squared norms of each sample's gradient over all layers of ``model``.
+
+    Attributes:
+        collecting: whether backward passes count; False at first.
+
+    Raises:
+        ValueError: in a backward pass, if a layer mixes samples.
+
+    Example:
+        >>> from revzoo.training.sample_gradients import SampleNorms
+        >>> model = revzoo.create_model("revnet38", norm="group")
+        >>> norms = SampleNorms(model)
+        >>> norms.collecting = True
+        >>> model(torch.randn(2, 3, 32, 32)).logsumexp(1).sum().backward()
+        >>> norms.take().shape
+        torch.Size([2])
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.collecting = False
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self._handles: list[RemovableHandle] = []
+        for module in model.modules():
+            parameters = own_parameters(module).values()
+            for p in parameters:
+                self._owners.setdefault(p, []).append(module)
+            if parameters:
+                self._handles.append(capture(module, self._add))
+        self._forget()
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def take(self) -> Tensor:
+        """The squared norms ``(B,)`` since the last call, in the gradients' own precision.
+
+        Raises:
+            RuntimeError: a trainable layer was not reached.
+        """
+        total, sums, seen = self._total, self._sums, self._seen
+        self._forget()
+        for name, module in self.model.named_modules():
+            if module.training and trainable(module) and module not in seen:
+                raise RuntimeError(
+                    f"{name!r} got no gradient, so the norms lack its part: freeze its parameters, "
+                    "or use it in the forward pass, as a layer that is called"
+                )
+        assert total is not None, "the model has trainable layers"
+        return total + sum(g.flatten(1).square().sum(1) for g in sums.values())
+
+    def _forget(self) -> None:
+        self._total: Tensor | None = None
+        self._sums: dict[nn.Parameter, Tensor] = {}  # gradients of what is used several times
+        self._seen: set[nn.Module] = set()
+
+    def _add(self, call: Call, gradient: Tensor) -> None:
+        module = call.module
+        if not self.collecting or not trainable(module):
+            return
+        if self._total is None:
+            self._total = gradient.new_zeros(len(gradient))
+        parameters = own_parameters(module)
+        if any(self._several(p) for p in parameters.values()):
+            for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
+                p = parameters[name]
+                self._sums[p] = self._sums[p] + g if p in self._sums else g
+        else:
+            for square in squared_norms(module, call.inputs(), gradient).values():
+                self._total = self._total + square
+        self._seen.add(module)
+
+    def _several(self, p: nn.Parameter) -> bool:
+        owners = self._owners[p]
+        return p in self._sums or sum(waiting(owner, self._add) for owner in owners) > 1
+
+
+class ClippedGradients:
+    """Clips each sample's gradient to a norm in every backward pass through ``model``.
+
+    After ``loss.backward()`` of a mean over the batch, gradients are ``1 / size`` times the sum
+    over the samples of ``g_n * min(1, max_norm / |g_n|)``, with a sample's own gradient ``g_n``.
+
+    Args:
+        model: ``(B, ...) -> (B, ...)``, called with one floating-point tensor.
+        max_norm: largest norm of a sample's gradient.
+        size: gives the divisor for a batch of B samples; B itself by default.
+
+    Raises:
+        ValueError: in a forward pass, if a layer mixes samples.
+
+    Example:
+        >>> from revzoo.training.sample_gradients import ClippedGradients
+        >>> model = revzoo.create_model("revnet38", norm="group")
+        >>> clipped = ClippedGradients(model, max_norm=0.1)
+        >>> images, labels = torch.randn(4, 3, 32, 32), torch.arange(4)
+        >>> nn.functional.cross_entropy(model(images), labels).backward()
+        >>> sum(p.grad.square().sum() for p in model.parameters()).sqrt() <= 0.1
+        tensor(True)
+        >>> clipped.remove()
+    """
+
+    def __init__(
+        self, model: nn.Module, max_norm: float, *, size: Callable[[int], float] = float
+    ) -> None:
+        self.max_norm = max_norm
+        self.size = size
+        self.norms: Tensor | None = None
+        self._sums = SampleNorms(model)
+        self._images: Tensor | None = None
+        self._hooks = [
+            model.register_forward_pre_hook(self._before),
+            model.register_forward_hook(self._after),
+        ]
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        self._sums.remove()
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        if not (model.training and torch.is_grad_enabled()):
+            return None
+        refuse_mixing(model)
+        self._images = args[0].detach().requires_grad_()  # what the first pass asks for
+        return (self._images, *args[1:])
+
+    def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
+        images, self._images = self._images, None
+        if images is None or not logits.requires_grad:
+            return None
+        clipped: Tensor = _Weighted.apply(logits, images, self._weights)
+        return clipped
+
+    def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
+        """Each sample's weight ``(B,)``; the losses' mean over B is turned into one over size."""
+        count = len(gradient)
+        self._sums.collecting = True
+        try:
+            torch.autograd.grad([below], [images], [gradient], retain_graph=True)
+            norms = self._sums.take().clamp(min=0).sqrt() * count
+        finally:
+            self._sums.collecting = False
+        self.norms = norms
+        # The same constant as Opacus': of no effect but for gradients near zero.
+        return (self.max_norm / (norms + 1e-6)).clamp(max=1) * (count / self.size(count))
+
+
+class _Weighted(torch.autograd.Function):
+    """The identity, whose gradient is weighted by sample."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, images: Tensor, weights: Callable[..., Tensor]) -> Tensor:
+        ctx.images, ctx.weights = images, weights
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        weights = ctx.weights(GradientEdge(*ctx.next_functions[0]), ctx.images, gradient)
+        return gradient * weights.view(-1, *[1] * (gradient.dim() - 1)), None, None

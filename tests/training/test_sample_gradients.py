@@ -1,0 +1,145 @@
+"""Norms of samples' gradients, and clipping inside one backward pass, against a loop."""
+
+import pytest
+import torch
+from per_sample_nets import MODES, ZOO, batch, looped, network
+from torch import nn
+from torch.nn import functional
+
+import revzoo
+from revzoo.profiling.live import LiveMemory
+from revzoo.training.sample_gradients import ClippedGradients, SampleNorms
+
+CLIP = 0.5
+
+
+def norms_of(loop):
+    return sum(g.flatten(1).square().sum(1) for g in loop.values()).sqrt()
+
+
+def assert_clipped(net, loop, count):
+    scale = (CLIP / (norms_of(loop) + 1e-6)).clamp(max=1)
+    assert scale.min() < 1
+    for name, p in net.named_parameters():
+        if p.requires_grad:
+            expected = torch.tensordot(scale, loop[name], 1) / count
+            torch.testing.assert_close(p.grad, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ZOO)
+def test_clipped_gradients_equal_a_loop_in_every_mode(name, mode):
+    net = network(name, mode)
+    images, labels = batch()
+    loop = looped(net, images, labels)
+    clipped = ClippedGradients(net, CLIP)
+    functional.cross_entropy(net(images), labels).backward()
+    assert_clipped(net, loop, 3)
+    torch.testing.assert_close(clipped.norms, norms_of(loop), rtol=1e-10, atol=1e-10)
+    clipped.remove()
+    net.zero_grad()
+    functional.cross_entropy(net(images), labels).backward()
+    torch.testing.assert_close(net.fc.bias.grad, loop["fc.bias"].mean(0))
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("mode", ["store", "invert"])
+def test_layers_used_twice_tied_weights_and_frozen_ones(mode):
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
+    blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
+    net = nn.Sequential(revzoo.ReversibleSequence(blocks, memory=mode), nn.Linear(8, 5)).double()
+    net[1].bias.requires_grad_(False)
+    images, labels = batch()
+    x = images.flatten(1)[:, :8]
+    loop = looped(net, x, labels)
+    ClippedGradients(net, CLIP)
+    for _ in range(2):
+        net.zero_grad()
+        functional.cross_entropy(net(x), labels).backward()
+        assert_clipped(net, loop, 3)
+
+
+def test_several_losses_and_accumulation():
+    """A sum of losses is clipped as one; two batches add up, each clipped by itself."""
+    net = network("revnet38", "exact")
+    images, labels = batch()
+    loop = {
+        name: g + h
+        for (name, g), h in zip(
+            looped(net, images, labels).items(),
+            looped(net, images, labels.flip(0)).values(),
+            strict=True,
+        )
+    }
+    ClippedGradients(net, CLIP)
+    logits = net(images)
+    losses = [functional.cross_entropy(logits, y) for y in (labels, labels.flip(0))]
+    sum(losses).backward()
+    assert_clipped(net, loop, 3)
+    first = {name: p.grad.clone() for name, p in net.named_parameters()}
+    logits = net(images)
+    sum(functional.cross_entropy(logits, y) for y in (labels, labels.flip(0))).backward()
+    for name, p in net.named_parameters():
+        torch.testing.assert_close(p.grad, 2 * first[name])
+
+
+def test_norms_come_with_an_ordinary_backward_pass():
+    net = network("revnet38", "exact")
+    images, labels = batch()
+    loop = looped(net, images, labels)
+    norms = SampleNorms(net)
+    functional.cross_entropy(net(images), labels, reduction="sum").backward()
+    norms.collecting = True
+    functional.cross_entropy(net(images), labels, reduction="sum").backward()
+    torch.testing.assert_close(norms.take().sqrt(), norms_of(loop), rtol=1e-10, atol=1e-10)
+
+
+def test_evaluation_is_left_alone():
+    net = network("revnet38", "exact").eval()
+    images, labels = batch()
+    ClippedGradients(net, CLIP)
+    loop = looped(net, images, labels)
+    functional.cross_entropy(net(images), labels).backward()
+    torch.testing.assert_close(net.fc.bias.grad, loop["fc.bias"].mean(0))
+
+
+def test_a_layer_that_is_not_reached_raises():
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.skipped = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.used(x) + functional.linear(x, self.skipped.weight)
+
+    net = Skips()
+    ClippedGradients(net, CLIP)
+    with pytest.raises(RuntimeError, match="'skipped' got no gradient"):
+        net(torch.ones(3, 2)).sum().backward()
+
+
+def test_batch_normalisation_is_refused():
+    net = revzoo.create_model("resnet32", units=(1, 1, 1))
+    ClippedGradients(net, CLIP)
+    with pytest.raises(ValueError, match='norm="group"'):
+        net(torch.zeros(2, 3, 32, 32))
+
+
+def test_nothing_is_left_of_a_graph():
+    """No cycle holds activations until the garbage collector runs."""
+    net = network("revnet38", "exact")
+    images, labels = batch()
+    ClippedGradients(net, CLIP)
+    loss = functional.cross_entropy(net(images), labels)
+    loss.backward()
+    with LiveMemory() as memory:
+        for _ in range(3):
+            net(images)  # never differentiated
+        left = memory.now
+        loss = functional.cross_entropy(net(images), labels)
+        loss.backward()
+        del loss
+    assert left < images.nbytes
+    assert memory.now < images.nbytes
