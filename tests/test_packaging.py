@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+
+import pytest
+import yaml
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -73,3 +77,22 @@ def test_every_import_is_declared() -> None:
             for name in {name.partition(".")[0] for name in names}:
                 if name != "revzoo" and name not in sys.stdlib_module_names:
                     assert DISTRIBUTIONS.get(name, name) in declared, f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github" / "workflows").glob("*.yml")), ids=str)
+def test_a_workflow_runs_what_there_is(path: Path) -> None:
+    """A target or script that was renamed would fail at the next release alone."""
+    jobs = yaml.safe_load(path.read_text())["jobs"]
+    commands = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert commands
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for command in commands:
+        assert set(re.findall(r"\bmake ([a-z-]+)", command)) <= targets, command
+        for script in re.findall(r"\.ci/[\w-]+", command):
+            assert os.access(ROOT / script, os.X_OK), command
+
+
+def test_the_changelog_begins_with_the_version_of_the_project() -> None:
+    version = re.search(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert version is not None
+    assert version[1] == PROJECT["project"]["version"]

@@ -33,7 +33,8 @@ def pages(reference: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("COLUMNS", "88")
         reference.write(folder)
-    return {path.stem: path.read_text() for path in folder.glob("*.md")}
+    paths = {str(path.relative_to(folder).with_suffix("")): path for path in folder.rglob("*.md")}
+    return {name: path.read_text() for name, path in paths.items()}
 
 
 def test_every_public_name_has_a_section(pages: dict[str, str]) -> None:
@@ -49,8 +50,17 @@ def test_every_command_has_its_help(pages: dict[str, str]) -> None:
 def test_every_configuration_file_is_shown_whole(pages: dict[str, str]) -> None:
     for path in (DOCS.parent / "configs").glob("*/*.yaml"):
         *_, last = path.read_text().rstrip().splitlines()
-        section = pages["configuration"].partition(f"### {path.parent.name}/{path.stem}\n")[2]
-        assert last in section.partition("\n### ")[0], path
+        page = pages[f"configuration/{path.parent.name}"]
+        section = page.partition(f"## {path.parent.name}/{path.stem}\n")[2]
+        assert last in section.partition("\n## ")[0], path
+
+
+def test_an_option_stands_with_its_value_and_its_comment(pages: dict[str, str]) -> None:
+    page = pages["configuration/callbacks"]
+    assert "| `callbacks.best_checkpoint.monitor` | `val/acc` | or val/loss, " in page
+    assert "| `callbacks.drift` |  | how far inverted " in page
+    assert "| `optim.schedule.warmup` | `0.15` |" in pages["configuration/optim"]
+    assert "| `seed` | `0` |" in pages["configuration"]
 
 
 def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
@@ -61,7 +71,8 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
         if page.relative_to(DOCS).parts[0] not in ("_build", "_ext", "reference")
     }
     named = {DOCS / "index.md"}
-    for page, text in [*there.items(), (DOCS / "reference" / "index.md", pages["index"])]:
+    trees = {DOCS / "reference" / f"{name}.md": pages[name] for name in ("index", "configuration")}
+    for page, text in [*there.items(), *trees.items()]:
         lines = (line for tree in TREE.findall(text) for line in tree.splitlines())
         for line in lines:
             if line and not line.startswith(":"):

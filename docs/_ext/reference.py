@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import io
 import os
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout, suppress
 from importlib import import_module
 from pathlib import Path
@@ -42,16 +44,26 @@ Every name below is an attribute of `revzoo`. The examples assume `import torch,
 """
 ROOT = Path(__file__).parents[2]
 CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
+CONFIGURATION = """# Configuration
+
+A run is composed of one choice from each group. `GROUP=CHOICE` chooses, `GROUP.OPTION=VALUE` sets
+an option: `revzoo train model=revnet110 optim=muon optim.lr=0.02`. `revzoo train --cfg job` prints
+the whole configuration, `revzoo options GROUP` the options of a group.
+"""
+WHOLE = ("debug", "experiment")  # groups whose files set options of the others
+OPTION = re.compile(r"^( *)(\w+):(?: +([^#\s].*?))??(?: +# *(.*))?$")
 
 
 def write(folder: Path) -> None:
     """Write every page that is made."""
     folder.mkdir(parents=True, exist_ok=True)
     os.environ["COLUMNS"] = "88"
-    made = {"api": api(), "commands": commands(), "configuration": configuration()}
+    groups = {f"configuration/{group}": group_page(group) for group in choices(CONFIGS)}
+    made = {"api": api(), "commands": commands(), "configuration": configuration(), **groups}
     pages = {"index": INDEX, **made}
     for name, text in pages.items():
         path = folder / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text() != text:  # else Sphinx would read it again
             path.write_text(text)
     for notebook in NOTEBOOKS.glob("*.ipynb"):  # with the outputs that are kept in them
@@ -88,15 +100,73 @@ def commands() -> str:
 
 
 def configuration() -> str:
-    """The files of every group, with their comments."""
-    lines = ["# Configuration", "", "Set with `GROUP=CHOICE` and `GROUP.OPTION=VALUE`.", ""]
-    for group in choices(CONFIGS):
-        lines += [f"## {group}", ""]
-        for text in texts(CONFIGS, group):
-            head, _, body = text.partition("\n")
-            title = head.removeprefix("== ")
-            lines += [f"### {title}", "", f"{FENCE}yaml", body.rstrip(), FENCE, ""]
+    """The groups with their choices, and the primary file."""
+    primary = (CONFIGS / "train.yaml").read_text()
+    default = dict(re.findall(r"^  - (\w+): (\w+)$", primary, re.MULTILINE))
+    rows = [
+        (f"[{group}](configuration/{group}.md)", default.get(group, ""), ", ".join(names))
+        for group, names in choices(CONFIGS).items()
+    ]
+    tree = [
+        f"{FENCE}{{toctree}}",
+        ":hidden:",
+        "",
+        *(f"configuration/{g}" for g in choices(CONFIGS)),
+    ]
+    return "\n".join([
+        CONFIGURATION, *table(("group", "default", "choices"), rows), "", *tree, FENCE, "",
+        "## Options of a run", "", *options_of("", primary), "",
+    ])  # fmt: skip
+
+
+def group_page(group: str) -> str:
+    """A choice after the other: its options as a table, and its file."""
+    lines = [
+        f"# {group}",
+        "",
+        f"`{group}=CHOICE` chooses, `{group}.OPTION=VALUE` sets an option.",
+        "",
+    ]
+    for text in texts(CONFIGS, group):
+        head, _, body = text.partition("\n")
+        title = head.removeprefix("== ")
+        prefix = "" if group in WHOLE else f"{group}."
+        lines += [f"## {title}", "", *options_of(prefix, body), ""]
+        lines += [f"{FENCE}yaml", body.rstrip(), FENCE, ""]
     return "\n".join(lines)
+
+
+def options_of(prefix: str, text: str) -> list[str]:
+    """What the comments at the top say, and a table of the options with a comment or a value."""
+    about = [re.sub(r"^#\s*(=+\s*)?", "", line) for line in top_comments(text)]
+    rows, path = [], []
+    for line in text.splitlines():
+        match = OPTION.match(line)
+        if match is None:
+            continue
+        indent, name, value, comment = match.groups()
+        path[len(indent) // 2 :] = [name]
+        if path[0] not in ("defaults", "hydra") and (value or comment):
+            rows.append(
+                (f"`{prefix}{'.'.join(path)}`", f"`{value}`" if value else "", comment or "")
+            )
+    found = table(("option", "value", "meaning"), rows) if rows else []
+    return [*(sentence + "  " for sentence in about), *([""] if about else []), *found]
+
+
+def top_comments(text: str) -> Iterator[str]:
+    """Prose of the comments before the first key; commands in them are in the file below."""
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            return
+        if not line.startswith("#   "):
+            yield line
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """A table of Markdown."""
+    cells = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |" for row in cells]
 
 
 def setup(app: Any) -> dict[str, bool]:
