@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import process_of
 from revzoo.cli.run.folder import CONFIG_FILE
@@ -27,25 +29,43 @@ STUDY = "study.db"
 GIVE_UP = 3  # trials that fail before any succeeds
 
 
+def _sql_errors() -> type[Exception]:
+    """The errors of optuna's database, which comes with it."""
+    errors: type[Exception] = import_module("sqlalchemy.exc").SQLAlchemyError
+    return errors
+
+
 class Search:
     """A study and the trials that are still to be run.
 
     Args:
         plan: what is searched for.
         folder: the sweep's, which this process has locked.
+
+    Raises:
+        ConfigError: the study in the folder is damaged.
     """
 
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState
-        self.study = self.optuna.create_study(
-            storage=f"sqlite:///{folder.absolute() / STUDY}",
-            study_name="revzoo",
-            direction=plan.direction,
-            pruner=self.optuna.pruners.MedianPruner(),
-            load_if_exists=True,
-        )
+        file = folder.absolute() / STUDY
+        try:
+            self.study = self.optuna.create_study(
+                storage=f"sqlite:///{file}",
+                study_name="revzoo",
+                direction=plan.direction,
+                pruner=self.optuna.pruners.MedianPruner(),
+                load_if_exists=True,
+            )
+            self.study.get_trials(deepcopy=False)
+        except (_sql_errors(), self.optuna.exceptions.OptunaError, RuntimeError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(
+                f"{file} is not readable as a study of optuna ({reason}): restore it from a copy, "
+                "or move it away to start the sweep again"
+            ) from error
 
     def run(self) -> None:
         """Run the trials that are missing.

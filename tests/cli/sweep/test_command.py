@@ -95,6 +95,20 @@ def test_another_search_in_the_folder_is_refused(tmp_path: Path) -> None:
         assert f"in use by process {os.getpid()}" in refused(tmp_path)
 
 
+@pytest.mark.parametrize("damage", [b"no database", b"SQLite format 3\0" + bytes(5000), None])
+def test_a_damaged_study_is_one_line(damage: bytes | None, tmp_path: Path) -> None:
+    """A traceback of SQLAlchemy; the file stays as it is."""
+    file = tmp_path / sweep.STUDY
+    if damage is None:
+        file.mkdir()
+    else:
+        file.write_bytes(damage)
+    message = refused(tmp_path, *SPACE, "trials=1")
+    assert "study.db is not readable as a study of optuna" in message
+    assert "\n" not in message
+    assert damage is None or file.read_bytes() == damage
+
+
 def test_failed_trials_are_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
     (tmp_path / "plot").write_text("fail")
     rows = search(tmp_path, *SPACE, "trials=8")
