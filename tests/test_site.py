@@ -79,7 +79,8 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
                 found = page.parent.glob(f"{line}.md") if "*" in line else [page.parent / line]
                 named |= {path.with_suffix(".md").resolve() for path in found}
     notebooks = (DOCS.parent / "notebooks").glob("*.ipynb")
-    made = {DOCS / "reference" / f"{name}.md" for name in pages}
+    named = {page for page in named if page.parent.name != "reports"}  # a pattern names them
+    made = {DOCS / "reference" / f"{name}.md" for name in pages if "reports/" not in name}
     made |= {DOCS / "reference" / f"{path.stem}.md" for path in notebooks}
     assert made <= named
     assert named - made == {*there} - {DOCS / "guide" / "README.md"}

@@ -44,6 +44,7 @@ Every name below is an attribute of `revzoo`. The examples assume `import torch,
 """
 ROOT = Path(__file__).parents[2]
 CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
+RESULTS = ROOT / "benchmarks" / "results"
 CONFIGURATION = """# Configuration
 
 A run is composed of one choice from each group. `GROUP=CHOICE` chooses, `GROUP.OPTION=VALUE` sets
@@ -66,10 +67,22 @@ def write(folder: Path) -> None:
         path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text() != text:  # else Sphinx would read it again
             path.write_text(text)
-    for notebook in NOTEBOOKS.glob("*.ipynb"):  # with the outputs that are kept in them
-        path = folder / notebook.name
-        if not path.exists() or path.read_bytes() != notebook.read_bytes():
-            path.write_bytes(notebook.read_bytes())
+    copies = {notebook: folder / notebook.name for notebook in NOTEBOOKS.glob("*.ipynb")}
+    copies |= {report: folder / "reports" / report.name for report in RESULTS.glob("*.md")}
+    (folder / "reports").mkdir(exist_ok=True)
+    for source, path in copies.items():
+        if not path.exists() or path.read_bytes() != source.read_bytes():
+            path.write_bytes(source.read_bytes())
+
+
+def link_copies(app: Any, docname: str, source: list[str]) -> None:
+    """Lead links to what was copied to the copy: in the checkout they lead to the files."""
+    text = re.sub(
+        r"\]\((?:\.\./)+benchmarks/results/(\w+\.md)", r"](/reference/reports/\1", source[0]
+    )
+    source[0] = re.sub(r"\]\((?:\.\./)+notebooks/(\w+\.ipynb)", r"](/reference/\1", text)
+    if docname.startswith("reference/reports/"):
+        source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](/", text)
 
 
 def api() -> str:
@@ -172,4 +185,5 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
 def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
     app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "reference"))
+    app.connect("source-read", link_copies)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
