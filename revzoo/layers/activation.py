@@ -13,6 +13,7 @@ import math
 from torch import Tensor
 from torch.nn import functional
 
+from revzoo._checks import check_number
 from revzoo.layers.streams import Streamwise
 
 
@@ -37,11 +38,7 @@ class InvertibleLeakyReLU(Streamwise):
 
     def __init__(self, slope: float = 0.01, *, streams: int = 2) -> None:
         super().__init__(streams=streams)
-        if not 0 < slope < math.inf:
-            raise ValueError(
-                f"slope={slope}: expected a positive number, since otherwise the activation has "
-                "no inverse"
-            )
+        check_number("slope", slope, open_low=True, open_high=True)
         self.slope = slope
 
     def transform(self, x: Tensor) -> Tensor:

@@ -38,6 +38,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from revzoo._checks import check_choice, check_number
 from revzoo.core.invertible import name_of
 from revzoo.layers.streams import Joint
 
@@ -83,12 +84,9 @@ class InvertibleBatchNorm(Joint):
         streams: int = 2,
     ) -> None:
         super().__init__(channels, dim=dim, streams=streams)
-        if not 0 < momentum <= 1:
-            raise ValueError(f"momentum={momentum}: expected more than 0 and at most 1")
-        if not eps > 0:
-            raise ValueError(f"eps={eps}: expected a positive number")
-        if statistics not in ("running", "batch"):
-            raise ValueError(f"statistics={statistics!r}: expected 'running' or 'batch'")
+        check_number("momentum", momentum, high=1, open_low=True)
+        check_number("eps", eps, open_low=True)
+        check_choice("statistics", statistics, ("running", "batch"))
         self.momentum = momentum
         self.eps = eps
         self.statistics = statistics

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_number
 from revzoo.core.fixedpoint import Fixed, add, fixed_of, floats, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recording, State, name_of
 from revzoo.core.recording import unshared
@@ -190,8 +191,7 @@ class AffineCoupling(Coupling):
 
     def __init__(self, branch: nn.Module, *, clamp: float = 1.9) -> None:
         super().__init__(branch)
-        if not clamp > 0:
-            raise ValueError(f"clamp={clamp}: expected a positive log-scale")
+        check_number("clamp", clamp, open_low=True)
         self.clamp = clamp
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_choice
 from revzoo.core.invertible import State, name_of
-from revzoo.layers.matrix import MATRICES, MatrixKind
+from revzoo.layers.matrix import MATRICES, MatrixKind, mix
 from revzoo.layers.precision import unnarrowed
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.squeeze import Squeeze
@@ -71,8 +72,7 @@ class InjectiveLinear(Joint):
                 f"in_features={in_features}, out_features={out_features}: expected multiples of "
                 f"streams={streams}, which are alike in size"
             )
-        if matrix not in MATRICES:
-            raise ValueError(f"matrix={matrix!r}: expected one of {', '.join(map(repr, MATRICES))}")
+        check_choice("matrix", matrix, MATRICES)
         self.out_features = out_features
         self.matrix = MATRICES[matrix](out_features)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
@@ -85,13 +85,13 @@ class InjectiveLinear(Joint):
 
     def transform(self, x: Tensor) -> Tensor:
         with unnarrowed(x):
-            y = self._mixed(self.matrix()[:, : self.size], x)
+            y = mix(self.matrix()[:, : self.size], x, self.dim)
             return y if self.bias is None else y + self.per_channel(self.bias, y)
 
     def restore(self, y: Tensor) -> Tensor:
         with unnarrowed(y):
             y = y if self.bias is None else y - self.per_channel(self.bias, y)
-            return self._mixed(self.matrix.inverse()[: self.size], y)
+            return mix(self.matrix.inverse()[: self.size], y, self.dim)
 
     def log_det_of(self, x: Tensor) -> Tensor:
         if self.out_features > self.size:
@@ -100,10 +100,6 @@ class InjectiveLinear(Joint):
                 "is not square and has no determinant; expected a map that keeps their number"
             )
         return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
-
-    def _mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
-        equation = "ij,bj...->bi..." if self.dim == 1 else "ij,...j->...i"
-        return torch.einsum(equation, matrix.to(x.dtype), x)
 
     def _alike(self, state: State, size: int) -> Tensor:
         each = size // self.streams

@@ -12,10 +12,10 @@ see :mod:`revzoo.layers.precision`.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
-from revzoo.layers.matrix import MATRICES, MatrixKind
+from revzoo._checks import check_choice
+from revzoo.layers.matrix import MATRICES, MatrixKind, mix
 from revzoo.layers.precision import unnarrowed
 from revzoo.layers.streams import Joint
 
@@ -47,21 +47,16 @@ class InvertibleLinear(Joint):
         self, features: int, *, matrix: MatrixKind = "plu", dim: int = -1, streams: int = 2
     ) -> None:
         super().__init__(features, dim=dim, streams=streams)
-        if matrix not in MATRICES:
-            raise ValueError(f"matrix={matrix!r}: expected one of {', '.join(map(repr, MATRICES))}")
+        check_choice("matrix", matrix, MATRICES)
         self.matrix = MATRICES[matrix](features)
 
     def transform(self, x: Tensor) -> Tensor:
         with unnarrowed(x):
-            return self._mixed(self.matrix(), x)
+            return mix(self.matrix(), x, self.dim)
 
     def restore(self, y: Tensor) -> Tensor:
         with unnarrowed(y):
-            return self._mixed(self.matrix.inverse(), y)
+            return mix(self.matrix.inverse(), y, self.dim)
 
     def log_det_of(self, x: Tensor) -> Tensor:
         return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
-
-    def _mixed(self, matrix: Tensor, x: Tensor) -> Tensor:
-        equation = "ij,bj...->bi..." if self.dim == 1 else "ij,...j->...i"
-        return torch.einsum(equation, matrix.to(x.dtype), x)

@@ -94,6 +94,12 @@ MATRICES: dict[MatrixKind, type[PLUMatrix | OrthogonalMatrix]] = {
 }
 
 
+def mix(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
+    """``matrix`` times the vectors of ``x`` along ``dim``, 1 or -1."""
+    equation = "ij,bj...->bi..." if dim == 1 else "ij,...j->...i"
+    return torch.einsum(equation, matrix.to(x.dtype), x)
+
+
 def _random_rotation(n: int) -> Tensor:
     """An orthogonal ``(n, n)``, drawn like a layer's weights from torch's random state."""
     return nn.init.orthogonal_(torch.empty(n, n))

@@ -15,6 +15,8 @@ from typing import Literal, get_args
 
 from torch import nn
 
+from revzoo._checks import check_choice
+
 # TensorFlow: running = decay * running + (1 - decay) * batch with decay 0.99;
 # torch: running = (1 - momentum) * running + momentum * batch. So momentum = 1 - decay.
 MOMENTUM = 0.01
@@ -58,13 +60,8 @@ class NormAct:
     epsilon: float = EPSILON
 
     def __post_init__(self) -> None:
-        for field, value, known in (
-            ("norm", self.norm, NORMS),
-            ("activation", self.activation, ACTIVATIONS),
-        ):
-            if value not in known:
-                listed = ", ".join(map(repr, known))
-                raise ValueError(f"{field}={value!r} is not known; choose one of {listed}.")
+        check_choice("norm", self.norm, NORMS)
+        check_choice("activation", self.activation, ACTIVATIONS)
 
     def normalise(self, channels: int) -> nn.Module:
         """Normalisation of ``(B, channels, H, W)``."""

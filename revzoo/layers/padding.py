@@ -25,6 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
+from revzoo._checks import check_choice, check_count, check_number
 from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.recording import keeping_shape_of
@@ -59,10 +60,8 @@ class ChannelPadding(Invertible):
 
     def __init__(self, extra: int, *, tolerance: float | None = None) -> None:
         super().__init__()
-        if extra < 1:
-            raise ValueError(f"extra={extra}: expected a positive number of channels to append")
-        if tolerance is not None and not tolerance >= 0:
-            raise ValueError(f"tolerance={tolerance}: expected a magnitude, 0 or more, or None")
+        check_count("extra", extra)
+        check_number("tolerance", tolerance or 0)
         self.extra = extra
         self.tolerance = tolerance
 
@@ -141,8 +140,7 @@ class SpatialPadding(Streamwise):
                 f"padding={padding}: expected two numbers, 0 or more, for each dimension, the last "
                 "dimension first"
             )
-        if mode not in _PADDINGS:
-            raise ValueError(f"mode={mode!r}: expected one of {', '.join(map(repr, _PADDINGS))}")
+        check_choice("mode", mode, ("constant", "reflect", "replicate", "circular"))
         if value and mode != "constant":
             raise ValueError(f"value={value}: expected 0, since mode={mode!r} repeats the image")
         self.mode = mode
@@ -168,9 +166,6 @@ class SpatialPadding(Streamwise):
 
     def extra_repr(self) -> str:
         return f"{self.padding}, mode={self.mode!r}, value={self.value}, streams={self.streams}"
-
-
-_PADDINGS = ("constant", "reflect", "replicate", "circular")
 
 
 class PaddedCoupling(AdditiveCoupling):

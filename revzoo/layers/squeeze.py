@@ -27,6 +27,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
+from revzoo._checks import check_choice
 from revzoo.layers.streams import Streamwise
 
 Order = Literal["torch", "irevnet"]
@@ -63,8 +64,7 @@ class Squeeze(Streamwise):
                 f"factor={factor}: expected a whole number of at least 2, or one of at least 1 for "
                 "each axis, not all 1"
             )
-        if order not in ("torch", "irevnet"):
-            raise ValueError(f"order={order!r}: expected 'torch' or 'irevnet'")
+        check_choice("order", order, ("torch", "irevnet"))
         self.factor = factor
         self.order: Order = order
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import Invertible, State, name_of
 
 
@@ -25,8 +26,7 @@ def no_change_of_volume(x: Tensor) -> Tensor:
 class _OfOneTensor(Invertible):
     def __init__(self, *, streams: int = 2) -> None:
         super().__init__()
-        if isinstance(streams, bool) or streams < 1:
-            raise ValueError(f"streams={streams}: expected a whole number of at least 1")
+        check_count("streams", streams)
         self.streams = streams
 
     def transform(self, x: Tensor) -> Tensor:
@@ -69,10 +69,8 @@ class Joint(_OfOneTensor):
 
     def __init__(self, size: int, *, dim: int = 1, streams: int = 2) -> None:
         super().__init__(streams=streams)
-        if isinstance(size, bool) or size < 1:
-            raise ValueError(f"{type(self).__name__} got size {size}: expected at least 1")
-        if dim not in (1, -1):
-            raise ValueError(f"dim={dim}: expected 1 (channels) or -1 (the last dimension)")
+        check_count(f"{type(self).__name__} size", size)
+        check_choice("dim", dim, (1, -1))
         self.size = size
         self.dim = dim
 

@@ -137,7 +137,7 @@ def test_reversed_only_in_evaluation():
 
 def test_refusals():
     for momentum in (0, -1, 1.5):
-        with pytest.raises(ValueError, match=f"momentum={momentum}: expected more than 0"):
+        with pytest.raises(ValueError, match=f"momentum={momentum}: expected a number in"):
             InvertibleBatchNorm(2, momentum=momentum)
     with pytest.raises(ValueError, match="eps=0"):
         InvertibleBatchNorm(2, eps=0)
@@ -179,5 +179,5 @@ def test_statistics_of_the_batch_with_several_passes_before_a_backward_pass():
 def test_one_value_per_channel_has_no_statistics():
     with pytest.raises(ValueError, match=r"batch of shape \(1, 4\).*give it several"):
         InvertibleBatchNorm(4, statistics="batch", streams=1)(torch.zeros(1, 4))
-    with pytest.raises(ValueError, match="expected 'running' or 'batch'"):
+    with pytest.raises(ValueError, match="expected one of running, batch"):
         InvertibleBatchNorm(4, statistics="moving")

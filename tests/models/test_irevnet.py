@@ -190,7 +190,7 @@ def test_features_are_the_normalised_representation():
         ({"squeeze": 0}, "squeeze=0"),
         ({"bottleneck": 32}, "bottleneck=32 leaves no channel.*have 16"),
         ({"dropout": 1.0}, "dropout=1.0"),
-        ({"norm": "layer"}, "norm='layer'"),
+        ({"norm": "layer"}, "norm=layer"),
     ],
 )
 def test_arguments_out_of_range_are_refused(keywords, message):
