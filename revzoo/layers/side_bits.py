@@ -42,6 +42,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo  # as torch.compiler.disable, but imports it later
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -129,7 +130,7 @@ class SideBits(Invertible):
     def subject(self) -> nn.Module:
         return self.block  # type: ignore[return-value]
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]  # runs are found by the identity of tensors
+    @_disable_dynamo  # runs are found by the identity of tensors
     def run(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
