@@ -177,13 +177,15 @@ def _set_words(t: Tensor, fixed: Fixed) -> None:
 
 
 def forget_stale_words(state: Iterable[Tensor]) -> None:
-    """Forget words that differ from the floats, changed past the version counters (host sync)."""
+    """Drop words if the floats changed without a new version (needs a host sync)."""
     for t in state:
         if has_values(t) and (fixed := fixed_of(t)) is not None:
             known = fixed.read()
             if torch.equal(known, t):
                 continue
-            if not bool(((known == t) | known.isnan()).all()):  # NaN beyond their range
+            if not bool(
+                ((known == t) | known.isnan()).all()
+            ):  # words beyond their range read as NaN
                 del vars(t.untyped_storage())[_KEY][_place(t)]
 
 

@@ -314,13 +314,13 @@ class Reach:
         return list(zip(spaces, known, strict=True))
 
     def standing(self) -> list[tuple[Place, Any, Any]]:
-        """Plain values in closures, globals and classes: where they stand, and what they are."""
+        """Places, keys and present values of plain values in closures, globals and classes."""
         return [(place, key, place.get(key)) for place, key in self._places]
 
     def contents(self) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Lists, sets and deques, and what is in them."""
+        """Reached lists, sets and deques, with their items."""
         found = [(v, tuple(v)) for v in self.lists if len(v) <= _MANY]
-        # What holds a graph is looked at as a copy (rule 4).
+        # not those with a graph, of which the search uses copies (rule 4)
         return [(v, items) for v, items in found if all(map(_is_leaf, items))]
 
     def of(self, step: nn.Module) -> bool:
@@ -686,7 +686,7 @@ _CONTAINERS = (*_LISTS, tuple, dict, frozenset)
 
 
 def refill(container: Any, items: Iterable[Any]) -> None:
-    """Make ``items`` all that is in a list, set or deque."""
+    """Replace the items of a list, set or deque."""
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(items)
 
@@ -809,7 +809,7 @@ def _function_of(value: Any) -> types.FunctionType | None:
 
 @_cached
 def _slots_of(cls: type) -> tuple[str, ...]:
-    """Those that the user's own classes define."""
+    """The slots that user-defined classes define."""
     own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__)]
     kinds = types.MemberDescriptorType
     return tuple(name for names in own for name, m in names.items() if isinstance(m, kinds))

@@ -682,7 +682,7 @@ def _contains(container: Any, items: tuple[Any, ...]) -> bool:
 
 
 def _put_items_back(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    """Make it what the caller had, with what the replay added to what was there ``before``."""
+    """Restore the items ``now`` of the caller, and keep items that the replay added at the end."""
     added = list(itertools.islice(container, len(before), None))
     refill(container, (*now, *added))
 

@@ -89,10 +89,10 @@ class EpochSampler(DistributedSampler[int]):
 
 
 class PoissonSampler(EpochSampler):
-    """Batches of images that are drawn independently of each other, each with the same probability.
+    """Batches in which each image is present with the same probability, independent of the others.
 
-    Differential privacy is amplified by such batches; their sizes vary. All processes draw the same
-    batch and share it. An epoch has as many batches as one that shows each image once.
+    Such batches amplify differential privacy; their sizes vary. All processes draw the same batch
+    and divide it. An epoch has as many batches as an epoch that shows each image once.
 
     Args:
         count: images in all.
@@ -100,7 +100,7 @@ class PoissonSampler(EpochSampler):
         seed, processes, rank: as in ``EpochSampler``.
 
     Attributes:
-        rate: the probability of each image to be in a batch.
+        rate: probability that an image is in a batch.
         start: number of batches that the next pass skips.
     """
 
@@ -115,7 +115,7 @@ class PoissonSampler(EpochSampler):
         return self.batches
 
     def batch(self, epoch: int, index: int) -> list[int]:
-        """This process's share of a batch of an epoch, maybe none."""
+        """This process's share of a batch; it may be empty."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, epoch, index))
         drawn = torch.rand(len(self.dataset), generator=generator) < self.rate  # type: ignore[arg-type]
         mine: list[int] = drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
@@ -124,7 +124,7 @@ class PoissonSampler(EpochSampler):
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         start, self.start = self.start, 0
         for index in range(start, self.batches):
-            # Layers and losses need an image. Who clips gradients gives this one no weight.
+            # layers and losses need an image; clipping of gradients gives this one no weight
             yield self.batch(self.epoch, index) or [0]
         self.epoch += 1
 

@@ -1,18 +1,18 @@
 """Per-sample gradients of a layer's parameters, and their norms without the gradients.
 
-A layer that treats the samples of a batch alike and apart has, for sample n, the gradient of its
-parameters that follows from that sample's input and output gradient alone. :mod:`torch.func` gets
-it as ``vmap(grad(...))``; the rules here do it in one product, and the norms without holding it.
+If a layer treats each sample of a batch separately, the input and the output gradient of sample n
+determine the gradient of the parameters for this sample. :mod:`torch.func` computes it as
+``vmap(grad(...))``. The rules here need one product, and compute norms without the gradients.
 
 NOTE [ Norms without gradients ]
-    The weight of a linear layer on T places has for each sample the gradient ``g^T a``, with
-    ``g (T, O)`` and ``a (T, I)``. Its squared norm is also the sum of the products of the entries
-    of ``g g^T`` and ``a a^T``, both ``(T, T)`` (X. Li, F. Tramer, P. Liang, T. Hashimoto, "Large
+    For a linear layer on T places, the gradient of the weight for one sample is ``g^T a``, with
+    ``g (T, O)`` and ``a (T, I)``. Its squared norm equals the sum of the entries of ``g g^T`` times
+    the entries of ``a a^T``, both ``(T, T)`` (X. Li, F. Tramer, P. Liang, T. Hashimoto, "Large
     Language Models Can Be Strong Differentially Private Learners", ICLR 2022, arXiv 2110.05679).
-    That is the smaller one where ``2 T^2 <= O I`` (Z. Bu, J. Mao, S. Xu, "Scalable and Efficient
-    Training of Large Convolutional Neural Networks with Differential Privacy", NeurIPS 2022, arXiv
-    2205.10683, section 4). A convolution is such a layer on the unfolded image: T is its pixels, I
-    the channels times the kernel's size.
+    This is cheaper if ``2 T^2 <= O I`` (Z. Bu, J. Mao, S. Xu, "Scalable and Efficient Training of
+    Large Convolutional Neural Networks with Differential Privacy", NeurIPS 2022, arXiv 2205.10683,
+    section 4). A convolution is a linear layer on the unfolded image: T is the number of pixels, I
+    the channels times the size of the kernel.
 
 Shapes: N samples, I and O input and output features, T places.
 """
@@ -30,13 +30,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Gradients = dict[str, Tensor]
 
-# Values that unfolding a convolution's input may take at a time: 16 MiB in float32. Samples are
-# independent, so a batch is cut into parts that fit.
+# Most values of an unfolded input at a time: 16 MiB in float32. Samples are independent, so larger
+# batches are processed in parts.
 UNFOLDED = 2**22
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module`` itself, its submodules left out."""
+    """The parameters of ``module``, without its submodules."""
     return dict(module.named_parameters(recurse=False))
 
 
@@ -46,7 +46,7 @@ def trainable(module: nn.Module) -> bool:
 
 
 def mixing_layers(model: nn.Module) -> list[str]:
-    """Names of the layers that compute a sample's output from other samples too."""
+    """Names of the layers whose output for a sample depends on other samples."""
     return [name for name, m in model.named_modules() if mixes_samples(m)]
 
 
@@ -60,7 +60,7 @@ def refuse_mixing(model: nn.Module) -> None:
     if names := mixing_layers(model):
         raise ValueError(
             f"{names[0]!r} is a batch normalisation in training, one of {len(names)}: each output "
-            "depends on all samples of the batch, so that no sample has a gradient. Create the "
+            "depends on all samples of the batch, so there are no per-sample gradients. Create the "
             'model with norm="group" (model.norm=group), or call eval() on these layers'
         )
 
@@ -68,18 +68,18 @@ def refuse_mixing(model: nn.Module) -> None:
 def per_sample_gradients(
     module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor
 ) -> Gradients:
-    """The gradient of each sample for the own parameters of ``module`` that require one.
+    """The gradient of each sample for the parameters of ``module``, without its submodules.
 
     Args:
-        module: any layer that keeps the samples along dimension 0 apart.
-        inputs: what it got, each ``(N, ...)``.
+        module: any layer that treats the samples along dimension 0 separately.
+        inputs: its inputs, each ``(N, ...)``.
         gradient: of its output, ``(N, ...)``.
 
     Returns:
         By the parameter's name, ``(N, *parameter.shape)``.
 
     Raises:
-        ValueError: it is a batch normalisation in training.
+        ValueError: ``module`` is a batch normalisation in training.
 
     Example:
         >>> from revzoo.layers.per_sample import per_sample_gradients
@@ -205,7 +205,7 @@ _RULES: dict[type[nn.Module], Callable[[Any, Sequence[Tensor], Tensor], Gradient
 
 
 def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
-    """Any layer: one more evaluation of it for all samples, vectorised."""
+    """Any layer: a vectorised evaluation of the layer per sample."""
     needed = {name: p.detach() for name, p in own_parameters(module).items() if p.requires_grad}
 
     def of_sample(sample: Sequence[Tensor], g: Tensor) -> Gradients:

@@ -1,13 +1,13 @@
-"""Networks of torchvision and timm under names of the zoo: ``torchvision:resnet50``, ``timm:...``.
+"""Networks of torchvision and timm by name: ``torchvision:resnet50``, ``timm:...``.
 
-They are trained, saved, exported and audited as the zoo's own, and made reversible where
-``reversible_bits`` is given (:func:`revzoo.make_reversible`). ``net`` is the library's network; its
-weights fit the library's class.
+Training, saving, exports and audits work as for the zoo's networks. ``reversible_bits`` makes them
+reversible (:func:`revzoo.make_reversible`). ``net`` is the library's network, so its weights fit
+the library's class.
 
-Only names that the library lists are accepted. Both libraries also take names of hubs, folders and
-entry points, which would choose what is read or run.
+We accept only names that the library lists. Both libraries also accept hubs, folders and entry
+points, so a name could choose files to read or code to run.
 
-Known limit: the representation after a stage is not known, so such a network gives no feature maps.
+Known limit: there are no feature maps, since the states between stages are unknown.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from revzoo.models.tensors import adapt_channels
 
 LIBRARIES = ("torchvision", "timm")
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
-_CLASSES = 1000  # of the libraries' weights
+_CLASSES = 1000  # ImageNet, for which both libraries publish weights
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def library_models(library: str) -> tuple[str, ...]:
     """The classification networks that a library lists.
 
     Raises:
-        ValueError: it is not installed.
+        ValueError: the library is not installed.
     """
     if find_spec(library) is None:
         raise ValueError(f"{library}: networks need the package: pip install {library}")
@@ -54,12 +54,12 @@ def library_models(library: str) -> tuple[str, ...]:
 
 
 def is_library_name(name: object) -> bool:
-    """Whether ``name`` is ``LIBRARY:NAME``, known there or not."""
+    """Whether ``name`` has the form ``LIBRARY:NAME``; the library may not know it."""
     return isinstance(name, str) and name.partition(":")[0] in LIBRARIES and ":" in name
 
 
 def find_library_model(name: str) -> tuple[str, str]:
-    """Library and name of a network that it lists.
+    """Split ``LIBRARY:NAME`` into library and name.
 
     Raises:
         ValueError: the library does not list it, or is not installed.
@@ -77,7 +77,7 @@ def find_library_model(name: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class LibraryVariant:
-    """The row of a library's network: its name."""
+    """The row of a library's network: its full name."""
 
     network: str
 
@@ -86,16 +86,16 @@ class LibraryNetwork(ImageNetwork):
     """A classifier of torchvision or timm, ``(B, in_chans, H, W) -> (B, num_classes)``.
 
     Args:
-        variant: which network.
+        variant: the name of the network.
         num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the images.
         memory: memory mode of the reversible blocks; None for ``exact``.
         reversible_bits: see :func:`revzoo.make_reversible`; None for the plain network.
-        img_size: side of the images, for networks whose weights depend on it.
-        pretrained: with the library's default weights, which it downloads.
+        img_size: side of the images in pixels, for networks whose weights depend on it.
+        pretrained: let the library download and load its default weights.
 
     Raises:
-        ValueError: the library does not list the network, or it has no runs of blocks.
+        ValueError: the library does not list the network, or the network has no run of blocks.
 
     Example:
         >>> model = revzoo.create_model("torchvision:resnet18", reversible_bits=4)
@@ -121,13 +121,15 @@ class LibraryNetwork(ImageNetwork):
         library, name = find_library_model(variant.network)
         try:
             self.net = _built(library, name, img_size, pretrained)
-        except NotImplementedError:  # some read values while they are built, which meta has not
+        except NotImplementedError:  # some read values in the constructor, which fails on meta
             with torch.device("cpu"):
                 net = _built(library, name, img_size, pretrained)
             self.net = net.to(torch.get_default_device())
         self._heads = list(_linear_heads(self.net))
         if not self._heads:
-            raise ValueError(f"{variant.network} has no linear classifier that could be replaced")
+            raise ValueError(
+                f"{variant.network} has no linear classifier to replace: choose another network"
+            )
         self.classifier = self._heads[0]  # type: ignore[misc]
         convolutions = {n: m for n, m in self.net.named_modules() if isinstance(m, nn.Conv2d)}
         if convolutions:
@@ -151,7 +153,7 @@ class LibraryNetwork(ImageNetwork):
 
     @property
     def image_size(self) -> int:
-        """Side in pixels: what the weights need, or what the library trained with."""
+        """Side in pixels that the weights need, or that the library used in training."""
         return self._fixed_size or _trained_size(self.net)
 
     @property
@@ -176,11 +178,13 @@ class LibraryNetwork(ImageNetwork):
         self._check_images(x)
         y = self.net(x)
         if not isinstance(y, Tensor):
-            raise ValueError(f"{type(self.net).__name__} returns {type(y).__name__}, not logits")
+            raise ValueError(
+                f"{type(self.net).__name__} returned a {type(y).__name__}, expected logits"
+            )
         return y
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Pooled features ``(B, num_features)``: what the classifier gets."""
+        """Pooled features ``(B, num_features)``: the classifier's input."""
         found: list[Tensor] = []
         hook = self.get_classifier().register_forward_pre_hook(
             lambda _, args: found.append(args[0])
@@ -192,14 +196,17 @@ class LibraryNetwork(ImageNetwork):
         return found[-1]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
-        """Logits of what :meth:`forward_features` gives."""
+        """Logits of the features of :meth:`forward_features`."""
         return features if pre_logits else self.get_classifier()(features)
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
         """Replace the classifier by a fresh one; ``global_pool`` cannot be changed."""
         check_count("num_classes", num_classes, least=0)
         if global_pool is not None:
-            raise ValueError(f"global_pool={global_pool!r}: a library's network keeps its own")
+            raise ValueError(
+                f"global_pool={global_pool!r}: expected None, since the pooling of a library's "
+                "network cannot change"
+            )
         for path in self._heads:
             old = self.get_submodule(path)
             where = next(self.net.parameters()).device
@@ -230,20 +237,20 @@ class LibraryNetwork(ImageNetwork):
 
     def _no_states(self) -> str:
         return (
-            f"the states inside {type(self.net).__name__} are the library's: take its own feature "
-            "maps from model.net, or pooled features from model.forward_features"
+            f"the states inside {type(self.net).__name__} are unknown: use the library's feature "
+            "maps of model.net, or the pooled features of model.forward_features"
         )
 
     @property
     def invertible(self) -> bool:
-        """Whether images can be computed from their representation: no."""
+        """False: the networks lose information."""
         return False
 
     def _check_invertible(self) -> None:
         raise NotInvertibleError(f"{type(self.net).__name__} loses information and has no inverse")
 
     def parts(self) -> Iterator[tuple[str, list[nn.Module], list[nn.Parameter]]]:
-        """The network in order: for each part its name, modules, and parameters beside those."""
+        """The parts in order: name, modules, and further parameters."""
         children = dict(self.net.named_children())
         trained = [name for name, m in children.items() if next(m.parameters(), None) is not None]
         ends = {path.split(".")[1] for path in self._heads}
@@ -262,7 +269,7 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
     """The library's network with its 1,000 classes.
 
     Raises:
-        ValueError: the network takes no size of images.
+        ValueError: the network does not take ``img_size``.
     """
     sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
     try:
@@ -282,7 +289,7 @@ _SIZE = {"torchvision": "image_size", "timm": "img_size"}
 
 
 def _trained_size(net: nn.Module) -> int:
-    """Side in pixels of the images of timm's weights; 224 for others."""
+    """Side in pixels of the images for timm's weights; 224 for other networks."""
     return int(getattr(net, "pretrained_cfg", {}).get("input_size", (224,))[-1])
 
 
@@ -293,7 +300,7 @@ def _linear_heads(net: nn.Module) -> Iterator[str]:
 
 
 def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
-    """The first convolution for images of other channels, its weights adapted."""
+    """A copy of the first convolution, adapted to another number of image channels."""
     fresh = copy.copy(conv)
     fresh._parameters = dict(conv._parameters)
     fresh.in_channels = channels

@@ -57,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class _Models(dict[str, Entry]):
-    """The zoo's networks; those of a library (``torchvision:resnet50``) are found by their name."""
+    """The zoo's networks, and networks of libraries by name (``torchvision:resnet50``)."""
 
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or is_library_name(name)
