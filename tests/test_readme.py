@@ -118,3 +118,16 @@ def test_the_index_has_every_page() -> None:
 def test_the_readme_is_short() -> None:
     """A newcomer reads at most 1,200 words, tables included; the rest is in the guide."""
     assert len(README.read_text().split()) <= 1200
+
+
+def test_the_tree_of_the_readme_is_the_tree() -> None:
+    """Every folder of the package and every file of the core is in it, and nothing else."""
+    tree = README.read_text().partition("## The tree\n\n```\n")[2].partition("```")[0]
+    named = set(re.findall(r"(?<![\w/-])([a-z_]\w*(?:/|\.py))", tree))
+    folders = {
+        f"{path.name}/" for path in (ROOT / "revzoo").iterdir() if (path / "__init__.py").exists()
+    }
+    files = {path.name for path in (ROOT / "revzoo" / "core").glob("[!_]*.py")}
+    there = {"configs/", "revzoo/", "tests/", "benchmarks/", "notebooks/", "docs/"}
+    mentioned = {"train.py", "test_architecture.py", "results/"}
+    assert named == folders | files | there | mentioned
