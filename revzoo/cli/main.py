@@ -1,7 +1,7 @@
-"""The program ``revzoo``: one subcommand per module, one row per subcommand.
+"""The program ``revzoo``: a table of subcommands, each in its module.
 
-Only the chosen subcommand's module is imported, and torch only where a command needs it: help,
-``revzoo list`` and the answer to a typo need not wait.
+It imports only the module of the chosen subcommand, and torch only if the command needs it. So
+help, ``revzoo list`` and the answer to a typo are fast.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from revzoo.weights.errors import WeightsError
 
 
 class Row(NamedTuple):
-    """Where a subcommand is, and what it does.
+    """A subcommand.
 
     Attributes:
-        module: below ``revzoo.cli``.
+        module: its module, below ``revzoo.cli``.
         help: one line.
-        builds: whether it builds models or data, so that plugins are loaded for it.
+        builds: whether it builds models or data and so needs the plugins.
     """
 
     module: str
@@ -42,7 +42,7 @@ class Command(Protocol):
         """Declare the arguments."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Do it; ValueError, OSError and WeightsError end the program with their message."""
+        """Run; ValueError, OSError and WeightsError end the program with their message."""
 
 
 COMMANDS: dict[str, Row] = {
@@ -67,17 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
 
     Raises:
-        SystemExit: always for wrong arguments or what the subcommand cannot do, with a message;
-            130 after Ctrl-C.
+        SystemExit: for wrong arguments or a failed subcommand, with a message; 130 after Ctrl-C.
     """
-    # Threads of OpenMP wait for each other in a loop that keeps their cores busy: where other
-    # programs wanted the cores, a training step took 7.0 s, not 2.0 s (docs/experiments.md).
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # read when torch is imported
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a file's name may be of any bytes
+    # By default OpenMP threads wait for each other in a busy loop: with other programs on the same
+    # cores, a training step took 7.0 s instead of 2.0 s (docs/experiments.md).
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # torch reads it at import
+    if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         _run(sys.argv[1:] if arguments is None else list(arguments))
-    except KeyboardInterrupt:  # while modules are imported; later, a run answers it
+    except KeyboardInterrupt:  # during imports; later, a run handles it
         sys.stderr.write("revzoo: interrupted\n")
         sys.exit(130)
     except (OSError, ValueError, WeightsError) as error:
@@ -116,7 +115,7 @@ def parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
-    """Wraps a docstring's prose to the terminal; indented lines, such as commands, stay."""
+    """Wraps a docstring's prose to the terminal; keeps indented lines, such as commands."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines = text.replace("``", "").splitlines()

@@ -1,9 +1,9 @@
-"""Modules of the user that register models, data sets, callbacks and optimisers.
+"""Plugins: modules of the user that register models, data sets, callbacks and optimisers.
 
-``--import mymodels`` on the command line imports a module before the configuration is composed;
-packages announce theirs as entry points of the group ``revzoo.plugins``. There the user calls
-``revzoo.register_model`` and so on. No configuration file or checkpoint can name a module: what is
-imported is an explicit act, of the command line or of an installation.
+``--import mymodels`` on the command line imports a module before the configuration is composed.
+Installed packages name theirs as entry points of the group ``revzoo.plugins``. A plugin calls
+``revzoo.register_model`` and so on. Configuration files and checkpoints cannot name a module: only
+the command line or an installation can import code.
 """
 
 from __future__ import annotations
@@ -22,14 +22,9 @@ from revzoo._files import check_regular
 from revzoo.cli.config.errors import ConfigError, one_line
 
 GROUP = "revzoo.plugins"
-SESSIONS_FILE = "sessions.jsonl"  # of a run; each line records the imports of a session
-FITTED = (
-    "variant",
-    "memory",
-    "num_classes",
-    "in_chans",
-)  # given by other sections, or the registry
-_imported: list[str] = []  # by the command line, in this process
+SESSIONS_FILE = "sessions.jsonl"  # in a run's folder; each line records the imports of a session
+FITTED = ("variant", "memory", "num_classes", "in_chans")  # set by other sections or the registry
+_imported: list[str] = []  # the modules of --import in this process
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +40,7 @@ def add_import_option(parser: argparse.ArgumentParser) -> None:
 
 
 def load_plugins(modules: Sequence[str]) -> None:
-    """Import the entry points and ``modules``; then configurations may name what they register.
+    """Import the entry points and ``modules``, and add what they register to the configuration.
 
     Raises:
         ConfigError: a module cannot be imported.
@@ -66,25 +61,25 @@ def load_plugins(modules: Sequence[str]) -> None:
 def _load(load: Any, name: str) -> None:
     try:
         load()
-    except Exception as error:  # whatever a user's module raises
+    except Exception as error:  # a user's module can raise anything
         raise ConfigError(f"{name} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
 def imported() -> list[str]:
-    """The modules that ``--import`` has named in this process."""
+    """The modules of ``--import`` in this process."""
     return list(_imported)
 
 
 def import_arguments() -> list[str]:
-    """The same as arguments, for the processes that this one starts."""
+    """The modules of ``--import`` as arguments, for further processes."""
     return [part for module in _imported for part in ("--import", module)]
 
 
 def add_config_nodes() -> None:
-    """Give Hydra an option ``model=NAME`` and ``data=NAME`` for each registered name.
+    """Add options ``model=NAME`` and ``data=NAME`` to Hydra for each registered name.
 
-    Names with a configuration file keep it. A data set's options are the keywords of its
-    constructor with their defaults; those without a default must be given.
+    Names with a configuration file keep it. The options of a data set are the keywords of its
+    constructor with their defaults; keywords without a default are required.
     """
     from hydra.core.config_store import ConfigStore
 
@@ -106,7 +101,7 @@ def add_config_nodes() -> None:
 
 
 def _keywords(kind: type) -> dict[str, Any]:
-    """The keywords of a constructor and their defaults, those that a configuration can hold."""
+    """The keywords of a constructor and their defaults, if a configuration can hold them."""
     return {
         p.name: "???" if p.default is p.empty else p.default
         for p in signature(kind).parameters.values()
@@ -124,10 +119,12 @@ def _is_plain(value: Any) -> bool:
 
 
 def check_imports(run_dir: Path) -> None:
-    """Refuse to use a run whose modules the user has not given again.
+    """Check that the user has passed ``--import`` for each plugin of a run.
+
+    A file alone must not cause an import.
 
     Raises:
-        ConfigError: naming them. They are never imported because a file says so.
+        ConfigError: naming the missing modules.
         ValueError: ``sessions.jsonl`` is no regular file.
     """
     check_regular(run_dir / SESSIONS_FILE)
@@ -135,11 +132,11 @@ def check_imports(run_dir: Path) -> None:
         lines = (run_dir / SESSIONS_FILE).read_text().splitlines()
         recorded = json.loads(lines[-1]).get("imports", [])
     except (OSError, ValueError, IndexError, AttributeError):
-        return  # for information alone: without it, an unknown name is the error
+        return  # without the record, an unknown name raises later
     missing = [str(name) for name in recorded if name not in _imported]
     if missing:
         raise ConfigError(
-            f"{run_dir} was trained with modules of the user: add "
+            f"{run_dir} was trained with plugins: add "
             + " ".join(f"--import {name}" for name in missing)
-            + ", if they are yours"
+            + ", if you trust these modules"
         )

@@ -1,4 +1,4 @@
-"""How the user has started this program, for messages and for the processes it starts."""
+"""The command that started this program, for messages and for further processes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import shutil
 import sys
 from pathlib import Path
 
-SCRIPT = "train.py"  # of a checkout: the same as ``revzoo train``
+SCRIPT = "train.py"  # in a checkout; the same as ``revzoo train``
 
 
 def command_line(command: str, *arguments: object) -> str:
-    """The text of a command that works where the user is: ``revzoo eval ckpt=...``."""
+    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``."""
     script, python = Path(sys.argv[0]).name, _as_typed("python", sys.executable)
     if _module() is None and script == SCRIPT and command == "train":
         words = [python, sys.argv[0]]
@@ -25,26 +25,26 @@ def command_line(command: str, *arguments: object) -> str:
 
 
 def tool_line(name: str, *arguments: object) -> str:
-    """The text of a command of another package of this environment: ``tensorboard ...``."""
+    """The text of another package's command in this environment: ``tensorboard ...``."""
     return shlex.join(
         [_as_typed(name, str(Path(sys.executable).parent / name)), *map(str, arguments)]
     )
 
 
 def _as_typed(name: str, path: str) -> str:
-    """``name`` if the shell finds the program at ``path`` by it; otherwise ``path``, kept short.
+    """``name`` if the shell finds the program at ``path`` under it; otherwise ``path``, kept short.
 
-    In an environment that is not activated, ``name`` is another environment's program, or none.
+    Without an activated environment, ``name`` may be missing or another environment's program.
     """
-    found, place = shutil.which(name), Path(path).absolute()
-    if not Path(path).name.startswith(name) or (found and Path(found).parent == place.parent):
+    in_path, program = shutil.which(name), Path(path).absolute()
+    if not program.name.startswith(name) or (in_path and Path(in_path).parent == program.parent):
         return name
     here = Path.cwd()
-    return str(place.relative_to(here) if place.is_relative_to(here) else place)
+    return str(program.relative_to(here) if program.is_relative_to(here) else program)
 
 
 def process_of(command: str) -> list[str]:
-    """The beginning of a process that runs ``command`` as this one was started."""
+    """The first words of a command line that runs ``command`` the way this process was started."""
     script = Path(sys.argv[0])
     if _module() is None and script.name == SCRIPT and command == "train":
         return [sys.executable, str(script.absolute())]
@@ -54,6 +54,6 @@ def process_of(command: str) -> list[str]:
 
 
 def _module() -> str | None:
-    """The module of this package that ``python -m`` has started."""
+    """The module of this package that ``python -m`` started, if any."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
     return str(spec.name) if spec is not None and spec.name.startswith("revzoo") else None

@@ -49,17 +49,17 @@ class Classifier(pl.LightningModule):
     """Train, validate, test and predict with a classification model.
 
     Batches are ``(images, labels)``: float images (B, C, H, W), already normalised, and int64
-    labels (B,), or shares of the classes (B, num_classes), of which the largest counts for the
-    accuracy. Logs ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and
-    ``test/acc``, in parts of one, per epoch; ``train/loss_step`` per step; ``val/acc5`` and
-    ``test/acc5`` where there are more than five classes.
+    labels (B,) or class probabilities (B, num_classes), whose largest counts for the accuracy. Logs
+    ``train/loss``, ``train/acc``, ``val/loss``, ``val/acc``, ``test/loss`` and ``test/acc`` per
+    epoch, accuracies in [0, 1]; ``train/loss_step`` per step; ``val/acc5`` and ``test/acc5`` if
+    there are more than five classes.
 
     Args:
         model: a module ``(B, C, H, W) -> (B, num_classes)`` with an attribute ``num_classes``, or
             the keyword arguments of :func:`revzoo.models.create_model` with ``name``.
         optim: see :class:`OptimSpec`.
-        channels_last: keep weights and images in torch's channels-last memory format; the values
-            are the same up to rounding, the speed of convolutions is not.
+        channels_last: keep weights and images in torch's channels-last memory format, which
+            changes the speed of convolutions, and values by rounding only.
 
     Raises:
         ValueError: for a specification that names no known model, option or value.
@@ -88,7 +88,7 @@ class Classifier(pl.LightningModule):
         self.redo = Redo(self)
 
     def lay_out(self, *, channels_last: bool) -> None:
-        """Choose the memory format of weights and images; under bfloat16 it changes rounding."""
+        """Set the memory format of weights and images; under bfloat16 it changes rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
 
@@ -99,59 +99,60 @@ class Classifier(pl.LightningModule):
         map_location: Any = "cpu",
         *,
         strict: bool = True,
-        **given: Any,
+        **options: Any,
     ) -> Self:
-        """The classifier of a local checkpoint; hyperparameters must be plain options of the zoo.
+        """Load a local checkpoint. Its hyperparameters must be plain options of the zoo.
 
         Why not Lightning's: see :mod:`revzoo.training.checkpoint.hyperparameters`.
 
         Args:
             checkpoint_path: a checkpoint that a run saved.
-            map_location: where the tensors are put.
-            strict: whether the checkpoint must have every tensor of the module, and no other.
-            given: arguments of the constructor, which replace those in the file; ``model`` is
-                needed for a checkpoint of a module passed as an instance. ``weights_only`` may be
-                given, but is always true.
+            map_location: the device of the tensors.
+            strict: whether the checkpoint must have exactly the tensors of the module.
+            options: arguments of the constructor that replace the file's; ``model`` is required if
+                the run trained a module passed as an instance. ``weights_only=True`` is accepted
+                and has no effect.
 
         Raises:
-            CheckpointError: damaged, with hyperparameters that are refused, or with tensors that do
+            CheckpointError: the file is damaged, its hyperparameters are refused, or its tensors do
                 not fit the model or hold NaN or Inf.
-            ValueError: ``weights_only=False``, or another reader of hyperparameters, was asked for,
-                or what is ``given`` is refused.
+            ValueError: ``weights_only=False`` or ``hparams_file`` was passed, or one of ``options``
+                is wrong.
         """
-        if given.pop("weights_only", True) is False or given.pop("hparams_file", None) is not None:
+        unsafe = options.pop("weights_only", True) is False
+        if options.pop("hparams_file", None) is not None or unsafe:
             raise ValueError(
-                "weights_only=False and hparams_file are refused, as a checkpoint is read as plain "
-                "data only: leave them out, and give other options as model=... or optim=..."
+                "weights_only=False and hparams_file are refused: a checkpoint is read as plain "
+                "data only; remove them, and pass other options as model=... or optim=..."
             )
         state = read_checkpoint(checkpoint_path, map_location=map_location)
-        module = cls.from_state(state, str(checkpoint_path), strict=strict, **given)
+        module = cls.from_state(state, str(checkpoint_path), strict=strict, **options)
         tensors = (v for v in state["state_dict"].values() if isinstance(v, Tensor))
         return module.to(next(tensors, torch.empty(0)).device)
 
     @classmethod
     def from_state(
-        cls, state: dict[str, Any], where: str, *, strict: bool = True, **given: Any
+        cls, state: dict[str, Any], where: str, *, strict: bool = True, **options: Any
     ) -> Self:
         """As :meth:`load_from_checkpoint`, from the content of the file ``where``; on the CPU.
 
         Raises:
             CheckpointError, ValueError: as there.
         """
-        hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=given)
+        hyper = check_hyperparameters(state.get("hyper_parameters", {}), replaced=options)
         try:
-            module = cls(**{**hyper, **given})
-        except Exception as error:  # options of a file fail in any way
-            if given:
+            module = cls(**{**hyper, **options})
+        except Exception as error:  # wrong options from a file can raise anything
+            if options:
                 raise
             raise CheckpointError(
-                f"the model of {where} cannot be made ({type(error).__name__}: {error!s:.300}): "
-                "use the version of revzoo that has written it"
+                f"the model of {where} cannot be created ({type(error).__name__}: {error!s:.300}): "
+                "use the version of revzoo that wrote it"
             ) from None
         module.on_load_checkpoint(state)
         load_tensors(module, state["state_dict"], where, strict=strict)
-        found = data_states(state)
-        module.learn_from(found[0] if len(found) == 1 and _describes(found[0], module) else None)
+        states = data_states(state)
+        module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module
 
     def setup(self, stage: str) -> None:
@@ -164,16 +165,16 @@ class Classifier(pl.LightningModule):
         if isinstance(classes, int) and classes != class_count(self.model):
             raise ValueError(
                 f"the model has num_classes={class_count(self.model)}, the data have {classes} "
-                f"classes: give the model num_classes={classes}"
+                f"classes: create the model with num_classes={classes}"
             )
 
     def on_train_start(self) -> None:
-        """Let the network know its data, which :meth:`save_pretrained` writes down."""
+        """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
         data = self.trainer.datamodule  # type: ignore[attr-defined]
         self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
 
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
-        """Describe the network's data by the state of their module; None if they are unknown."""
+        """Set the network's facts from the state of a data module; None if the data are unknown."""
         if isinstance(self.model, ImageNetwork):
             facts = {} if data_state is None else facts_of(data_state, self.model)
             self.model.trained_on, self.model.fresh_head = facts, False
@@ -189,41 +190,41 @@ class Classifier(pl.LightningModule):
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        if self.redo.running:  # its figures are counted
+        if self.redo.running:  # the first attempt has logged its figures
             return loss
         self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
         update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """The backward pass; a step whose activations drifted is computed again.
+        """Run the backward pass; compute the step again if activations drifted.
 
         Raises:
-            DriftError: they drift again, where nothing is inverted.
+            DriftError: they drift again although no step is inverted any more.
         """
         backward = super().backward
         self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))
 
     def validation_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        """The logits (B, num_classes), for callbacks that show them."""
+        """Return the logits (B, num_classes), for callbacks that show them."""
         return self._evaluate("val", batch, batch_idx)
 
     def test_step(self, batch: Batch, batch_idx: int) -> None:
         self._evaluate("test", batch, batch_idx)
 
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
-        """Class probabilities (B, num_classes); labels, if the batch has any, are not used."""
+        """Return class probabilities (B, num_classes); labels in the batch are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
         return at_least_float32(self(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
-        own = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
+        always = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
         if (trainer := trainer_of(self)) is not None:
-            # from an earlier fit; Lightning would replace them with a message each time
-            kinds, kept = {type(c) for c in own}, trainer.callbacks  # type: ignore[attr-defined]
-            trainer.callbacks = [c for c in kept if type(c) not in kinds]  # type: ignore[attr-defined]
-        return own
+            # remove those of an earlier fit; Lightning would replace them, with a message each time
+            types, present = {type(c) for c in always}, trainer.callbacks  # type: ignore[attr-defined]
+            trainer.callbacks = [c for c in present if type(c) not in types]  # type: ignore[attr-defined]
+        return always
 
     def training_metrics(self) -> dict[str, Metric]:
         """The metrics of the training epoch, by name."""
@@ -236,16 +237,16 @@ class Classifier(pl.LightningModule):
         return self.trainer.estimated_stepping_batches
 
     def configure_optimizers(self) -> Any:
-        """SGD and its schedule, stepped every optimiser step, over the trainer's whole run.
+        """The optimiser, and its schedule over the whole run, which advances every optimiser step.
 
         Raises:
-            ValueError: if the run has no end, so that no schedule can be laid out.
+            ValueError: the run has no end, which the schedule needs.
         """
         total = self.planned_steps() or 1  # a constant rate ignores it
         if total == float("inf"):
             raise ValueError(
-                "the run has no end that the schedule of the learning rate could be laid out to: "
-                'give trainer.max_epochs or trainer.max_steps, or the schedule "constant"'
+                "the schedule of the learning rate needs the length of the run: give "
+                'trainer.max_epochs or trainer.max_steps, or use the schedule "constant"'
             )
         optimizer = build_optimizer(self.model, self.optim)
         schedule = build_schedule(optimizer, self.optim, total_steps=int(total))
@@ -258,9 +259,9 @@ class Classifier(pl.LightningModule):
         images, labels = batch
         logits = at_least_float32(self(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
-        if own := count_own(loaders, batch_idx, len(logits)):
-            loss = functional.cross_entropy(logits[:own], labels[:own])
-            update_metrics(self.metrics_of(split), loss, logits[:own], labels[:own])
+        if count := count_own(loaders, batch_idx, len(logits)):
+            loss = functional.cross_entropy(logits[:count], labels[:count])
+            update_metrics(self.metrics_of(split), loss, logits[:count], labels[:count])
             log_metrics(self, self.metrics_of(split))
         return logits
 
@@ -270,10 +271,10 @@ class Classifier(pl.LightningModule):
 
 
 def model_from(spec: Mapping[str, Any]) -> nn.Module:
-    """The model of a plain specification; its name and keywords are checked by the zoo.
+    """Create the model of a plain specification; the zoo checks its name and keywords.
 
     Raises:
-        ValueError: if the name is missing, or the zoo refuses it or a keyword.
+        ValueError: the name is missing, or the zoo refuses it or a keyword.
     """
     if not isinstance(spec, Mapping):
         raise ValueError(f'model={spec!r}: expected a module or a mapping {{"name": "revnet38"}}')
@@ -285,7 +286,7 @@ def model_from(spec: Mapping[str, Any]) -> nn.Module:
 
 
 def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """The specification for a checkpoint, which has its own weights."""
+    """The specification for a checkpoint, which contains the weights itself."""
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
@@ -311,13 +312,13 @@ def class_count(model: nn.Module) -> int:
 
 
 def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The states of data modules in a checkpoint; Lightning files them by the name of the class."""
+    """The states of data modules in a checkpoint; Lightning's keys are the names of the classes."""
     needed = {"classes", "normalisation"}
     return [v for v in state.values() if isinstance(v, dict) and needed <= set(v)]
 
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
-    """The fields of an entry that the state of a data module tells; mean and std of [0, 1]."""
+    """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
     size = data_state.get("image_size") or network.image_size
     return {
         "classes": tuple(data_state["classes"]),
@@ -327,8 +328,8 @@ def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, 
     }
 
 
-def _describes(data_state: Mapping[str, Any], module: Classifier) -> bool:
-    """Whether a file's state of data is valid, and of images that the model takes."""
+def _is_valid(data_state: Mapping[str, Any], module: Classifier) -> bool:
+    """Whether the state of a data module is valid and fits the model."""
     channels = getattr(module.model, "in_chans", None)
     try:
         check_state(data_state, num_classes=class_count(module.model), in_chans=channels)

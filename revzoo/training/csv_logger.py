@@ -1,6 +1,6 @@
-"""A run's figures as ``metrics.csv``: a row for each time something was logged.
+"""Writes a run's figures to ``metrics.csv``, one row per call of a logger.
 
-Why not Lightning's ``CSVLogger``: it deletes the figures of the run that it is to continue.
+Why not Lightning's ``CSVLogger``: when a run resumes, it deletes the figures from before.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class MetricsCSV(Logger):
 
     Args:
         path: the file.
-        first_step: of a resumed run, which logs the rows from this step on again: those in the
-            file are removed. None for a run from the start, which begins with an empty file.
+        first_step: for a resumed run, which logs the rows from this step on again: they are
+            removed from the file. None for a new run, which begins with an empty file.
     """
 
     def __init__(self, path: Path, *, first_step: int | None = None) -> None:
         super().__init__()
         self.path = path
         self._first_step = first_step
-        self._columns: list[str] | None = None  # None before the file has been looked at
-        self._rows: list[dict[str, Any]] = []
-        self._failed = False  # whether the last attempt to write did
+        self._columns: list[str] | None = None  # None before the file is read
+        self._rows: list[dict[str, Any]] = []  # not yet written
+        self._failed = False  # whether the last attempt to write failed
 
     @property
     def name(self) -> str:
@@ -46,7 +46,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing: they are in ``config.yaml``."""
+        """Do nothing: ``config.yaml`` has the hyperparameters."""
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -54,14 +54,14 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def save(self) -> None:
-        """Append the new rows; after an error of the disk they wait for the next time."""
+        """Append the new rows; after an error of the disk, keep them for the next call."""
         if not self._rows:
             return
         try:
             self._append()
         except OSError as error:
             if not self._failed:
-                log.error("cannot write %s (%s): its rows wait until it can be", self.path, error)
+                log.error("cannot write %s (%s): keeping its rows and retrying", self.path, error)
             self._failed = True
         else:
             self._failed = False
@@ -72,7 +72,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def restore_row(self, step: int, figures: Mapping[str, float]) -> bool:
-        """Whether a row was missing and is logged now: one that a checkpoint was saved with."""
+        """Log the row that a checkpoint was saved with, if the file lacks it; return whether."""
         if self._columns is None:
             self._begin()
         names = set(figures)
@@ -86,7 +86,7 @@ class MetricsCSV(Logger):
         if self._columns is None:
             self._begin()
         assert self._columns is not None
-        if not self.path.exists():  # someone removed it
+        if not self.path.exists():  # removed during the run
             self._write(self._columns, [])
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:
@@ -105,7 +105,7 @@ class MetricsCSV(Logger):
     def _read(self) -> list[dict[str, str]]:
         with self.path.open(newline="") as file:
             rows = list(csv.DictReader(file))
-        # a kill may have cut the last row short
+        # a kill may have cut off the last row
         return [row for row in rows if None not in row.values() and row["step"].isdigit()]
 
     def _write(self, columns: list[str], rows: list[dict[str, str]]) -> None:

@@ -1,7 +1,7 @@
-"""The processes of a run: which one this is, before Lightning knows, and how they end together.
+"""The processes of a distributed run: the rank before Lightning knows it, and a common end.
 
-Lightning, ``torchrun`` or SLURM's ``srun`` start the processes; each says so in the environment.
-One process of a run makes its folder, locks it and writes to it.
+Lightning, ``torchrun`` and SLURM's ``srun`` start processes and set their rank in the environment.
+The first process creates the run's folder, locks it and writes to it.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from torch import distributed
 
 from revzoo.training.lightning_compat import started_processes, stop_watching
 
-# as Lightning looks for them; those that are set by srun in batch scripts, too, come last
+# in Lightning's order; SLURM's comes last because batch scripts set it too
 RANKS = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
 def is_first_process() -> bool:
-    """Whether this process is the one that writes: rank 0 of node 0, or the only one."""
+    """Whether this process writes files: rank 0 of node 0, or the only process."""
     rank = next((os.environ[name] for name in RANKS if name in os.environ), "0")
     return int(rank) == 0 and int(os.environ.get("NODE_RANK", "0")) == 0
 
 
 def started_together() -> int:
-    """How many processes ``torchrun`` or ``srun`` has started for this command; 1 if neither."""
+    """The number of processes that ``torchrun`` or ``srun`` started; 1 without these."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return int(os.environ["WORLD_SIZE"])
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
@@ -36,13 +36,13 @@ def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
 
     Args:
         trainer: of a run that has ended.
-        ask: send them SIGTERM: this process may be the only one that knows of the end.
-        wait: seconds, after which they are killed.
+        ask: send them SIGTERM, if only this process may know that the run ends.
+        wait: seconds until they are killed.
     """
     started = started_processes(trainer)
     stop_watching(trainer)
     if distributed.is_initialized() and distributed.get_backend() == "gloo":
-        distributed.destroy_process_group()  # Lightning itself leaves groups of other kinds
+        distributed.destroy_process_group()  # Lightning leaves groups of other backends
     for process in started:
         if ask:
             process.terminate()

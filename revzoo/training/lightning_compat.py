@@ -1,7 +1,7 @@
-"""Every use of Lightning's private parts, with the reason; nothing else in training touches them.
+"""Every use of Lightning's private parts, with its reason. No other file uses them.
 
 Written for pytorch-lightning 2.6, which ``pyproject.toml`` pins. ``test_lightning_compat.py`` fails
-where a later release changes one of these parts.
+if a later release changes one of these parts.
 """
 
 from __future__ import annotations
@@ -24,41 +24,41 @@ def batches_of_epoch(trainer: pl.Trainer) -> int:
 
 
 def batches_of_run(trainer: pl.Trainer) -> int:
-    """Training batches so far, whatever Lightning's count of epochs is."""
+    """Training batches of the run so far, over all epochs."""
     return trainer.fit_loop.epoch_loop.batch_progress.total.ready
 
 
 def epoch_is_open(trainer: pl.Trainer) -> bool:
-    """Whether an epoch's batches are not all processed; a state saved then continues within it."""
+    """Whether an epoch is in progress: a state saved now resumes inside it."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
     return bool(epochs.processed == epochs.completed)
 
 
 def count_epochs(trainer: pl.Trainer) -> None:
-    """Resume by epochs in a run of ``max_steps``, too.
+    """Resume by epochs, also in a run of ``max_steps``.
 
-    Lightning would end the epoch again on resuming: its number is counted twice, and all later
-    epochs draw other images.
+    Otherwise Lightning ends the current epoch once more when it resumes. It counts the epoch twice,
+    and all later epochs draw other images.
     """
     assert hasattr(trainer.fit_loop, "_iteration_based_training"), "Lightning 2.6 has it"
     trainer.fit_loop._iteration_based_training = lambda: False  # type: ignore[method-assign]
 
 
 def new_fit_state() -> dict[str, Any]:
-    """The state of a fit loop that has not run: the parts that a checkpoint must have."""
+    """The state of a new fit loop: the parts that a checkpoint must have."""
     return _FitLoop(None).state_dict()  # type: ignore[arg-type]  # only a running loop needs one
 
 
 def optimiser_steps(fit_state: dict[str, Any]) -> int:
-    """The optimiser steps that a saved fit loop has counted."""
+    """The number of optimiser steps in the state of a fit loop."""
     steps: int = fit_state[OPTIMISER_STEPS]["optimizer"]["step"]["total"]["completed"]
     return steps
 
 
 def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
-    """Step and figures that Lightning logs once the callbacks of a batch or an epoch are done.
+    """The step and figures that Lightning logs after the callbacks of a batch or an epoch.
 
-    A checkpoint saved by such a callback comes first, so a kill in between would lose the row.
+    Such a callback may save a checkpoint; a kill before the row is logged would lose the row.
     """
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     if trainer._results is None:
@@ -74,15 +74,15 @@ def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
 
 
 def started_processes(trainer: pl.Trainer) -> list[subprocess.Popen[bytes]]:
-    """The processes of the run that Lightning has started from this one."""
+    """The processes that Lightning has started from this one for the run."""
     launcher = trainer.strategy.launcher
     return list(launcher.procs) if isinstance(launcher, _SubprocessScriptLauncher) else []
 
 
 def stop_watching(trainer: pl.Trainer) -> None:
-    """Let Lightning forget the processes it has started.
+    """Stop Lightning's watchdog over the processes that it has started.
 
-    It kills this process when one of them ends with an error, even while this process is ending
+    It kills this process if one of them ends with an error, even while this process is ending
     for the same reason.
     """
     launcher = trainer.strategy.launcher
@@ -91,15 +91,15 @@ def stop_watching(trainer: pl.Trainer) -> None:
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
-    """The trainer of ``module``, or None; the public property raises where there is none."""
+    """The trainer of ``module``, or None; the public property raises without one."""
     return module._trainer
 
 
 class OpenWeightAveraging(WeightAveraging):
-    """Lightning's callback with its steps as methods that a subclass may call and extend."""
+    """Lightning's callback with public methods that a subclass can call and extend."""
 
     def exchange(self, pl_module: pl.LightningModule) -> None:
-        """Exchange the module's weights for the average, or back."""
+        """Swap the module's weights and the average."""
         super()._swap_models(pl_module)
 
     def _swap_models(self, pl_module: pl.LightningModule) -> None:
@@ -110,7 +110,7 @@ class OpenWeightAveraging(WeightAveraging):
         self._copy_average_to_current(pl_module)
 
     def forget_steps(self) -> None:
-        """Average from the first step of the next training on."""
+        """Average from the first step of the next ``fit`` on."""
         self._latest_update_step = 0
 
     def forget_average(self) -> None:

@@ -1,7 +1,7 @@
-"""Where the figures of a run go beside ``metrics.csv``: a table of loggers by name.
+"""The table of loggers by name; each run also writes ``metrics.csv``.
 
-Each takes the run's folder, what was run (for tables that compare runs), the step from which a
-resumed run logs anew, and the options of its configuration.
+Each function takes the run's folder, a short description of the run (for tables that compare runs),
+the step at which a resumed run starts to log, and the options of its configuration.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class TensorBoard(TensorBoardLogger):
 
     Args:
         run_dir: the event files are in its folder ``tensorboard``.
-        run: what was run, by name.
-        purge_step: figures from this step on are logged anew.
+        run: a short description of the run.
+        purge_step: TensorBoard drops older figures from this step on; the run logs them again.
     """
 
     def __init__(self, run_dir: Path, *, run: Mapping[str, Any], purge_step: int | None) -> None:
@@ -47,23 +47,23 @@ class TensorBoard(TensorBoardLogger):
 
     @rank_zero_only
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
-        """What was run, whatever is given: Lightning gives the options of the module."""
+        """Log the description of the run; ignore the module's options that Lightning passes."""
         self.hparams = self.run
         writer = self.experiment._get_file_writer()
-        figures = dict.fromkeys(COMPARED, 0.0)  # their names count
+        figures = dict.fromkeys(COMPARED, 0.0)  # HPARAMS uses only the names
         for summary in hparams(self.run, figures):  # type: ignore[no-untyped-call]
             writer.add_summary(summary)
 
 
 def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
-    """The names of figures in TensorBoard; those without a chart of their own are left out."""
+    """Yield the figures that get a chart, with their names in TensorBoard."""
     rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
     for name, value in metrics.items():
         group, _, rest = name.partition("/")
         if group == "lr" or group.startswith("lr-"):
             if len(rates) > 1:
                 yield f"{GROUP}/lr_{rest.replace('/', '_')}", value
-            elif rates:  # all groups of parameters have one rate
+            elif rates:  # all parameter groups have the same rate
                 yield f"{GROUP}/lr", rates.pop()
         elif name == "footprint/peak_bytes":
             yield f"{GROUP}/memory_MiB", value / MIB
@@ -78,7 +78,7 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
 
 
 def name_of(run_dir: Path) -> str:
-    """A run by its folder and the one above: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
+    """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
     return f"{run_dir.absolute().parent.name}-{run_dir.name}"
 
 
@@ -95,7 +95,7 @@ def wandb(
     project: str = "revzoo",
     offline: bool = False,
 ) -> Logger:
-    """Weights & Biases; a resumed run continues its own."""
+    """Weights & Biases; a resumed run continues its record."""
     name = name_of(run_dir)
     logger = WandbLogger(
         name=name, id=name, save_dir=run_dir, project=project, offline=offline, resume="allow"
@@ -112,7 +112,7 @@ def mlflow(
     experiment: str = "revzoo",
     tracking_uri: str | None = None,
 ) -> Logger:
-    """MLflow; without ``tracking_uri`` as ``MLFLOW_TRACKING_URI`` says."""
+    """MLflow; the default ``tracking_uri`` is the environment's ``MLFLOW_TRACKING_URI``."""
     uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
     logger = MLFlowLogger(experiment_name=experiment, run_name=name_of(run_dir), **uri)
     logger.log_hyperparams(dict(run))
@@ -122,4 +122,4 @@ def mlflow(
 LOGGERS: dict[str, Callable[..., Logger]] = {
     function.__name__: function for function in (tensorboard, wandb, mlflow)
 }
-EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}  # packages that are not always installed
+EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}  # optional packages

@@ -1,10 +1,10 @@
-"""Mean loss and accuracy of the images of a split, over its batches and in all processes.
+"""Mean loss and accuracy over all images of a split, batches and processes.
 
-A training epoch's metrics are given to Lightning once in the epoch, which computes them at its end:
-to give them at every step, as is usual, costs small networks about one percent of their time.
+Training metrics are logged once per epoch; Lightning computes them at its end. Logging them at
+every step, as usual, costs small networks about one percent of their time.
 
-Images that are evaluated twice count once: a ``DistributedSampler``, which Lightning gives to the
-loaders of validation and test, fills up the last round with images from the beginning.
+An image that is evaluated twice counts once: Lightning gives the loaders of validation and test a
+``DistributedSampler``, which repeats the first images to fill the last round.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
-from torchmetrics import MeanMetric, Metric, MetricCollection
+from torchmetrics import MeanMetric, MetricCollection
 from torchmetrics.classification import MulticlassAccuracy
 
 ORDER = ("loss", "acc", "acc5")
@@ -25,13 +25,13 @@ def make_metrics(num_classes: int) -> nn.ModuleDict:
     """Mean loss and top-1 accuracy of each split; top-5 of validation and test above 5 classes."""
 
     def metrics(split: str, *top: int) -> MetricCollection:
-        # checks of values would read them back every step, which would stall a GPU
+        # no checks of values: reading them at every step would make the host wait for the GPU
         options: dict[str, Any] = {"average": "micro", "validate_args": False}
-        found: dict[str, Metric] = {"loss": MeanMetric(nan_strategy="disable")}
+        by_name: dict[str, Any] = {"loss": MeanMetric(nan_strategy="disable")}
         for k in top:
             name = "acc" if k == 1 else f"acc{k}"
-            found[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
-        return MetricCollection(dict(found), prefix=f"{split}/", compute_groups=False)
+            by_name[name] = MulticlassAccuracy(num_classes, top_k=k, **options)
+        return MetricCollection(by_name, prefix=f"{split}/", compute_groups=False)
 
     evaluated = (1, 5) if num_classes > 5 else (1,)
     # a ModuleDict refuses the key "train": nn.Module has a method of that name
@@ -45,7 +45,7 @@ def make_metrics(num_classes: int) -> nn.ModuleDict:
 
 
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:
-    """Figures by the order in which they are made here, not by name as Lightning gives them."""
+    """Sort figures by :data:`ORDER`; Lightning sorts them by name."""
     last = len(ORDER)
     places = {name: i for i, name in enumerate(ORDER)}
     ordered = sorted(figures, key=lambda name: places.get(name.rpartition("/")[2], last))
@@ -53,45 +53,45 @@ def in_order(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def update_metrics(metrics: MetricCollection, loss: Tensor, logits: Tensor, labels: Tensor) -> None:
-    """Add a batch: its mean loss (), its logits (B, num_classes), its labels as it has them."""
-    # a loss per image, as MeanMetric takes no weights where it checks no values
+    """Add a batch: its mean loss (), logits (B, num_classes) and labels, as in the batch."""
+    # one loss per image: MeanMetric ignores weights if it does not check values
     losses = loss.detach().expand(len(labels))
     metrics.update(value=losses, preds=logits.detach(), target=true_classes(labels))
 
 
 def log_metrics(module: pl.LightningModule, metrics: MetricCollection) -> None:
-    """Log them as ``SPLIT/NAME``, to be computed when the epoch ends."""
-    # metrics weigh their values themselves, whatever the size of the batch
+    """Log ``metrics`` as ``SPLIT/NAME``; Lightning computes them when the epoch ends."""
+    # batch_size has no effect, because metrics weigh their values themselves
     module.log_dict(metrics, prog_bar=True, on_step=False, on_epoch=True, batch_size=1)
 
 
 def so_far(metrics: MetricCollection) -> dict[str, float]:
-    """The figures of this process's batches so far; none before the first.
+    """The figures of this process's batches so far; empty before the first batch.
 
-    Of copies: to compute the metrics would wait for the other processes, and keep the result.
+    Computes copies: the metrics would wait for the other processes and cache the result.
     """
     if not all(metric.update_called for metric in metrics.values()):
         return {}
-    found = {}
+    figures = {}
     for name, metric in metrics.items(keep_base=False):
         copy = metric.clone()
         copy.sync_on_compute = False
-        found[str(name)] = float(copy.compute())
-    return found
+        figures[str(name)] = float(copy.compute())
+    return figures
 
 
 def true_classes(labels: Tensor) -> Tensor:
-    """Labels (B,), also of shares (B, num_classes)."""
+    """Labels (B,), from labels or from class probabilities (B, num_classes)."""
     return labels.argmax(1) if labels.dim() > 1 else labels
 
 
 def count_own(loaders: Any, batch_idx: int, size: int) -> int:
-    """How many of a batch's images, the first ones, are no repetitions.
+    """The number of images at the start of a batch that are not repeated by a sampler.
 
     Args:
-        loaders: a trainer's for validation or test; the first one counts.
+        loaders: the trainer's loaders for validation or test; the first one counts.
         batch_idx: the number of the batch in this process.
-        size: images in it.
+        size: images in the batch.
     """
     loader = loaders[0] if isinstance(loaders, list | tuple) else loaders
     sampler = getattr(loader, "sampler", None)

@@ -1,15 +1,16 @@
-"""Class probabilities of images, from anything that is a trained model."""
+"""Class probabilities of images, from a checkpoint, weights or a model."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, overload
 
 import torch
 from PIL import Image
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
@@ -59,30 +60,30 @@ def predict(
         images: a file, a Pillow image, a tensor (C, H, W) of bytes or of floats in [0, 1]; or a
             list of these.
         model: the name of weights (``revnet38.cifar10``), a checkpoint of a run, a safetensors
-            file, a folder of ``save_pretrained``; or a model with weights of one of these, which
-            stays where and as it is.
-        size: side in pixels that images are resized and cropped to; None for the weights'.
-        top: how many classes to return; None for all.
+            file, a folder from ``save_pretrained``; or a model with weights from one of these,
+            which keeps its device and mode.
+        size: side in pixels to which images are resized and cropped; None for the weights' size.
+        top: number of classes to return; None for all.
 
     Returns:
-        The probability of each class by its name, the most probable first; for a list of images a
+        The probability of each class by its name, the most probable first. For a list of images, a
         list of these.
 
     Raises:
         DataError: there is no such file, or it is no image.
-        WeightsError, CheckpointError: the weights are not known or cannot be used.
-        ValueError: the model has no weights that say their classes and normalisation.
+        WeightsError, CheckpointError: the weights are unknown or cannot be used.
+        ValueError: the classes and the normalisation of the model are unknown.
 
     Example:
-        >>> found = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
-        >>> len(found), sum(found.values()) <= 1
+        >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
+        >>> len(result), sum(result.values()) <= 1
         (2, True)
     """
     network = model if isinstance(model, ImageNetwork) else _restored(model)
-    given = images if isinstance(images, list | tuple) else [images]
-    opened = (opened_image(image, network.in_chans) for image in given)
-    found = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
-    return found if given is images else found[0]
+    sources = images if isinstance(images, list | tuple) else [images]
+    opened = (opened_image(image, network.in_chans) for image in sources)
+    results = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
+    return results if sources is images else results[0]
 
 
 def _restored(model: str | Path) -> ImageNetwork:
@@ -92,17 +93,17 @@ def _restored(model: str | Path) -> ImageNetwork:
 
 
 def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
-    """An image, decoded if it is a file.
+    """Open an image if it is a file; return Pillow images and tensors unchanged.
 
     Raises:
         DataError: there is no such file, or it is no image.
-        TypeError: it is something else.
+        TypeError: ``image`` has another type.
     """
     if isinstance(image, Image.Image | Tensor):
         return image
     if not isinstance(image, str | Path):
         raise TypeError(
-            f"got a {type(image).__name__} as image: expected a file, a Pillow image or a tensor "
+            f"image is a {type(image).__name__}: expected a file, a Pillow image or a tensor "
             "(C, H, W)"
         )
     if not Path(image).is_file():
@@ -118,13 +119,13 @@ def classify(
     size: int | None = None,
     batch_size: int = 64,
 ) -> Iterator[Probabilities]:
-    """The probabilities of opened images, one after the other, on the network's device.
+    """Yield the probabilities of each image, computed on the network's device.
 
     Args:
-        network: with weights whose classes and normalisation are known.
+        network: with known classes and normalisation.
         images: Pillow images or tensors (C, H, W).
-        size: side in pixels; None for the weights'.
-        batch_size: images at a time.
+        size: side in pixels; None for the weights' size.
+        batch_size: images per forward pass.
 
     Raises:
         CheckpointError: an output is NaN or Inf.
@@ -133,26 +134,32 @@ def classify(
     transforms, classes = network.transforms(size), network.facts.get("classes")
     if classes is None or network.fresh_head or len(classes) != network.num_classes:
         raise ValueError(
-            f"this {type(network).__name__} has a classifier whose classes are not known: train it "
-            "first, or create it with weights and without num_classes"
+            f"this {type(network).__name__} has a classifier with unknown classes: train it first, "
+            "or create it with weights and without num_classes"
         )
     device = next(network.parameters()).device
-    modes = {module: module.training for module in network.modules()}
     images = iter(images)
+    while batch := list(islice(images, batch_size)):
+        prepared = torch.stack([transforms(image) for image in batch]).to(device)
+        with evaluation_mode(network), torch.inference_mode():
+            rows = network(prepared).float()
+        if not rows.isfinite().all():
+            raise CheckpointError(
+                "the network's output is NaN or Inf: its weights or its normalisation are out "
+                "of range; use an earlier checkpoint, or other weights"
+            )
+        for row in rows.softmax(1).cpu():
+            order = row.argsort(descending=True).tolist()
+            yield {classes[label]: float(row[label]) for label in order}
+
+
+@contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside the context, then restore the mode of each module."""
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
     try:
-        while batch := list(islice(images, batch_size)):
-            prepared = torch.stack([transforms(image) for image in batch]).to(device)
-            network.eval()
-            with torch.inference_mode():
-                rows = network(prepared).float()
-            if not rows.isfinite().all():
-                raise CheckpointError(
-                    "the network's output is NaN or Inf: its weights or its normalisation are out "
-                    "of range; use an earlier checkpoint, or other weights"
-                )
-            for row in rows.softmax(1).cpu():
-                order = row.argsort(descending=True).tolist()
-                yield {classes[label]: float(row[label]) for label in order}
+        yield
     finally:
         for module, training in modes.items():
             module.training = training

@@ -1,18 +1,18 @@
-"""Compute a training step again when its activations drifted, instead of ending the run.
+"""Computes a training step again if its activations drifted, instead of ending the run.
 
-A drift beyond its limit makes the gradients of one step wrong, and it comes back at every resume:
-under bfloat16 autocast all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
-steps. So the drifted parts of the network are switched to mode ``recompute``, which keeps their
-inputs, and the step is computed again from the same state:
+A drift beyond its limit makes the gradients of a step wrong, and happens again at every resume:
+under bfloat16 autocast, all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
+steps. So we switch the drifted parts of the network to mode ``recompute``, which keeps their
+inputs, and compute the step again from the same state:
 
-1. Before the forward pass, buffers (BatchNorm's statistics) and torch's random states are copied:
-   1.3 ms for revnet38 on the CPU, 0.2 % of a step of 32 images.
-2. Before the backward pass, gradients of earlier batches of the same optimiser step are copied.
-3. After a drift, 1 and 2 are put back and forward and backward run once more. Metrics and logged
-   figures keep the values of the first forward pass, which was right.
-4. Processes that train together agree on the drifted parts, so all of them repeat the step.
+1. Before the forward pass, copy buffers (BatchNorm's statistics) and torch's random states: 1.3 ms
+   for revnet38 on the CPU, 0.2 % of a step of 32 images.
+2. Before the backward pass, copy the gradients of earlier batches of the same optimiser step.
+3. After a drift, restore 1 and 2, and run forward and backward again. Metrics and logged figures
+   keep the values of the first forward pass, which was right.
+4. Distributed processes agree on the drifted parts, so all of them repeat the step.
 
-Modules without a part in mode ``invert`` copy nothing.
+Networks without a part in mode ``invert`` make no copies.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 
 class Attempt(NamedTuple):
-    """The state from which a training step's forward pass starts."""
+    """The state before the forward pass of a training step."""
 
     batch: Any
     batch_idx: int
@@ -47,7 +47,7 @@ class Redo:
     """Repeats the training steps of ``module`` that drifted.
 
     Attributes:
-        running: whether a step is being repeated, whose figures are already counted.
+        running: whether a step is being repeated; its figures are already logged.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -56,7 +56,7 @@ class Redo:
         self._attempt: Attempt | None = None
 
     def begin(self, batch: Any, batch_idx: int) -> None:
-        """Remember the state before a forward pass."""
+        """Copy the state before a forward pass."""
         if not self.running:
             self._attempt = None
             if any(step.memory == "invert" for step in _steps(self.module).values()):
@@ -67,10 +67,10 @@ class Redo:
                 self._attempt = Attempt(batch, batch_idx, buffers, random, on_device)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        """``run(loss)``; after a drift, switch the drifted steps and repeat the training step.
+        """Call ``run(loss)``; after a drift, switch the drifted steps and repeat the training step.
 
         Raises:
-            DriftError: a step that is not inverted drifted: it does not repeat its own values.
+            DriftError: a step drifted that is not inverted, so its forward is not deterministic.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -99,8 +99,8 @@ class Redo:
         error = None
         try:
             run(loss)
-        except DriftError as found:
-            error = found.with_traceback(None)  # its frames would keep the failed graph
+        except DriftError as drift:
+            error = drift.with_traceback(None)  # its frames would keep the failed graph
         names = []
         if error is not None:
             names = [name for name, step in steps.items() if _drifted(step) or step is error.step]
@@ -109,7 +109,7 @@ class Redo:
                 return None
             gathered: list[Any] = [None] * trainer.world_size
             distributed.all_gather_object(gathered, names)
-            names = sorted({name for found in gathered for name in found})
+            names = sorted({name for part in gathered for name in part})
         elif error is None:
             return None
         return error or DriftError("another process of this run reports a drift"), names
@@ -123,12 +123,11 @@ class Redo:
 
     def _report(self, names: list[str], error: DriftError) -> None:
         trainer = self.module.trainer
-        listed = ", ".join(names)
         if trainer.is_global_zero:
             log.warning(
-                "step %d is computed again, with memory=recompute from now on for %s: %s",
+                "computing step %d again, with memory=recompute from now on for %s: %s",
                 trainer.global_step,
-                listed,
+                ", ".join(names),
                 str(error).partition(", so the gradients")[0],
             )
         for state in RunState.of(trainer):
@@ -138,7 +137,7 @@ class Redo:
             )
 
     def _forward(self, attempt: Attempt) -> Tensor:
-        """The loss of the attempt once more, scaled as Lightning scales it."""
+        """Compute the loss of the attempt again, scaled as Lightning scales it."""
         trainer: Any = self.module.trainer
         for buffer, before in zip(self.module.buffers(), attempt.buffers, strict=True):
             buffer.copy_(before)
@@ -146,7 +145,7 @@ class Redo:
         if attempt.device_random is not None:
             torch.cuda.set_rng_state(attempt.device_random, self.module.device)
         if isinstance(trainer.strategy, DDPStrategy):
-            # the failed pass left its reducer waiting for gradients
+            # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
         self.running = True
@@ -161,7 +160,7 @@ class Redo:
     def _final(self, error: DriftError) -> DriftError:
         folder = self.module.trainer.default_root_dir
         return DriftError(
-            f"{error}. To continue the run with stored activations: --resume {folder} memory=store"
+            f"{error}. To continue with stored activations: --resume {folder} memory=store"
         )
 
 

@@ -1,4 +1,4 @@
-"""Every option of every group makes a configuration that can be run where its hardware is."""
+"""Every option of every group makes a valid configuration on its hardware."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_the_default_is_digits_with_revnet38(compose: Any) -> None:
     assert config["memory"]["mode"] == "auto"
 
 
-def test_the_command_line_has_the_last_word(compose: Any) -> None:
+def test_the_command_line_overrides_the_files(compose: Any) -> None:
     config = compose("experiment=cifar10_revnet38", "model=revnet110", "data.batch_size=50")
     assert (config["model"]["name"], config["data"]["batch_size"]) == ("revnet110", 50)
 
@@ -75,7 +75,7 @@ def test_experiments_and_debug_configs_open_with_a_comment() -> None:
     ],
 )
 def test_narrow_precisions_are_exact(compose: Any, overrides: Any, mode: str) -> None:
-    """What was recomputed in invert drifted beyond its limit under bfloat16, and ended the run."""
+    """In mode invert under bfloat16, activations drifted beyond the limit and ended the run."""
     config = compose(*overrides)
     own = create_model(config["model"]["name"]).default_memory
     assert (memory_mode(config) or own) == mode

@@ -1,4 +1,4 @@
-"""``trainer.deterministic=true``: the same bits in each run, and nothing left behind."""
+"""``trainer.deterministic=true``: the same bits in each run, and restored switches after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.core.modes import MODES
 
-# said where a test may use one CPU only
+# a warning on machines with one CPU
 pytestmark = pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 
 SMALL = (
@@ -65,7 +65,7 @@ def switches() -> tuple[Any, ...]:
     )
 
 
-def test_the_switches_are_on_in_the_run_alone(
+def test_the_switches_are_on_only_during_the_run(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     inside = []

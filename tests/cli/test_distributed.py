@@ -1,4 +1,4 @@
-"""Two processes on gloo train, stop, go on and fail together; all runs in one pair of processes."""
+"""Two processes on gloo train, stop, resume and fail together; one pair runs all scenes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 class SignalledInStep5(GracefulStop):
-    """SIGTERM comes to the second process alone."""
+    """Sends SIGTERM to the second process only."""
 
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 5 and trainer.global_rank == 1:
@@ -52,7 +52,7 @@ class SignalledInStep5(GracefulStop):
 
 
 class InterruptedInStep1(GracefulStop):
-    """Ctrl-C comes to the first process; the second one only agrees."""
+    """Sends Ctrl-C to the first process; the second one only agrees."""
 
     def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 1 and trainer.global_rank == 0:
@@ -60,7 +60,7 @@ class InterruptedInStep1(GracefulStop):
 
 
 class SignalledInValidation(GracefulStop):
-    """SIGTERM comes to the first process alone, before anything is saved; it alone waits not."""
+    """Sends SIGTERM to the first process only, before any save; only that one does not wait."""
 
     def on_validation_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_rank == 0:
@@ -69,7 +69,7 @@ class SignalledInValidation(GracefulStop):
 
 
 class SpoiledInStep5(GracefulStop):
-    """The loss of the second process alone is not a number."""
+    """Makes the loss NaN in the second process only."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
         if trainer.global_step == 5 and trainer.global_rank == 1:
@@ -81,7 +81,7 @@ def config(*overrides: str) -> dict[str, Any]:
 
 
 def outcome(kind: type[GracefulStop], folder: Path, *, again: bool = False) -> Any:
-    """The figures of a run, or what it has ended with."""
+    """The figures of a run, or the exception that ended it."""
     train_module.GracefulStop = kind  # type: ignore[misc, attr-defined]
     try:
         if again:
@@ -103,14 +103,14 @@ def worker(rank: int, ports: list[int], folder: Path) -> None:
         ("spoiled", SpoiledInStep5, False),
         ("interrupted", InterruptedInStep1, False),
     ]
-    told = []
+    outcomes = []
     for port, (name, kind, again) in zip(ports, scenes, strict=True):
         os.environ["MASTER_PORT"] = str(port)
-        told.append(outcome(kind, folder / name, again=again))
+        outcomes.append(outcome(kind, folder / name, again=again))
         if name == "stopped" and not again and rank == 0:
             state = read_checkpoint(folder / name / "checkpoints" / LAST)
-            told[-1] = [told[-1], state["global_step"]]
-    (folder / f"{rank}.json").write_text(json.dumps(told))
+            outcomes[-1] = [outcomes[-1], state["global_step"]]
+    (folder / f"{rank}.json").write_text(json.dumps(outcomes))
     os._exit(0)  # torch's threads may outlive the interpreter, which then aborts now and then
 
 
@@ -131,8 +131,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def told(runs: Path) -> list[list[Any]]:
-    """What each process was told, by scene and process."""
+def results(runs: Path) -> list[list[Any]]:
+    """The outcomes by scene and process, from one pair of processes."""
     ranks = [json.loads((runs / f"{rank}.json").read_text()) for rank in range(WORLD)]
     return [list(scene) for scene in zip(*ranks, strict=True)]
 
@@ -149,7 +149,7 @@ def figures(run_dir: Path) -> dict[str, float]:
 
 
 def test_two_processes_train_as_one_with_the_double_batch(runs: Path, tmp_path: Path) -> None:
-    """Each image of an epoch is seen once: the steps are those of one process."""
+    """Each image of an epoch is used once: the steps equal those of one process."""
     train(config(*ALONE), run_dir=tmp_path)
     alone, together = weights(tmp_path), weights(runs / "whole")
     for name, value in alone.items():
@@ -160,7 +160,7 @@ def test_two_processes_train_as_one_with_the_double_batch(runs: Path, tmp_path: 
 
 
 def test_one_folder_is_written_once(runs: Path) -> None:
-    first, second = told(runs)[0]
+    first, second = results(runs)[0]
     assert {k: v for k, v in first.items() if k not in TIMES} == figures(runs / "whole")
     assert second["test/acc"] == first["test/acc"]
     assert len((runs / "whole" / "sessions.jsonl").read_text().splitlines()) == 1
@@ -175,18 +175,18 @@ def test_one_folder_is_written_once(runs: Path) -> None:
 
 
 def test_a_signal_to_one_stops_all_with_the_state_saved(runs: Path) -> None:
-    assert told(runs)[1] == [[143, 6], 143]
+    assert results(runs)[1] == [[143, 6], 143]
 
 
 def test_ctrl_c_ends_all_with_its_status(runs: Path) -> None:
-    """Ctrl-C on DDP exits 143."""
-    assert told(runs)[6] == [130, 130]
+    """Ctrl-C under DDP exited with 143."""
+    assert results(runs)[6] == [130, 130]
 
 
 def test_a_stop_in_a_validation_ends_all(runs: Path) -> None:
-    assert told(runs)[3] == [143, 143]
+    assert results(runs)[3] == [143, 143]
     _, again = (runs / "early" / "sessions.jsonl").read_text().splitlines()
-    assert json.loads(again)["from_step"] == 0  # the validation was cut off
+    assert json.loads(again)["from_step"] == 0  # the validation was interrupted
 
 
 @pytest.mark.parametrize("name", ["stopped", "early"])
@@ -198,6 +198,6 @@ def test_a_resumed_run_is_bit_equal(name: str, runs: Path) -> None:
 
 
 def test_nan_in_one_process_ends_all_with_its_step(runs: Path) -> None:
-    for message in told(runs)[5]:
+    for message in results(runs)[5]:
         assert "the training loss is not finite at step 5, in epoch 1" in message
     assert read_checkpoint(runs / "spoiled" / "checkpoints" / LAST)["global_step"] == 4

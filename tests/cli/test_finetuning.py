@@ -1,4 +1,4 @@
-"""``experiment=finetune``: from weights to a checkpoint, and what is refused before it begins."""
+"""``experiment=finetune``: from weights to a checkpoint, and its checks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,16 @@ STATISTICS = {"norm.running_mean", "norm.running_var", "norm.num_batches_tracked
 
 @pytest.fixture(autouse=True)
 def weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with small weights of revnet38, shipped for the time of a test."""
+    """A folder with small weights of revnet38, added to the table during a test."""
     write_entry(tmp_path)
     monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
     return tmp_path / "revnet38.small.safetensors"
 
 
 @pytest.mark.parametrize("unfreeze", ["null", "[[0,stages.2],[1,stages.1]]"])
-def test_the_experiment_trains_what_it_says(compose: Any, tmp_path: Path, unfreeze: str) -> None:
+def test_the_experiment_trains_the_parts_of_each_epoch(
+    compose: Any, tmp_path: Path, unfreeze: str
+) -> None:
     config = compose(*FINETUNE, f"callbacks.finetuning.unfreeze={unfreeze}")
     figures = train(config, run_dir=tmp_path / "run")
     assert 0 < figures["test/loss"] < 10
@@ -55,7 +57,7 @@ def test_a_value_is_searched_with_a_frozen_backbone(
     assert (tmp_path / "run" / "config.yaml").exists()
 
 
-def test_a_rate_that_moves_nothing_is_not_searched(compose: Any, tmp_path: Path) -> None:
+def test_a_rate_of_no_parameter_is_not_searched(compose: Any, tmp_path: Path) -> None:
     muon = ("optim=muon", "tuner=lr", "tuner.steps=15")
     with pytest.raises(SystemExit, match=r"optim\.lr is the rate of no trained parameter"):
         train(compose(*FINETUNE, *muon), run_dir=tmp_path / "run")
@@ -65,22 +67,23 @@ def test_a_rate_that_moves_nothing_is_not_searched(compose: Any, tmp_path: Path)
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((*FINETUNE, "model.pretrained=false"), "would freeze random weights: give model.pretr"),
+        ((*FINETUNE, "model.pretrained=false"), "would freeze random weights: add model.pretr"),
         ((*FINETUNE, "callbacks.finetuning.unfreeze=[[2,stages.9]]"), "no part 'stages.9'"),
         ((*FINETUNE, "callbacks.finetuning.unfreeze=[4,2]"), "rising order"),
-        ((*FINETUNE, "callbacks.finetuning.unfreeze=[1,2,3,4,5]"), "got 5 epochs, .* 4 parts"),
+        (
+            (*FINETUNE, "callbacks.finetuning.unfreeze=[1,2,3,4,5]"),
+            "got 5 epochs, expected at most 4",
+        ),
         ((*FINETUNE, "optim.layer_decay=0"), r"optim\.layer_decay=0"),
         ((*FINETUNE, "data.augment.mixup=-1"), r"augment\.mixup=-1"),
     ],
 )
-def test_what_cannot_be_run_is_refused(
-    compose: Any, overrides: tuple[str, ...], message: str
-) -> None:
+def test_wrong_options_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config(compose(*overrides))
 
 
-def test_a_file_of_weights_will_do(compose: Any, weights: Path) -> None:
+def test_a_file_of_weights_is_accepted(compose: Any, weights: Path) -> None:
     check_config(compose(*FINETUNE, "model.pretrained=false", f"+model.checkpoint_path={weights}"))
 
 
@@ -88,7 +91,7 @@ def test_a_file_of_weights_will_do(compose: Any, weights: Path) -> None:
     ("trainer", "unused"),
     [(("trainer=cpu",), None), (("trainer=ddp",), True), (("trainer.devices=2",), True)],
 )
-def test_what_is_frozen_may_be_unused_in_several_processes(
+def test_frozen_parameters_may_be_unused_in_several_processes(
     compose: Any, tmp_path: Path, trainer: tuple[str, ...], unused: bool | None
 ) -> None:
     config = compose("experiment=finetune", *trainer, "trainer.accelerator=cpu")

@@ -1,4 +1,4 @@
-"""Configurations from others run no code and name the file that is wrong."""
+"""Untrusted configurations run no code, and messages name the wrong file."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def start(
 
 
 def refused(done: subprocess.CompletedProcess[str], cwd: Path, *, lines: int = 1) -> str:
-    """The message of a command line that was refused and has left nothing in its folder."""
+    """The message of a refused command line, which must leave no files in its folder."""
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("revzoo: "), done.stderr
     assert len(done.stderr.splitlines()) == lines, done.stderr
@@ -53,7 +53,7 @@ def refused(done: subprocess.CompletedProcess[str], cwd: Path, *, lines: int = 1
 
 
 def hostile(tmp_path: Path, section: str, *, name: str = "experiment/x") -> tuple[Path, Path]:
-    """A working folder, and a folder of configurations with this section of Hydra's own."""
+    """A working folder, and a folder of configurations that set Hydra's section."""
     cwd, folder = tmp_path / "cwd", tmp_path / "configs"
     cwd.mkdir()
     path = folder / f"{name}.yaml"
@@ -105,7 +105,7 @@ def test_a_search_path_imports_nothing(tmp_path: Path) -> None:
 
 
 def test_a_pickled_configuration_is_not_read(tmp_path: Path) -> None:
-    """``--experimental-rerun`` unpickles."""
+    """``--experimental-rerun`` reads a pickle."""
     cwd = tmp_path / "cwd"
     cwd.mkdir()
     (cwd / "config.pickle").write_bytes(b"cbuiltins\nopen\n(S'trap'\nS'w'\ntR.")
@@ -144,15 +144,15 @@ def test_a_bomb_on_the_search_path_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-m", "seed=range(0,1000000000)"], "a range of at most 10,000 values"),
-        (["-m", "seed=range(0,1e9)"], "a range of at most 10,000 values"),
-        (["-m", "model=range(0,1e9)"], "a range of at most 10,000 values"),
-        (["-m", "seed=range(0,9,0)"], "a range of at most"),
+        (["-m", "seed=range(0,1000000000)"], "expected at most 10,000 values"),
+        (["-m", "seed=range(0,1e9)"], "expected at most 10,000 values"),
+        (["-m", "model=range(0,1e9)"], "expected at most 10,000 values"),
+        (["-m", "seed=range(0,9,0)"], "expected at most"),
         (["hydra.verbose={a: 1}"], "hydra.verbose={'a': 1}: expected true, false, or names"),
         (["hydra.run.dir=${hydra.run.dir}"], "Recursive interpolation detected"),
         (["hydra.run.dir=${oc.env:NO_SUCH}"], "Environment variable 'NO_SUCH' not found"),
         (["trainer.accelerator=${nope}"], "Interpolation key 'nope' not found"),
-        (["--cfg", "job", "-p", ".."], "--package ..: there is no such section"),
+        (["--cfg", "job", "-p", ".."], "--package ..: expected a section"),
         (["-sc", "query=bash"], "KeyError: 'COMP_LINE'"),
         (["-sc", "install=nope"], "No completion plugin for 'nope'"),
     ],
@@ -163,7 +163,7 @@ def test_odd_arguments_are_refused_in_one_line(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A range of 10**9 seeds filled the memory; the others were several lines or a traceback."""
+    """A range of 10**9 seeds filled the memory; the others printed several lines or a traceback."""
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])
@@ -172,10 +172,10 @@ def test_odd_arguments_are_refused_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_of_configurations_with_everything_in_it_is_refused(
+def test_a_huge_folder_of_configurations_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``--config-dir /`` walked through the whole disk, twice."""
+    """``--config-dir /`` read the whole disk, twice."""
     monkeypatch.setattr(compose, "MOST_FILES", 10)
     for number in range(11):
         (tmp_path / f"{number}.txt").touch()

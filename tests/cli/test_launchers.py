@@ -1,4 +1,4 @@
-"""Two processes on gloo, started by each of the programs that the guide names."""
+"""Two processes on gloo, started by each launcher in the guide."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DDP = (
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 SRUN = """#!{python}
-# Two tasks of one step, as srun starts them; a signal to the step is sent to both.
+# Two tasks of one step, like srun; a signal to the step goes to both.
 import os, signal, subprocess, sys
 tasks = []
 for rank in ("0", "1"):
@@ -60,7 +60,7 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def test_jobs_of_a_multirun_are_distributed_each(tmp_path: Path) -> None:
+def test_each_job_of_a_multirun_is_distributed(tmp_path: Path) -> None:
     command = [sys.executable, TRAIN, "-m", "seed=0,1", *DDP, "trainer.max_epochs=1"]
     done = subprocess.run(
         [*command, "hydra.sweep.dir=jobs"],
@@ -77,7 +77,7 @@ def test_jobs_of_a_multirun_are_distributed_each(tmp_path: Path) -> None:
         assert done.stdout.count(f"run folder {tmp_path / 'jobs' / job}") == 1
 
 
-def test_a_signal_ends_what_lightning_has_started(tmp_path: Path) -> None:
+def test_a_signal_ends_lightnings_processes(tmp_path: Path) -> None:
     command = [sys.executable, TRAIN, *DDP, "trainer.max_epochs=1000", "hydra.run.dir=run"]
     with subprocess.Popen(
         command,
@@ -89,10 +89,10 @@ def test_a_signal_ends_what_lightning_has_started(tmp_path: Path) -> None:
     ) as process:
         wait_for("epoch 2/", tmp_path / "run" / "train.log", process)
         process.terminate()
-        told, _ = process.communicate(timeout=120)  # until the last process closes the pipe
-    assert process.returncode == 143, told
-    assert "Traceback" not in told
-    assert len(re.findall(rf"to resume: \S*python\S* {TRAIN} --resume", told)) == 1
+        output, _ = process.communicate(timeout=120)  # until the last process closes the pipe
+    assert process.returncode == 143, output
+    assert "Traceback" not in output
+    assert len(re.findall(rf"to resume: \S*python\S* {TRAIN} --resume", output)) == 1
     assert summary(tmp_path / "run")["stopped"] == "stopped by SIGTERM"
 
 
@@ -114,7 +114,7 @@ def test_torchrun(tmp_path: Path) -> None:
 
 
 def test_the_script_for_slurm(tmp_path: Path) -> None:
-    """The guide's script, on two tasks of one machine, with an srun and a scontrol of our own."""
+    """The guide's script, as two tasks on one machine, with a fake srun and scontrol."""
     script = GUIDE.split("## SLURM")[1].split("```bash\n")[1].split("```")[0]
     gpus = "trainer.devices=4 trainer.num_nodes=2"
     assert gpus in script

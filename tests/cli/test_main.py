@@ -1,4 +1,4 @@
-"""The program revzoo: its overview, its subcommands, what it tells of mistakes."""
+"""The program revzoo: its overview, its subcommands, its error messages."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def test_every_row_is_a_command() -> None:
         assert f"revzoo {name}" in (module.__doc__ or "")
 
 
-def test_the_overview_tells_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_overview_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([])
     assert ended.value.code == 0
-    told = capsys.readouterr().out
-    assert all(name in told and row.help in told for name, row in COMMANDS.items())
+    output = capsys.readouterr().out
+    assert all(name in output and row.help in output for name, row in COMMANDS.items())
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -52,20 +52,20 @@ def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("options", [[], ["--pretrained"]])
-def test_list_of_nothing_is_told(options: list[str]) -> None:
+def test_a_list_without_names_ends_with_a_message(options: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"revzoo: no .* 'vgg\*'"):
         main(["list", "vgg*", *options])
 
 
 def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
-    (tmp_path / "revnet38.small.json").touch()  # names need no reading
+    (tmp_path / "revnet38.small.json").touch()  # names come from the folder, not from the files
     script = (
         "import contextlib, io, sys; from revzoo.cli.main import COMMANDS, main\n"
         "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
-        "    told = io.StringIO()\n"
-        "    with contextlib.redirect_stdout(told), contextlib.suppress(SystemExit):\n"
+        "    output = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(output), contextlib.suppress(SystemExit):\n"
         "        main(arguments)\n"
-        "    assert 'usage: revzoo' in told.getvalue(), arguments\n"
+        "    assert 'usage: revzoo' in output.getvalue(), arguments\n"
         "main(['list']); main(['list', '*', '--pretrained', '--weights', sys.argv[1]])\n"
         "assert len(sys.modules) < 250, len(sys.modules)\n"
         "heavy = {'torch', 'hydra', 'pytorch_lightning', 'numpy'} & set(sys.modules)\n"
@@ -78,30 +78,30 @@ def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     assert done.stdout.endswith("\nrevnet38.small\n")
 
 
-def test_info_of_weights_tells_entry_and_costs(
+def test_info_of_weights_shows_entry_and_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     entry = write_entry(tmp_path)
     main(["info", "revnet38", "--weights", str(tmp_path), "--batch", "2"])
-    told = {line[:24].strip(): line[24:] for line in capsys.readouterr().out.strip().splitlines()}
-    assert told["name"] == "revnet38.small"
-    assert told["sha256"] == entry.sha256
-    assert told["recipe"] == entry.recipe
-    assert told["parameters"] == f"{sum(p.numel() for p in small().parameters()):,}"
-    assert told["forward, 3x8x8"].endswith("MFLOP an image")
-    kib = {mode: float(told[f"training, {mode}"].split()[0]) for mode in ("store", "invert")}
+    output = {line[:24].strip(): line[24:] for line in capsys.readouterr().out.strip().splitlines()}
+    assert output["name"] == "revnet38.small"
+    assert output["sha256"] == entry.sha256
+    assert output["recipe"] == entry.recipe
+    assert output["parameters"] == f"{sum(p.numel() for p in small().parameters()):,}"
+    assert output["forward, 3x8x8"].endswith("MFLOP per image")
+    kib = {mode: float(output[f"training, {mode}"].split()[0]) for mode in ("store", "invert")}
     assert kib["invert"] < kib["store"]
 
 
 def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     main(["info", "resnet164", "--batch", "1", "--size", "8"])
-    told = capsys.readouterr().out
-    assert "weights                 none" in told
-    assert "training, recompute" in told
-    assert "training, invert" not in told
+    output = capsys.readouterr().out
+    assert "weights                 none" in output
+    assert "training, recompute" in output
+    assert "training, invert" not in output
 
 
-def test_mistakes_are_told_without_a_traceback(tmp_path: Path) -> None:
+def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83'; did you mean"):
         main(["info", "revnet83"])
     with pytest.raises(SystemExit, match="--batch 0: expected"):
@@ -139,7 +139,7 @@ LIGHT = {"torch", "pytorch_lightning", "torchvision", "optuna"}
     ids=" ".join,
 )
 def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_path: Path) -> None:
-    """A misspelt override was answered after torch and Lightning had been imported."""
+    """A misspelt override imported torch and Lightning before the answer."""
     script = (
         "import sys; from revzoo.cli.main import main\n"
         "try:\n    main(sys.argv[1:])\n"
@@ -154,7 +154,7 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
     )
 
 
-def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_during_imports_shows_no_traceback(tmp_path: Path) -> None:
     """Ctrl-C in the first seconds showed the traceback of an import."""
     (tmp_path / "slow.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
@@ -165,7 +165,7 @@ def test_ctrl_c_while_modules_are_imported_shows_no_traceback(tmp_path: Path) ->
 
 
 def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Messages named revzoo-train where only train.py was there."""
+    """Messages named revzoo-train, although only train.py existed."""
     module = SimpleNamespace(__spec__=SimpleNamespace(name="revzoo.__main__"))
     script = SimpleNamespace(__spec__=None)
     here, other = "/env/bin", "/usr/bin"
@@ -190,7 +190,7 @@ def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.undo()
 
 
-def test_train_py_without_the_environment_says_how_to_enter_it(tmp_path: Path) -> None:
+def test_train_py_without_the_environment_names_the_remedy(tmp_path: Path) -> None:
     """``python3 train.py`` after ``make train`` ended with a traceback: no module named hydra."""
     command = [sys.executable, "-I", "-S", str(ROOT / "train.py"), "--resume", "outputs/x"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -203,10 +203,10 @@ def test_train_py_without_the_environment_says_how_to_enter_it(tmp_path: Path) -
 def test_help_fits_in_80_columns(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Lines of 85 to 103 letters broke in a terminal of 80 columns."""
+    """Lines of 85 to 103 characters wrapped in a terminal of 80 columns."""
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main([command, "--help"])
-    told = capsys.readouterr().out
-    assert "``" not in told
-    assert [line for line in told.splitlines() if len(line) > 80] == []
+    output = capsys.readouterr().out
+    assert "``" not in output
+    assert [line for line in output.splitlines() if len(line) > 80] == []

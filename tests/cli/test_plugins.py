@@ -34,7 +34,7 @@ SMALL = ("debug=smoke", "trainer=cpu", "logger=none", "hydra.run.dir=run")
 COMMANDS = """
 import contextlib, io, json, sys
 from revzoo.cli.main import main
-told = []
+outcomes = []
 for arguments in json.loads(sys.argv[1]):
     output, status = io.StringIO(), None
     with contextlib.redirect_stdout(output):
@@ -42,13 +42,13 @@ for arguments in json.loads(sys.argv[1]):
             main(arguments)
         except SystemExit as end:
             status = end.code
-    told.append((status, output.getvalue()))
-print(json.dumps(told))
+    outcomes.append((status, output.getvalue()))
+print(json.dumps(outcomes))
 """
 
 
 def start(cwd: Path, *commands: tuple[str, ...]) -> list[tuple[Any, str]]:
-    """Status (a message, where the command is refused) and output of each command, in a process."""
+    """The status (or message, if refused) and output of each command, in one process."""
     process = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
     done = subprocess.run(process, cwd=cwd, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -74,11 +74,11 @@ def test_a_users_model_and_data_are_trained_resumed_evaluated(tmp_path: Path) ->
     assert session["imports"] == ["mymodels"]
     resume = ("train", "--resume", "run")
     evaluate = ("eval", "ckpt=run/checkpoints/best.ckpt", "trainer=cpu")
-    told = start(tmp_path, resume, evaluate, (*resume, *given), (*evaluate, *given))
-    for message, _ in told[:2]:
-        assert "add --import mymodels, if they are yours" in message
-    assert [status for status, _ in told[2:]] == [None, None]
-    assert "test/loss " in told[3][1]
+    outcomes = start(tmp_path, resume, evaluate, (*resume, *given), (*evaluate, *given))
+    for message, _ in outcomes[:2]:
+        assert "add --import mymodels, if you trust these modules" in message
+    assert [status for status, _ in outcomes[2:]] == [None, None]
+    assert "test/loss " in outcomes[3][1]
 
 
 def test_a_module_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

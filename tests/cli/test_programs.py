@@ -1,4 +1,4 @@
-"""The commands of the README as a user starts them, in processes of their own."""
+"""The README's commands, each in a new process, as a user starts them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_train_py_trains_from_any_folder(tmp_path: Path) -> None:
     assert "Warning" not in done.stderr
 
 
-def test_train_py_refuses_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+def test_train_py_refuses_in_one_line_and_leaves_no_files(tmp_path: Path) -> None:
     done = start(str(ROOT / "train.py"), "modle=revnet38", cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
@@ -56,8 +56,8 @@ def test_train_py_refuses_in_one_line_and_leaves_nothing(tmp_path: Path) -> None
 
 def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_path: Path) -> None:
     where = "import revzoo, revzoo.configs as c; print(revzoo.__file__, c.__file__)"
-    told = start("-c", where, cwd=tmp_path, PYTHONPATH=str(wheel_site))
-    assert told.stdout.split() == [
+    result = start("-c", where, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert result.stdout.split() == [
         str(wheel_site / "revzoo" / "__init__.py"),
         str(wheel_site / "revzoo" / "configs" / "__init__.py"),
     ]
@@ -67,8 +67,8 @@ def test_an_installed_wheel_trains_outside_the_checkout(wheel_site: Path, tmp_pa
     assert len(summaries(tmp_path)) == 1
     (checkpoint,) = tmp_path.glob("outputs/**/best.ckpt")
     evaluate = ("-m", "revzoo", "eval", f"ckpt={checkpoint}", "trainer=cpu")
-    told = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
-    assert "test/loss " in told.stdout, told.stderr
+    result = start(*evaluate, cwd=tmp_path, PYTHONPATH=str(wheel_site))
+    assert "test/loss " in result.stdout, result.stderr
 
 
 def test_the_console_script_is_the_same_program(wheel_site: Path, tmp_path: Path) -> None:
@@ -85,7 +85,7 @@ def test_jobs_of_a_multirun_are_plain_runs_that_fail_alone(tmp_path: Path) -> No
     done = start(str(ROOT / "train.py"), "-m", "seed=-1,1", *SMALL, folder, cwd=tmp_path)
     assert done.returncode == 1
     assert "seed=-1: expected a whole number" in done.stderr
-    assert "jobs/0: the run has ended with status 1" in done.stderr
+    assert "jobs/0: the run failed with status 1" in done.stderr
     assert [path.parent.name for path in tmp_path.glob("jobs/*/summary.json")] == ["1"]
     sessions = (tmp_path / "jobs" / "1" / "sessions.jsonl").read_text().splitlines()
     assert json.loads(sessions[0])["overrides"] == ["seed=1", *SMALL]
@@ -105,7 +105,7 @@ def test_a_run_in_the_folder_of_another_is_refused(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         ((), "add hydra.run.dir=outputs/NAME"),
-        (("-m", "hydra.run.dir=a"), "leave out torchrun or srun"),
+        (("-m", "hydra.run.dir=a"), "without torchrun and srun"),
     ],
 )
 def test_processes_started_together_need_one_folder(
@@ -116,7 +116,7 @@ def test_processes_started_together_need_one_folder(
         main(["train", *arguments, *SMALL])
 
 
-def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:
+def test_a_run_refused_for_its_data_leaves_no_files(tmp_path: Path) -> None:
     options = ("data=imagefolder", "data.root=nowhere", "trainer=cpu")
     done = start(str(ROOT / "train.py"), *options, cwd=tmp_path)
     assert done.returncode == 1
@@ -125,7 +125,7 @@ def test_a_run_refused_for_its_data_leaves_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_a_search_and_leaves_nothing(
+def test_a_signal_ends_a_search_and_leaves_no_files(
     signum: int, status: int, tmp_path: Path
 ) -> None:
     temporary, cwd = tmp_path / "temporary", tmp_path / "cwd"
@@ -141,21 +141,25 @@ def test_a_signal_ends_a_search_and_leaves_nothing(
         text=True,
     ) as process:
         deadline = time.monotonic() + 80
-        while not list(temporary.glob("revzoo-trial-*/*.ckpt")):  # what the sweep comes back to
+        while not list(
+            temporary.glob("revzoo-trial-*/*.ckpt")
+        ):  # the state that the search restores
             assert time.monotonic() < deadline
             assert process.poll() is None
             time.sleep(0.05)
         time.sleep(0.5)
         process.send_signal(signum)
-        told, _ = process.communicate(timeout=30)
-    assert process.returncode == status, told
-    assert "Traceback" not in told
+        result, _ = process.communicate(timeout=30)
+    assert process.returncode == status, result
+    assert "Traceback" not in result
     assert list(cwd.iterdir()) == []
     assert not list(temporary.glob("revzoo-*"))
 
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Path) -> None:
+def test_a_signal_saves_the_run_and_names_the_next_command(
+    signum: int, status: int, tmp_path: Path
+) -> None:
     log, run_dir = tmp_path / "run" / "train.log", tmp_path / "run"
     options = (*SMALL[1:], "trainer.max_epochs=1000", "hydra.run.dir=run")
     with subprocess.Popen(
@@ -171,10 +175,10 @@ def test_a_signal_saves_the_run_and_tells(signum: int, status: int, tmp_path: Pa
             assert process.poll() is None
             time.sleep(0.05)
         process.send_signal(signum)
-        told, _ = process.communicate(timeout=30)
-    assert process.returncode == status, told
-    assert re.search(rf"to resume: \S*python\S* {ROOT / 'train.py'} --resume", told)
-    assert "Traceback" not in told
+        result, _ = process.communicate(timeout=30)
+    assert process.returncode == status, result
+    assert re.search(rf"to resume: \S*python\S* {ROOT / 'train.py'} --resume", result)
+    assert "Traceback" not in result
     assert read_checkpoint(run_dir / "checkpoints" / "last.ckpt")["global_step"] >= 20
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["stopped"] == f"stopped by {signal.Signals(signum).name}"

@@ -1,4 +1,4 @@
-"""The recipes of ``configs/experiment/`` are what their first lines and the guide say of them."""
+"""The recipes of ``configs/experiment/`` match their comments and the guide."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ COMMAND = re.compile(r"python train\.py (experiment=.*)")
 
 
 def header(path: Path) -> list[str]:
-    """The comment lines that a file opens with."""
+    """The comment lines at the top of a file."""
     lines = path.read_text().splitlines()
     return lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
 
 
 def commands(text: str) -> list[list[str]]:
-    """The overrides of each command line in ``text``, comments left out."""
+    """The overrides of each command line in ``text``, without comments."""
     return [shlex.split(line, comments=True) for line in COMMAND.findall(text)]
 
 
-def said() -> list[Any]:
+def stated_commands() -> list[Any]:
     return [
         pytest.param(path.stem, overrides, id=" ".join(overrides))
         for path in RECIPES
@@ -55,7 +55,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_recipe_opens_with_commands_and_what_comes_out(path: Path) -> None:
+def test_a_recipe_opens_with_commands_and_results(path: Path) -> None:
     lines = header(path)
     assert lines[0] == "# @package _global_"
     assert len(commands("\n".join(lines))) >= 2, "one to train, one in seconds"
@@ -68,8 +68,8 @@ def test_a_recipe_opens_with_commands_and_what_comes_out(path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_cuda")
-@pytest.mark.parametrize(("name", "overrides"), said())
-def test_a_stated_command_is_of_its_recipe_and_can_be_run(
+@pytest.mark.parametrize(("name", "overrides"), stated_commands())
+def test_a_stated_command_belongs_to_its_recipe_and_is_valid(
     name: str, overrides: list[str], compose: Any
 ) -> None:
     config = compose(*overrides)
@@ -115,7 +115,7 @@ FACTS["cifar10_revnet38"] = FACTS["cifar_revnet"]
 
 
 @pytest.mark.parametrize("name", FACTS)
-def test_the_papers_recipes_are_the_papers(name: str, compose: Any) -> None:
+def test_the_papers_recipes_have_the_papers_values(name: str, compose: Any) -> None:
     config, facts = compose(f"experiment={name}", "data.root=DIR"), FACTS[name]
     assert config["data"]["batch_size"] == facts["batch"]
     data, trainer = build_data(config["data"]), config["trainer"]
@@ -139,13 +139,13 @@ def test_the_papers_recipes_are_the_papers(name: str, compose: Any) -> None:
 
 
 def rates_after(schedule: Any) -> dict[int, float]:
-    """The rate from each milestone of a MultiStepLR on."""
+    """The rate after each milestone of a MultiStepLR."""
     gamma, first = schedule.gamma, schedule.base_lrs[0]
     return {step: first * gamma ** (i + 1) for i, step in enumerate(sorted(schedule.milestones))}
 
 
 @pytest.mark.parametrize("model", ["revnet38", "resnet32", "revnet110", "resnet110"])
-def test_the_shipped_weights_recipe_is_the_one_that_was_run(compose: Any, model: str) -> None:
+def test_the_shipped_weights_recipe_is_recorded(compose: Any, model: str) -> None:
     entry = SHIPPED.find(f"{model}.cifar10")
     run = entry.recipe.removeprefix("python train.py ").split()
     lines = header(ROOT / "configs/experiment/cifar_short.yaml")
@@ -203,13 +203,16 @@ def test_cifar_recipes_run(name: str, compose: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "overrides"), [case for case in said() if "debug=smoke" in case.values[1]]
+    ("name", "overrides"), [case for case in stated_commands() if "debug=smoke" in case.values[1]]
 )
-def test_the_command_in_seconds_runs(
+def test_the_smoke_command_runs(
     name: str, overrides: list[str], compose: Any, tmp_path: Path
 ) -> None:
     figures = train(compose(*overrides, "trainer=cpu"), run_dir=tmp_path)
-    for split in ("train", "test"):  # large after three steps, in evaluation more than in training
+    for split in (
+        "train",
+        "test",
+    ):  # large after three steps, more so in evaluation than in training
         assert 0 < figures[f"{split}/loss"] < math.inf
 
 
@@ -222,7 +225,7 @@ def rows() -> list[Any]:
     return [pytest.param(*row, id=f"{row[0]} on {row[1]}") for row in chosen]
 
 
-def test_the_guide_has_all_that_papers_published() -> None:
+def test_the_guide_has_all_published_models() -> None:
     cifar = {f"{m} on CIFAR-{n}" for m in WITH_CIFAR for n in (10, 100)}
     assert {row.id for row in rows()} == cifar | {f"{m} on ImageNet" for m in WITH_IMAGENET}
 
@@ -232,7 +235,7 @@ WITH_IMAGENET = ("revnet56", "revnet104", "irevnet301")
 
 
 @pytest.mark.parametrize(("model", "data", "paper", "short"), rows())
-def test_the_rows_of_the_guide_mean_what_they_say(
+def test_the_rows_of_the_guide_are_valid(
     model: str, data: str, paper: str, short: str, compose: Any
 ) -> None:
     kinds = {"CIFAR-10": "CIFAR10", "CIFAR-100": "CIFAR100", "ImageNet": "ImageFolder"}
@@ -240,4 +243,6 @@ def test_the_rows_of_the_guide_mean_what_they_say(
         config = compose(*command.split())
         assert config["model"]["name"] == model
         assert config["data"]["_target_"] == f"revzoo.data.{kinds[data]}"
-        assert command.split() in [case.values[1] for case in said()], "no recipe says so"
+        assert command.split() in [case.values[1] for case in stated_commands()], (
+            "no recipe says so"
+        )

@@ -1,4 +1,4 @@
-"""Options that Lightning carries out do what they say in our runs."""
+"""Options that Lightning implements work in our runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def trained(run_dir: Path) -> dict[str, torch.Tensor]:
 
 
 def test_accumulated_batches_are_one_large_batch(compose: Any, tmp_path: Path) -> None:
-    """Norms see the batch, so there are none here; nor is there augmentation."""
+    """Without norms, which depend on the batch, and without augmentation."""
     common = (*SMALL, "precision=fp64", "data.augment.crop_padding=0", "trainer.max_epochs=1")
     for name, size, parts in (("whole", 16, 1), ("parts", 8, 2), ("small", 8, 1)):
         own = (f"data.batch_size={size}", f"trainer.accumulate_grad_batches={parts}")
@@ -61,7 +61,7 @@ def test_accumulated_batches_are_one_large_batch(compose: Any, tmp_path: Path) -
 
 
 def changes(config: dict[str, Any], run_dir: Path) -> torch.Tensor:
-    """What one step of plain gradient descent with rate 1 subtracts from the weights."""
+    """The change of the weights in one step of plain gradient descent with rate 1."""
     torch.manual_seed(0)
     module = Classifier(TinyNet(), optim=PLAIN)
     before = torch.nn.utils.parameters_to_vector(module.parameters()).detach().clone()
@@ -83,7 +83,7 @@ def test_gradients_are_clipped(compose: Any, tmp_path: Path) -> None:
     torch.testing.assert_close(changed(*by_value), free.clamp(-0.01, 0.01), rtol=1e-4, atol=1e-7)
 
 
-def test_a_run_that_does_not_get_better_is_stopped(compose: Any, tmp_path: Path) -> None:
+def test_early_stopping_ends_a_run_without_progress(compose: Any, tmp_path: Path) -> None:
     stopping = "callbacks.early_stopping={monitor: val/loss, mode: min, patience: 2}"
     short = ("trainer.max_epochs=5", "trainer.limit_train_batches=1", "trainer.limit_val_batches=1")
     still = ("optim=step", "optim.lr=1.0e-30")  # no weight changes, and there are no statistics
@@ -97,7 +97,7 @@ def test_a_run_that_does_not_get_better_is_stopped(compose: Any, tmp_path: Path)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_run_ended_early_is_tested_and_not_trained_when_it_goes_on(
+def test_a_resumed_run_that_stopped_early_is_tested_but_not_trained(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class StopsInTest(GracefulStop):

@@ -36,7 +36,7 @@ def test_training_learns_and_logs(tmp_path: Path) -> None:
     assert figures["val/acc"] > 0.9
 
 
-def test_logged_figures_are_those_of_the_model(tmp_path: Path) -> None:
+def test_logged_figures_equal_the_models(tmp_path: Path) -> None:
     module = Classifier(TinyNet())
     (result,) = trainer(tmp_path).test(module, loader(40), verbose=False)
     images, labels = halves(40).tensors
@@ -46,7 +46,7 @@ def test_logged_figures_are_those_of_the_model(tmp_path: Path) -> None:
     assert result["test/acc"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
 
 
-def test_top5_where_there_are_more_than_five_classes(tmp_path: Path) -> None:
+def test_top5_above_five_classes(tmp_path: Path) -> None:
     module = Classifier(TinyNet(num_classes=6))
     (result,) = trainer(tmp_path).test(module, loader(40), verbose=False)
     images, labels = halves(40).tensors
@@ -59,14 +59,14 @@ def test_top5_where_there_are_more_than_five_classes(tmp_path: Path) -> None:
     )
 
 
-def test_another_number_of_classes_than_that_of_the_data_is_refused(tmp_path: Path) -> None:
+def test_model_and_data_must_have_the_same_number_of_classes(tmp_path: Path) -> None:
     module = Classifier({**TINY, "num_classes": 5, "in_chans": 1})
     for run in (trainer(tmp_path).fit, trainer(tmp_path).test):
         with pytest.raises(ValueError, match=r"num_classes=5, the data have 10 .* num_classes=10"):
             run(module, datamodule=Digits())
 
 
-def test_label_smoothing_is_of_training_only() -> None:
+def test_only_the_training_loss_is_smoothed() -> None:
     batch = tuple(halves(16).tensors)
     module = Classifier(TinyNet(), optim={"label_smoothing": 0.5}).eval()
     logged: dict[str, Any] = {}
@@ -82,7 +82,7 @@ def test_label_smoothing_is_of_training_only() -> None:
     assert smoothed != val_loss
 
 
-def test_labels_may_be_shares_of_the_classes(tmp_path: Path) -> None:
+def test_labels_may_be_class_probabilities(tmp_path: Path) -> None:
     def figures(labels: torch.Tensor) -> dict[str, Any]:
         torch.manual_seed(0)
         data = torch.utils.data.TensorDataset(images, labels)
@@ -214,7 +214,7 @@ def test_logits_keep_their_precision(given: torch.dtype, expected: torch.dtype) 
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "64-true"])
-def test_loss_is_summed_up_in_float32_or_better(tmp_path: Path, precision: Any) -> None:
+def test_loss_is_accumulated_in_float32_or_better(tmp_path: Path, precision: Any) -> None:
     dtypes: list[torch.dtype] = []
 
     class Watch(pl.Callback):
@@ -259,7 +259,7 @@ def test_nothing_is_printed(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert capsys.readouterr().out == ""
 
 
-def test_bytes_are_not_taken_for_images() -> None:
+def test_byte_images_are_refused() -> None:
     data = Digits()
     data.setup("fit")
     images, _ = next(iter(data.train_dataloader()))
@@ -272,7 +272,7 @@ def test_only_a_constant_rate_needs_no_end(tmp_path: Path) -> None:
         runner.should_stop = runner.global_step > 4  # a time of 1 s was too short on a busy machine
 
     endless = {"max_epochs": -1, "callbacks": [LambdaCallback(on_train_batch_end=stop)]}
-    with pytest.raises(ValueError, match='or the schedule "constant"'):
+    with pytest.raises(ValueError, match='or use the schedule "constant"'):
         trainer(tmp_path, **endless).fit(Classifier(TINY), loader())
     runner = trainer(tmp_path, **endless)
     runner.fit(Classifier(TINY, optim=CONSTANT), loader())
@@ -280,7 +280,7 @@ def test_only_a_constant_rate_needs_no_end(tmp_path: Path) -> None:
 
 
 def test_a_trained_network_is_saved_with_the_facts_of_its_data(tmp_path: Path) -> None:
-    """A fine-tuned model saved with `save_pretrained` carries the mean, deviation and classes of
+    """A fine-tuned model, saved with `save_pretrained`, had the mean, deviation and classes of
     its pretraining (accuracy 0.95 in training, 0.41 evaluated)."""
     write_entry(tmp_path, classes=tuple("abcde"))
     spec = {"name": "revnet38", "pretrained": True, "table": WeightsTable(tmp_path)}
@@ -303,4 +303,4 @@ def test_a_trained_network_is_saved_with_the_facts_of_its_data(tmp_path: Path) -
     network = module.model
     trainer(tmp_path, max_steps=1).fit(module, loader(16))
     with pytest.raises(EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of the data"):
-        network.save_pretrained(tmp_path / "net")  # trained on data that nobody knows
+        network.save_pretrained(tmp_path / "net")  # trained on unknown data

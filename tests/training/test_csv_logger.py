@@ -33,14 +33,14 @@ def write(
     logger.finalize("success")
 
 
-def test_columns_are_added_as_they_come(tmp_path: Path) -> None:
+def test_new_figures_add_columns(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.csv"
     write(path, (0, {"a": 1.0}), (1, {"a": 0.5, "b": 2.0}))
     assert rows(path) == [{"step": "0", "a": "1.0"}, {"step": "1", "a": "0.5", "b": "2.0"}]
     assert [p.name for p in path.parent.iterdir()] == ["metrics.csv"]
 
 
-def test_a_run_that_goes_on_keeps_what_was_before(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_earlier_rows(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, *((step, {"a": float(step)}) for step in range(4)))
     with path.open("a") as file:
@@ -53,7 +53,7 @@ def test_a_run_that_goes_on_keeps_what_was_before(tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_from_the_start_begins_anew(tmp_path: Path) -> None:
+def test_a_new_run_empties_the_file(tmp_path: Path) -> None:
     path = tmp_path / "metrics.csv"
     write(path, (0, {"a": 1.0}))
     write(path, (0, {"a": 2.0}))
@@ -70,7 +70,7 @@ IREVNET = {
 
 
 class Killed(Checkpoint):
-    """Ends a run in its second epoch: at the end, once the state is saved, or by a signal."""
+    """Ends a run in its second epoch: at its end, after the save, or by a signal."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -110,21 +110,21 @@ def fit(folder: Path, way: str, *, resume: bool = False) -> list[dict[str, str]]
 
 @pytest.mark.parametrize("way", ["kill", "signal"])
 def test_a_stop_leaves_no_trace(way: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """metrics.csv loses the last epoch's row when killed between checkpoint and row; each stop of
-    an i-RevNet adds a row."""
+    """A kill between checkpoint and row lost the row in metrics.csv; each stop of
+    an i-RevNet added a row."""
     whole = fit(tmp_path / "whole", "none")
     with monkeypatch.context() as patch:
-        if way == "kill":  # nothing is written after it
+        if way == "kill":  # which writes no file after it
             patch.setattr(MetricsCSV, "finalize", lambda *args: None)
         fit(tmp_path / "broken", way)
     assert fit(tmp_path / "broken", "none", resume=True) == whole
     assert len([row for row in whole if "train/loss" in row]) == 3
 
 
-def test_a_disk_that_refuses_rows_ends_no_run(
+def test_a_disk_that_refuses_rows_does_not_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Raw tracebacks where the folder, metrics.csv or the checkpoint folder cannot be written."""
+    """A read-only folder, metrics.csv or checkpoint folder ended the run with a traceback."""
     path = tmp_path / "run" / "metrics.csv"
     (tmp_path / "run").write_text("no folder")
     logger = MetricsCSV(path)
@@ -135,7 +135,7 @@ def test_a_disk_that_refuses_rows_ends_no_run(
     (tmp_path / "run").unlink()
     logger.save()
     assert [row["a"] for row in rows(path)] == ["0.0", "1.0"]
-    path.unlink()  # and is written anew
+    path.unlink()  # and written again
     logger.log_metrics({"a": 2.0}, 2)
     logger.save()
     assert [row["a"] for row in rows(path)] == ["2.0"]

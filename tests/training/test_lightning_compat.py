@@ -1,4 +1,4 @@
-"""Lightning's private parts are as they were, and nothing but one file touches them."""
+"""Lightning's private parts are unchanged, and only one file uses them."""
 
 from __future__ import annotations
 
@@ -46,13 +46,13 @@ def test_a_private_use_is_found() -> None:
 @pytest.mark.parametrize(
     "path", sorted((PACKAGE / "training").rglob("*.py")), ids=lambda p: str(p.name)
 )
-def test_one_file_touches_private_parts(path: Path) -> None:
+def test_only_one_file_uses_private_parts(path: Path) -> None:
     if path.name != "lightning_compat.py":
         assert private_uses(path.read_text()) == []
 
 
 class Watch(pl.Callback):
-    """Notes what the private parts say in the course of a run."""
+    """Records the values of the private parts during a run."""
 
     def __init__(self) -> None:
         self.notes: list[Any] = []
@@ -73,7 +73,7 @@ class Watch(pl.Callback):
         self.notes.append((lightning_compat.epoch_is_open(trainer), row[0]))
 
 
-def test_what_they_say_in_a_run(tmp_path: Path) -> None:
+def test_their_values_in_a_run(tmp_path: Path) -> None:
     watch, table = Watch(), MetricsCSV(tmp_path / "metrics.csv")
     runner = trainer(tmp_path, callbacks=[watch], logger=table, limit_train_batches=2)
     runner.fit(Classifier(TinyNet()), loader())

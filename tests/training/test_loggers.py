@@ -1,4 +1,4 @@
-"""What TensorBoard is given, and the options of the other loggers."""
+"""The figures in TensorBoard, and the options of the other loggers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) 
     assert 50 < memory < 50_000
 
 
-def test_rates_that_differ_have_a_chart_each(tmp_path: Path) -> None:
+def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
     logger.log_metrics({"lr/pg1": 0.1, "lr/pg2": 0.2, "epoch": 1.0}, 0)
     logger.save()
     assert events(tmp_path).Tags()["scalars"] == ["watch/lr_pg1", "watch/lr_pg2"]
 
 
-def test_hyperparameters_are_what_was_run_with_its_accuracies(tmp_path: Path) -> None:
-    """There was ``hp_metric -1`` and every option of the optimiser."""
+def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) -> None:
+    """TensorBoard showed ``hp_metric -1`` and every option of the optimiser."""
     from tensorboard.plugins.hparams import metadata
 
     logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
@@ -74,7 +74,7 @@ def test_hyperparameters_are_what_was_run_with_its_accuracies(tmp_path: Path) ->
         ("mlflow", "MLFlowLogger", {"tracking_uri": "u"}, {"tracking_uri": "u"}),
     ],
 )
-def test_other_loggers_get_their_options_and_what_was_run(
+def test_other_loggers_get_their_options_and_a_description(
     kind: str,
     builder: str,
     options: dict[str, Any],

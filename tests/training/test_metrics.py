@@ -13,7 +13,7 @@ from revzoo.training import Classifier
 
 
 class Counting(Classifier):
-    """Counts how often it was asked to log what."""
+    """Counts the calls of ``log`` by name."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -25,7 +25,7 @@ class Counting(Classifier):
 
 
 class Gather(pl.Callback):
-    """The losses of each epoch's steps, and the figures that the epoch ended with."""
+    """Records the losses of each epoch's steps, and the figures at its end."""
 
     def __init__(self) -> None:
         self.losses: list[list[float]] = []
@@ -41,7 +41,7 @@ class Gather(pl.Callback):
         self.figures.append(float(trainer.callback_metrics["train/loss"]))
 
 
-def test_each_epoch_has_the_mean_of_its_own_steps_and_is_logged_once(tmp_path: Path) -> None:
+def test_each_epoch_logs_the_mean_of_its_steps_once(tmp_path: Path) -> None:
     module, gather = Counting(TinyNet(), optim={"lr": 0.05}), Gather()
     trainer(tmp_path, max_epochs=3, callbacks=[gather]).fit(module, loader(64))
     assert [len(losses) for losses in gather.losses] == [4, 4, 4]
@@ -49,7 +49,7 @@ def test_each_epoch_has_the_mean_of_its_own_steps_and_is_logged_once(tmp_path: P
     assert module.asked.count("train/loss") == module.asked.count("train/acc") == 3
 
 
-def test_what_a_step_of_ones_own_does_not_gather_is_not_told(tmp_path: Path) -> None:
+def test_metrics_that_a_custom_step_does_not_update_are_not_logged(tmp_path: Path) -> None:
     class Own(Classifier):
         def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
             return functional.cross_entropy(self(batch[0]), batch[1])

@@ -1,4 +1,4 @@
-"""``revzoo.predict``: images of every kind, models of every kind."""
+"""``revzoo.predict`` with all types of images and models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def image(tmp_path: Path) -> Path:
     return path
 
 
-def test_an_image_gets_the_probability_of_each_class(folder: Path, image: Path) -> None:
+def test_an_image_returns_the_probability_of_each_class(folder: Path, image: Path) -> None:
     found = revzoo.predict(str(image), folder)
     model = revzoo.create_model(folder, pretrained=True).eval()
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_an_image_gets_the_probability_of_each_class(folder: Path, image: Path) 
     assert list(revzoo.predict(image, folder, top=2)) == list(found)[:2]
 
 
-def test_a_list_gives_a_list_whatever_its_images_are(folder: Path, image: Path) -> None:
+def test_a_list_of_images_returns_a_list(folder: Path, image: Path) -> None:
     picture = Image.open(image)
     tensor = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
     model = revzoo.create_model(folder, pretrained=True)
@@ -53,12 +53,12 @@ def test_a_list_gives_a_list_whatever_its_images_are(folder: Path, image: Path) 
     assert all(list(p) == list(one) for p in found)
 
 
-def test_what_is_no_image_is_named(folder: Path, tmp_path: Path) -> None:
+def test_a_wrong_image_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no image dog\.jpg$"):
         revzoo.predict("dog.jpg", folder)
     with pytest.raises(DataError, match="is a folder: give a list"):
         revzoo.predict(tmp_path, folder)
-    with pytest.raises(TypeError, match="got a int as image"):
+    with pytest.raises(TypeError, match="image is a int"):
         revzoo.predict([1], folder)  # type: ignore[list-item]
 
 
@@ -67,11 +67,11 @@ def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
         revzoo.predict(image, small())
     model = revzoo.create_model(folder, pretrained=True)
     model.reset_classifier(5)
-    with pytest.raises(ValueError, match="whose classes are not known"):
+    with pytest.raises(ValueError, match="with unknown classes"):
         revzoo.predict(image, model)
 
 
-def test_an_output_that_is_no_number_is_refused(folder: Path, image: Path) -> None:
+def test_an_output_of_nan_is_refused(folder: Path, image: Path) -> None:
     model = revzoo.create_model(folder, pretrained=True)
     with torch.no_grad():
         model.fc.bias.fill_(float("nan"))
@@ -79,7 +79,7 @@ def test_an_output_that_is_no_number_is_refused(folder: Path, image: Path) -> No
         revzoo.predict(image, model)
 
 
-def test_a_misspelt_name_gets_the_nearest(image: Path) -> None:
+def test_a_misspelt_name_suggests_the_nearest(image: Path) -> None:
     """``revnet39`` was taken for the path of a checkpoint."""
     with pytest.raises(CheckpointError, match=r"no weights 'revnet39'; did you mean '\w+net38"):
         revzoo.predict(image, "revnet39")

@@ -1,4 +1,4 @@
-"""A training step whose activations drifted is computed again, with its inputs kept."""
+"""A training step whose activations drifted runs again, with its inputs kept."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AT = 5
 
 
 class Change(pl.Callback):
-    """Changes the first inverted step, on one process, in the batch ``at``."""
+    """Changes the first inverted step, in one process, at the batch ``at``."""
 
     def __init__(self, what: str, at: int = AT, rank: int | None = None) -> None:
         self.what, self.at, self.rank = what, at, rank
@@ -38,7 +38,7 @@ class Change(pl.Callback):
 
 
 def change(module: Classifier, what: str) -> str:
-    """Make one step drift, or recompute it; returns its name."""
+    """Make one step drift, or recompute it; return its name."""
     inverted = [
         (name, step)
         for name, step in module.named_modules()
@@ -46,7 +46,7 @@ def change(module: Classifier, what: str) -> str:
     ]
     name, step = inverted[len(inverted) // 2]
     if what == "drift":
-        step.drift_limit = 0.0  # any rounding is beyond it
+        step.drift_limit = 0.0  # any rounding exceeds it
     else:
         step.memory = what
     return name
@@ -70,9 +70,9 @@ def assert_same(found: Classifier, expected: Classifier) -> None:
 def test_a_drift_makes_its_step_recompute(
     options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """bf16 `invert` dies at 3 am: drift above the limit raises DriftError and ends the run.
+    """A drift above the limit, in mode `invert` under bf16, ended the run.
 
-    The run goes on as one that had recomputed the step since that batch, bit for bit: weights,
+    The run now equals one that recomputes the step from that batch on, bit for bit: weights,
     BatchNorm statistics, dropout and metrics.
     """
     expected, whole = fit(tmp_path, Change("recompute"), max_epochs=3, **options)
@@ -80,16 +80,16 @@ def test_a_drift_makes_its_step_recompute(
         found, runner = fit(tmp_path, Change("drift"), max_epochs=3, **options)
     assert_same(found, expected)
     assert runner.callback_metrics == whole.callback_metrics
-    told = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
-    assert len(told) == 1
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
+    assert len(messages) == 1
     (state,) = RunState.of(runner)
     assert len(state.recomputed) == 1
-    assert state.recomputed[0] in told[0]
+    assert state.recomputed[0] in messages[0]
     assert "memory=recompute" in state.notes["drift"]
 
 
-def test_so_it_does_in_a_resumed_run(tmp_path: Path) -> None:
-    """`--resume` dies at the same step."""
+def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
+    """`--resume` failed at the same step."""
     _, runner = fit(tmp_path, Change("drift"))
     runner.save_checkpoint(tmp_path / "last.ckpt")
     (name,) = RunState.of(runner)[0].recomputed
@@ -103,10 +103,10 @@ def test_so_it_does_in_a_resumed_run(tmp_path: Path) -> None:
 
 
 class Unrepeatable(pl.Callback):
-    """Every forward pass of the network adds another number."""
+    """Adds another number at every forward pass."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        calls: list[int] = []  # which a replay does not put back, as it does attributes
+        calls: list[int] = []  # a replay restores attributes, but not this list
         name = change(pl_module, "invert")
 
         def add(module: Any, inputs: Any, output: Any) -> Any:
@@ -118,8 +118,8 @@ class Unrepeatable(pl.Callback):
         )
 
 
-def test_a_step_that_never_repeats_itself_ends_the_run_with_a_command(tmp_path: Path) -> None:
-    """The message names nothing usable from the command line."""
+def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path: Path) -> None:
+    """The message did not name a command to continue with."""
     with pytest.raises(DriftError, match=rf"--resume {tmp_path} memory=store"):
         fit(tmp_path, Unrepeatable())
 

@@ -1,4 +1,4 @@
-"""A run that is stopped and goes on ends as one that was never stopped, bit for bit."""
+"""A resumed run equals one that was never stopped, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIGTERM = 15
 
 
 class StopIn(pl.Callback):
-    """Asks for a stop while optimiser step ``step`` is computed."""
+    """Requests a stop during optimiser step ``step``."""
 
     def __init__(self, stop: GracefulStop, step: int) -> None:
         self.stop, self.step = stop, step
@@ -96,8 +96,8 @@ def assert_same(found: Any, expected: Any) -> None:
         (0, 1),  # after the first batch
         (5, 6),  # in the middle of the second epoch
         (4, 5),  # after the first batch of an epoch
-        (7, 8),  # in an epoch's last batch: the validation behind it is finished
-        (11, 12),  # in the last batch of all
+        (7, 8),  # in an epoch's last batch: its validation is finished
+        (11, 12),  # in the last batch of the run
     ],
 )
 def test_a_resumed_run_is_bit_equal(
@@ -111,7 +111,7 @@ def test_a_resumed_run_is_bit_equal(
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing but the batch is waited for."""
+    """A stop waits for the batch only."""
     for module in (stop_module, keep_module):
         monkeypatch.setattr(module, "PATIENCE", 0.0)
 
@@ -122,10 +122,10 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     ("stop_in", "saved"),
     [
         (7, 4),  # in an epoch's last batch: its validation is cut off
-        (11, 8),  # in the last batch of all
+        (11, 8),  # in the last batch of the run
     ],
 )
-def test_so_is_one_whose_validation_was_cut_off(
+def test_a_run_whose_validation_was_cut_off_is_bit_equal(
     stop_in: int, saved: int, unbroken: Any, tmp_path: Path
 ) -> None:
     assert fit(tmp_path, stop_in=stop_in) is None
@@ -135,11 +135,11 @@ def test_so_is_one_whose_validation_was_cut_off(
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.usefixtures("impatient")
-def test_gradients_gathered_for_long_are_left_at_the_step_before(tmp_path: Path) -> None:
+def test_slow_accumulation_resumes_from_the_step_before(tmp_path: Path) -> None:
     options = {"accumulate_grad_batches": 3, "limit_train_batches": 12}
     whole = fit(tmp_path / "whole", **options)
     folder = tmp_path / "broken"
-    for step in (1, 2, 5, 6):  # 4 of an epoch; each stop comes in the first of three batches
+    for step in (1, 2, 5, 6):  # 4 per epoch; each stop comes in the first of three batches
         assert fit(folder, stop_in=step, resume=step > 1, **options) is None
         assert read_checkpoint(folder / "checkpoints" / LAST)["global_step"] == step
     assert_same(fit(folder, resume=True, **options), whole)
@@ -152,17 +152,17 @@ def test_gradients_gathered_for_long_are_left_at_the_step_before(tmp_path: Path)
     [
         # gradients of half a step are not saved: the step is finished first
         ({"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}, 2, 3),
-        # a validation in the middle of an epoch is finished, and a step behind it
+        # a validation inside an epoch is finished, and one step after it
         ({"val_check_interval": 2}, 1, 3),
         ({"ema": {"decay": 0.5}}, 5, 6),
         ({"limit_val_batches": 0}, 3, 4),  # after an epoch without a validation
-        # a run of so many steps, whose end is validated in the middle of an epoch
+        # a run of max_steps, which ends with a validation inside an epoch
         (STEPS, 5, 6),
         (STEPS, 7, 8),  # in an epoch's last batch
-        (STEPS, 9, 10),  # in the last batch of all
+        (STEPS, 9, 10),  # in the last batch of the run
     ],
 )
-def test_also_with_other_rhythms(
+def test_other_intervals_of_validation_are_bit_equal(
     options: dict[str, Any], stop_in: int, saved: int, tmp_path: Path
 ) -> None:
     whole = fit(tmp_path / "whole", **options)
@@ -175,7 +175,7 @@ def test_also_with_other_rhythms(
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.parametrize("options", [{}, STEPS])
-def test_a_finished_run_is_not_trained_on_and_has_its_figures_still(
+def test_a_finished_run_does_not_train_again_and_keeps_its_figures(
     options: dict[str, Any], tmp_path: Path
 ) -> None:
     finished = fit(tmp_path, **options)
@@ -187,7 +187,7 @@ SHORT = {"max_epochs": 1, "limit_train_batches": 2}
 
 
 def change_saved(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what a run in ``folder`` has saved of its :class:`RunState`."""
+    """Change the :class:`RunState` in the checkpoint of a run in ``folder``."""
     path = folder / "checkpoints" / LAST
     state = read_checkpoint(path)
     change(state["callbacks"]["RunState"])
@@ -216,7 +216,7 @@ def test_another_number_of_steps_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_constant_rate_is_that_of_any_number_of_steps(tmp_path: Path) -> None:
+def test_with_a_constant_rate_the_number_of_steps_may_change(tmp_path: Path) -> None:
     constant = {**SHORT, "schedule": "constant"}
     fit(tmp_path, **constant)
     found = fit(tmp_path, resume=True, **{**constant, "max_epochs": 2})
@@ -227,18 +227,18 @@ def test_a_constant_rate_is_that_of_any_number_of_steps(tmp_path: Path) -> None:
 def test_another_number_of_processes_is_refused(tmp_path: Path) -> None:
     fit(tmp_path, **SHORT)
     change_saved(tmp_path, lambda state: state.update(random=state["random"] * 2))
-    with pytest.raises(CheckpointError, match=r"num_nodes = 2, this run has 1: give as many"):
+    with pytest.raises(CheckpointError, match=r"num_nodes = 2, this run has 1: use 2, because"):
         fit(tmp_path, resume=True, **SHORT)
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_what_was_saved_before_steps_were_goes_on(unbroken: Any, tmp_path: Path) -> None:
+def test_a_checkpoint_without_planned_steps_resumes(unbroken: Any, tmp_path: Path) -> None:
     assert fit(tmp_path, stop_in=5) is None
     change_saved(tmp_path, lambda state: state.pop("planned_steps"))
     assert_same(fit(tmp_path, resume=True), unbroken)
 
 
-def test_random_states_come_back() -> None:
+def test_random_states_are_restored() -> None:
     states = random_states()
     drawn = (torch.rand(1), np.random.rand(), np.random.randn(), random.random())
     assert (torch.rand(1), random.random()) != (drawn[0], drawn[3])

@@ -1,1 +1,1 @@
-"""The subcommands, one per module. They import torch when they run, not for help or typos."""
+"""The subcommands, one per module. They import torch when they run, so that help is fast."""

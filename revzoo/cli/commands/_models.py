@@ -1,4 +1,4 @@
-"""What ``audit``, ``plan`` and ``bench`` share: the model, the shape of its batch, options."""
+"""Shared by ``audit``, ``plan`` and ``bench``: options, the model, the shape of its batch."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ if TYPE_CHECKING:
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
     """Declare ``--batch``, ``--image`` and ``--classes``."""
-    parser.add_argument("--batch", type=int, default=batch, help=f"images a step ({batch})")
-    parser.add_argument("--image", type=int, help="side of the images in pixels (the model's own)")
-    parser.add_argument("--classes", type=int, help="classes of the head (the model's own)")
+    parser.add_argument("--batch", type=int, default=batch, help=f"images per step ({batch})")
+    parser.add_argument("--image", type=int, help="side of the images in pixels (the model's)")
+    parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
     add_bits_option(parser)
 
 
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
     """Declare ``--bits``."""
     parser.add_argument(
-        "--bits", type=int, help="of torchvision:NAME or timm:NAME, which it makes reversible"
+        "--bits", type=int, help="make torchvision:NAME or timm:NAME reversible with so many bits"
     )
 
 
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The keyword of ``create_model`` that ``--bits`` stands for."""
+    """The keyword of ``create_model`` for ``--bits``."""
     return {} if args.bits is None else {"reversible_bits": args.bits}
 
 
 def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None) -> ImageNetwork:
-    """The model, randomly initialised; on torch's meta device inside its context.
+    """The model, randomly initialised, on torch's current default device.
 
     Raises:
-        ValueError: no such model, or options that it refuses.
+        ValueError: there is no such model, or it refuses an option.
     """
     from revzoo.models import create_model
 
@@ -44,10 +44,10 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     """The shape of a batch.
 
     Raises:
-        ValueError: batch or image size is not possible.
+        ValueError: the batch or image size is impossible.
     """
     if args.batch < 1:
-        raise ValueError(f"--batch {args.batch}: expected a positive whole number")
+        raise ValueError(f"--batch {args.batch}: expected a whole number >= 1")
     side = args.image or model.image_size
     model.check_size(side, side)
     return args.batch, model.in_chans, side, side

@@ -1,6 +1,6 @@
 """``revzoo audit NAME``: the memory that a training step keeps, and its peak, in each mode.
 
-Nothing is run or allocated, unless --real asks for it.
+Counts without running or allocating the model; --real runs the steps.
 
     revzoo audit revnet38 --batch 64
     revzoo audit revnet104 --batch 256 --memory invert --plot step.png
@@ -20,18 +20,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("name", help="a model, e.g. revnet38")
     add_batch_options(parser, batch=64)
-    parser.add_argument("--memory", metavar="MODE", help="this mode alone (every mode that fits)")
+    parser.add_argument("--memory", metavar="MODE", help="only this mode (default: every mode)")
     parser.add_argument("--real", action="store_true", help="run real steps")
     parser.add_argument("--csv", type=Path, help="write every kept tensor")
     parser.add_argument("--plot", type=Path, help="draw memory over the step, a PNG")
-    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="the picture for it")
+    parser.add_argument("--tensorboard", type=Path, metavar="DIR", help="log the picture")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the report and write what was asked for.
+    """Print the report and write the requested files.
 
     Raises:
-        ValueError: no such model, mode, batch or size.
+        ValueError: model, mode, batch or size do not exist.
     """
     import torch
 

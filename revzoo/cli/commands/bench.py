@@ -1,7 +1,7 @@
 """``revzoo bench NAME...``: time and memory of a training step, in several memory modes.
 
-All modes of a model run in turn, round by round; ratios are to the first mode. On one thread of
-the CPU (OMP_NUM_THREADS=1) times are the thread's own.
+The modes of a model run in turn, round by round; ratios are relative to the first mode. On one CPU
+thread (OMP_NUM_THREADS=1) it measures the thread's CPU time.
 
     revzoo bench revnet38 revnet110 --memory store,invert,auto --batch 128
     revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from revzoo.profiling.bench import Measured
 
 HEADER = (
-    f"{'model':16}{'memory':12}{'s a step':>10}{'ratio (quartiles)':>22}"
+    f"{'model':16}{'memory':12}{'s/step':>10}{'ratio (quartiles)':>22}"
     f"{'images/s':>11}{'peak':>14}\n"
 )
 
@@ -33,10 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="models, or families (revnet)")
     add_batch_options(parser, batch=32)
     parser.add_argument(
-        "--memory", default="store,invert,auto", metavar="MODES", help="store,invert,auto"
+        "--memory", default="store,invert,auto", metavar="MODES", help="(store,invert,auto)"
     )
-    parser.add_argument("--depths", metavar="N,...", help="of each family, e.g. 38,110,164")
-    parser.add_argument("--rounds", type=int, default=5, help="timings of each mode (5)")
+    parser.add_argument("--depths", metavar="N,...", help="depths of each family, e.g. 38,110,164")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (5)")
     parser.add_argument("--csv", type=Path, help="write the rows")
     parser.add_argument("--plot", type=Path, help="draw time and memory, a PNG")
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> None:
     """Measure, and print row by row.
 
     Raises:
-        ValueError: no such model or mode, or a batch, size or number of rounds that is none.
+        ValueError: there is no such model or mode, or batch, size or rounds are impossible.
     """
     import torch
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.plot:
         plotting()
-    names = [name for each in args.names for name in deepened(each, args.depths)]
+    names = [name for family in args.names for name in with_depths(family, args.depths)]
     rows: list[Measured] = []
     sys.stdout.write(HEADER)
     for name in names:
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> None:
         draw(rows, args.plot)
 
 
-def deepened(name: str, depths: str | None) -> list[str]:
+def with_depths(name: str, depths: str | None) -> list[str]:
     """The models of a family: ``revnet`` or ``revnet38`` with the depths ``38,110``.
 
     Raises:
@@ -88,27 +88,26 @@ def deepened(name: str, depths: str | None) -> list[str]:
     """
     if depths is None:
         return [name]
-    wanted = depths.split(",")
-    if not all(depth.strip().isdigit() for depth in wanted):
+    numbers = [depth.strip() for depth in depths.split(",")]
+    if not all(map(str.isdigit, numbers)):
         raise ValueError(f"--depths {depths}: expected whole numbers, such as 38,110,164")
     family = re.sub(r"\d+$", "", name)
-    return [f"{family}{depth.strip()}" for depth in wanted]
+    return [f"{family}{number}" for number in numbers]
 
 
 def draw(rows: list[Measured], path: Path) -> None:
-    """Time against memory, a line for each mode."""
+    """Draw time against memory, a line for each mode."""
     from revzoo.profiling.audit import plotting
 
     pyplot = plotting()
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     for mode in dict.fromkeys(row.memory for row in rows):
-        own = [row for row in rows if row.memory == mode]
-        peaks = [row.peak_bytes / 2**20 for row in own]
-        axes.plot(peaks, [row.seconds for row in own], "o-", label=mode)
-        for row, peak in zip(own, peaks, strict=True):
-            at = (peak, row.seconds)
-            axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds a step")
+        points = [(row.peak_bytes / 2**20, row.seconds) for row in rows if row.memory == mode]
+        axes.plot(*zip(*points, strict=True), "o-", label=mode)
+    for row in rows:
+        at = (row.peak_bytes / 2**20, row.seconds)
+        axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step")
     axes.set(xlim=(0, None), ylim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)

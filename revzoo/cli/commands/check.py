@@ -9,16 +9,16 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=["data"], help="the only thing to check so far")
+    parser.add_argument("what", choices=["data"], help="data")
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of images")
     parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print a line for each bad image and each fault of the folders.
+    """Print a line for each unreadable image and each fault of the folders.
 
     Raises:
-        ValueError: there is one.
+        ValueError: an image cannot be read, or the folders are no data set.
     """
     from revzoo._checks import check_count
     from revzoo.data.errors import DataError
@@ -35,5 +35,7 @@ def run(args: argparse.Namespace) -> None:
     if report.bad:
         raise ValueError(f"{len(report.bad)} of {report.images} images cannot be read")
     if faults:
-        raise ValueError(f"all {report.images} images can be read, but not as a set: see above")
+        raise ValueError(
+            f"all {report.images} images can be read, but their folders are no data set: see above"
+        )
     sys.stdout.write(f"all {report.images} images can be read\n")

@@ -1,8 +1,9 @@
-"""``revzoo convert``: published weights of other programs, as a folder that the zoo loads.
+"""``revzoo convert``: converts published weights of other programs to a folder for the zoo.
 
     revzoo convert irevnet model_best.pth.tar my_irevnet
 
-writes what ``save_pretrained`` does; ``revzoo.from_pretrained("my_irevnet")`` is the model.
+The folder is the same as from ``save_pretrained``; ``revzoo.from_pretrained("my_irevnet")`` loads
+the model.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument("source", help="the program that wrote the file: irevnet or memcnn")
     parser.add_argument("path", type=Path, help="its checkpoint")
-    parser.add_argument("folder", type=Path, help="where weights, entry and card are written")
-    parser.add_argument("--name", help="the network, where its shapes do not tell")
+    parser.add_argument("folder", type=Path, help="the folder to write: weights, entry and card")
+    parser.add_argument("--name", help="the network, if its shapes are ambiguous")
     parser.add_argument(
         "overrides",
         nargs="*",
@@ -33,10 +34,10 @@ def run(args: argparse.Namespace) -> None:
     """Convert one file.
 
     Raises:
-        OSError: the file cannot be read, or the folder not be written.
-        ValueError: it is no checkpoint of the program.
+        OSError: the file cannot be read, or the folder cannot be written.
+        ValueError: the file is no checkpoint of the program.
     """
-    from revzoo.interop.published import load_published  # torch, which the help need not wait for
+    from revzoo.interop.published import load_published  # imports torch
 
     model = load_published(args.path, args.source, name=args.name, **dict(args.overrides))
     recipe = f"converted from a checkpoint of {args.source}, {args.path.name}"

@@ -30,7 +30,7 @@ def run(args: argparse.Namespace) -> None:
     """Evaluate, and print the figures.
 
     Raises:
-        ConfigError: for a key or an option that does not exist.
+        ConfigError: a key or an option does not exist.
         SystemExit: the checkpoint or the data cannot be used; the message says why.
     """
     from revzoo.cli.config.compose import Source, compose_checked, to_plain
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> None:
     for override in args.overrides:
         key, _, value = override.partition("=")
         if key == "model":
-            raise ConfigError(f"{override}: ckpt names a trained model: give ckpt={value}")
+            raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.errors import USER_ERRORS, user_errors

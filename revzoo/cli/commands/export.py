@@ -2,10 +2,10 @@
 
     revzoo export revnet38.cifar10 --format onnx
     revzoo export RUN/checkpoints/best.ckpt --format pt2 --batch 16
-    revzoo export irevnet163 --format pt2       # freshly initialised
+    revzoo export irevnet163 --format pt2       # random weights
 
-The file is read back and compared with the network on random images before it gets its name; it
-carries the classes and the normalisation where they are known.
+The command reads the file back and compares it with the network on random images before it renames
+the file. Known classes and normalisation are stored in the file.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from revzoo.cli.commands.list import add_weights_option, weights_table
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
 
-# what is as true of the file as of the weights; classes and normalisation the network knows
-_KEPT = ("name", "license", "recipe", "metrics", "measured_on")
+# fields of the weights' entry to store in the file; the network has classes and normalisation
+_FIELDS = ("name", "license", "recipe", "metrics", "measured_on")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,18 +29,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "name",
         help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), a folder of "
-        "save_pretrained, or a model, which is freshly initialised",
+        "save_pretrained, or a model, which gets random weights",
     )
     parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
-    parser.add_argument("--output", type=Path, help="the file (default NAME.FORMAT); replaced")
+    parser.add_argument("--output", type=Path, help="the file to (over)write (default NAME.FORMAT)")
     parser.add_argument(
         "--batch", type=_batch, help="images per call (default dynamic: any number)"
     )
-    parser.add_argument("--image-size", type=int, help="side in pixels (default the weights')")
-    parser.add_argument("--opset", type=int, help="of ONNX (default the exporter's)")
+    parser.add_argument("--image-size", type=int, help="side in pixels (default: the weights')")
+    parser.add_argument("--opset", type=int, help="ONNX's opset (default: the exporter's)")
     parser.add_argument(
-        "--tolerance", type=float, help="largest difference, in parts of the largest logit (1e-4)"
+        "--tolerance", type=float, help="limit of the difference, relative to the largest logit"
     )
     add_weights_option(parser)
 
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> None:
     """Export, and print the file and the difference.
 
     Raises:
-        ValueError: there is no such model, or an option does not fit.
+        ValueError: there is no such model, or an option is wrong for it.
         WeightsError: the weights cannot be used.
     """
     from revzoo.cli.run.errors import user_errors
@@ -64,7 +64,8 @@ def run(args: argparse.Namespace) -> None:
         largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20
     sys.stdout.write(
-        f"{path}  {size:.1f} MiB, off by {largest:.1e} of the largest logit (limit {tolerance:g})\n"
+        f"{path}  {size:.1f} MiB, difference {largest:.1e} of the largest logit "
+        f"(limit {tolerance:g})\n"
     )
 
 
@@ -74,20 +75,20 @@ def _job(args: argparse.Namespace) -> Export:
     from revzoo.models.registry import MODELS
     from revzoo.training.checkpoint.restore import restore
 
-    given = {"batch": args.batch, "opset": args.opset}
+    options = {"batch": args.batch, "opset": args.opset}
     if Path(args.name).suffix == ".ckpt":
         restored = restore(args.name)
         size = args.image_size or restored.image_size
         network = restored.module.model
         assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
-        return Export(network=network, image_size=size, facts=restored.facts, **given)
+        return Export(network=network, image_size=size, facts=restored.facts, **options)
     trained = args.pretrained or args.name not in MODELS
     model = create_model(args.name, pretrained=trained, table=weights_table(args))
     if model.entry is None:
-        return Export(network=model, image_size=args.image_size, **given)
-    facts = {name: getattr(model.entry, name) for name in _KEPT}
+        return Export(network=model, image_size=args.image_size, **options)
+    facts = {name: getattr(model.entry, name) for name in _FIELDS}
     size = args.image_size or model.entry.input_size[-1]
-    return Export(network=model, image_size=size, facts=facts, **given)
+    return Export(network=model, image_size=size, facts=facts, **options)
 
 
 def _batch(text: str) -> int | None:

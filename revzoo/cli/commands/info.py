@@ -1,4 +1,4 @@
-"""``revzoo info NAME``: what is known of a model and its weights, and what it costs."""
+"""``revzoo info NAME``: a model's weights, parameters, FLOPs and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
 
-if TYPE_CHECKING:  # torch is imported when costs are measured, after the known facts are printed
+if TYPE_CHECKING:  # run imports torch, after it has printed the facts of the weights
     import torch
 
     from revzoo.models.network import ImageNetwork
@@ -30,18 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print what is known, then what is measured, line by line as it comes.
+    """Print the facts of the weights, then the costs, each as soon as it is counted.
 
     Raises:
-        ValueError: there is no such model, or the batch or the size is not possible.
+        ValueError: there is no such model, or the batch or size is impossible.
     """
     if args.batch < 1:
-        raise ValueError(f"--batch {args.batch}: expected a positive whole number")
+        raise ValueError(f"--batch {args.batch}: expected a whole number >= 1")
     table = weights_table(args)
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():
-        _tell(key, value)
-    _wait("loading torch")
+        _print(key, value)
+    _show_status("loading torch")
     import torch
 
     from revzoo.models import create_model
@@ -49,12 +49,12 @@ def run(args: argparse.Namespace) -> None:
     torch.manual_seed(0)
     model = create_model(entry.name if entry else args.name, table=table, **bits_of(args))
     if entry is None:
-        _tell("architecture", args.name)
-        _tell("weights", "none")
+        _print("architecture", args.name)
+        _print("weights", "none")
     size = args.size or (entry.input_size[-1] if entry else model.image_size)
     images = torch.randn(args.batch, model.in_chans, size, size)
     for key, value in _costs(model, images):
-        _tell(key, value)
+        _print(key, value)
 
 
 def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
@@ -70,27 +70,27 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
-    _wait("counting operations")
-    yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP an image"
+    _show_status("counting operations")
+    yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP per image"
     for mode in COUNTED:
         try:
             set_memory(model, mode)
         except ValueError:
-            continue  # nothing to invert
-        _wait(f"counting activations of a training step, memory={mode}")
-        found = activation_bytes(model, images) / 1024
-        yield f"training, {mode}", f"{found:,.0f} KiB of activations an image"
+            continue  # the model has no steps for this mode
+        _show_status(f"counting activations of a training step, memory={mode}")
+        size = activation_bytes(model, images) / 1024
+        yield f"training, {mode}", f"{size:,.0f} KiB of activations per image"
 
 
-def _tell(key: str, value: object) -> None:
-    _wait("")
+def _print(key: str, value: object) -> None:
+    _show_status("")
     text = value if isinstance(value, str) else json.dumps(value)
     sys.stdout.write(f"{key:24}{text}\n")
     sys.stdout.flush()
 
 
-def _wait(doing: str) -> None:
-    """Say on a terminal what takes seconds now, until the next line."""
+def _show_status(text: str) -> None:
+    """Show the current computation on a terminal; the next call replaces the line."""
     if sys.stderr.isatty():
-        sys.stderr.write(f"\r\033[K{doing + ' ...' if doing else ''}")
+        sys.stderr.write(f"\r\033[K{text + ' ...' if text else ''}")
         sys.stderr.flush()

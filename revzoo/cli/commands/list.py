@@ -1,4 +1,7 @@
-"""``revzoo list 'revnet*'``: names of models; with ``--pretrained``, of weights. Without torch."""
+"""``revzoo list 'revnet*'``: names of models; with ``--pretrained``, of weights.
+
+Does not import torch, so it answers at once.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +14,30 @@ from revzoo.weights.table import SHIPPED, WeightsTable
 
 
 def model_names() -> list[str]:
-    """Every model has a configuration, and reading the names of files needs no torch."""
+    """The names of the models' configuration files: each model has one."""
     folder = files("revzoo.configs") / "model"
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 
 
 def add_weights_option(parser: argparse.ArgumentParser) -> None:
-    """Declare ``--weights``, which several subcommands share."""
+    """Declare ``--weights``, an option of several subcommands."""
     parser.add_argument(
         "--weights",
         metavar="DIR",
         action="append",
-        help="folder with entries of weights (NAME.json) instead of the package's; repeatable",
+        help="a folder of weights (NAME.json) that replaces the package's table; repeatable",
     )
 
 
 def weights_table(args: argparse.Namespace) -> WeightsTable:
-    """The entries that ``--weights`` chooses."""
+    """The table of weights from ``--weights``, or the package's."""
     return WeightsTable(*args.weights) if args.weights else SHIPPED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
-        "pattern", nargs="?", default="*", help="with *, ? or [...]; all by default"
+        "pattern", nargs="?", default="*", help="may have *, ? and [...]; all by default"
     )
     parser.add_argument("--pretrained", action="store_true", help="names of weights instead")
     add_weights_option(parser)
@@ -44,7 +47,7 @@ def run(args: argparse.Namespace) -> None:
     """Print the names, one per line.
 
     Raises:
-        ValueError: nothing matches.
+        ValueError: no name matches.
     """
     if args.pretrained:
         names = weights_table(args).names(args.pattern)
@@ -52,5 +55,5 @@ def run(args: argparse.Namespace) -> None:
         names = fnmatch.filter(model_names(), args.pattern)
     if not names:
         what = "weights match" if args.pretrained else "model matches"
-        raise ValueError(f"no {what} {args.pattern!r}; revzoo list gives all models")
+        raise ValueError(f"no {what} {args.pattern!r}; revzoo list shows all models")
     sys.stdout.write("\n".join(names) + "\n")

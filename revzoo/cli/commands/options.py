@@ -4,7 +4,7 @@
   revzoo options callbacks     every option of every choice of a group
   revzoo options data/cifar10  one choice
 
-What is shown are the configuration files themselves. Values are set as GROUP.OPTION=VALUE.
+Prints the configuration files themselves. Set values as GROUP.OPTION=VALUE.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = Path(str(files("revzoo.configs")))
     if not args.group:
-        told = "\n".join(groups(folder))
-        sys.stdout.write(f"{told}\n\nrevzoo options GROUP shows the options of a group\n")
+        listed = "\n".join(groups(folder))
+        sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
     sys.stdout.write("\n".join(text for name in args.group for text in texts(folder, name)))
 
@@ -50,23 +50,23 @@ def choices(folder: Path) -> dict[str, list[str]]:
 
 def groups(folder: Path) -> list[str]:
     """A line for each group."""
-    return [f"{name:12}{', '.join(found)}" for name, found in choices(folder).items()]
+    return [f"{name:12}{', '.join(names)}" for name, names in choices(folder).items()]
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """The files of ``GROUP`` or ``GROUP/CHOICE``, each under its name; their bases first.
+    """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings; bases first.
 
     Raises:
-        ValueError: there is no such group or choice, with the nearest.
+        ValueError: there is no such group or choice; the message names the nearest.
     """
     known = choices(folder)
     group, _, choice = name.replace("=", "/").partition("/")
     if group not in known:
         hint = did_you_mean(group, known)
-        raise ValueError(f"there is no group {group!r} (there is {', '.join(known)}){hint}")
+        raise ValueError(f"there is no group {group!r}, expected {', '.join(known)}{hint}")
     if choice and choice not in known[group]:
         hint = did_you_mean(choice, known[group])
-        raise ValueError(f"{group} has no {choice!r} (there is {', '.join(known[group])}){hint}")
+        raise ValueError(f"{group} has no {choice!r}, expected {', '.join(known[group])}{hint}")
     chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
     bases = {base for path in chosen for base in BASES.findall(path.read_text())}
     paths = [*sorted(folder / group / f"{base}.yaml" for base in bases), *chosen]

@@ -1,7 +1,7 @@
-"""``revzoo pack RUN/checkpoints/best.ckpt revnet38.cifar10``: weights to publish from a training.
+"""``revzoo pack RUN/checkpoints/best.ckpt revnet38.cifar10``: publish the weights of a run.
 
-Writes ``NAME.safetensors`` and ``NAME.json``. What the checkpoint knows is taken from it: model,
-classes, normalisation; the figures of the test from the run's ``summary.json``, where there is one.
+Writes ``NAME.safetensors`` and ``NAME.json``. Model, classes and normalisation come from the
+checkpoint, the figures of the test from the run's ``summary.json``, if there is one.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", type=Path, help="written by revzoo train")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
     parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
-    parser.add_argument("--recipe", required=True, help="the exact command that trained it")
+    parser.add_argument("--recipe", required=True, help="the exact training command")
     parser.add_argument("--license", required=True, help="SPDX identifier, e.g. MIT")
     parser.add_argument("--measured-on", required=True, help="set, split, images, precision")
     parser.add_argument("--metric", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--size", type=int, help="side of the images; default: the size trained on")
-    parser.add_argument("--url", help="where the file will be downloaded from")
-    parser.add_argument("--default", action="store_true", help="what the bare name will mean")
+    parser.add_argument("--size", type=int, help="side of the images (default: as in training)")
+    parser.add_argument("--url", help="the address of the file, for downloads")
+    parser.add_argument(
+        "--default", action="store_true", help="the weights of the name without a recipe"
+    )
 
 
 def run(args: argparse.Namespace) -> None:
@@ -36,12 +38,11 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: a metric is no number.
-        WeightsError: the checkpoint is not one, or a field is not valid; nothing is written.
+        WeightsError: the file is no checkpoint, or a field is not valid; no file is written.
     """
-    given = {"license": args.license, "recipe": args.recipe, "measured_on": args.measured_on}
-    facts: dict[str, Any] = {**given, "url": args.url, "default": args.default}
-    metrics = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
-    facts |= {"name": args.name, "metrics": metrics}
+    fields = ("name", "license", "recipe", "measured_on", "url", "default")
+    facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
+    facts["metrics"] = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
     from revzoo.cli.run.errors import user_errors
 
     with user_errors():
@@ -52,17 +53,17 @@ def run(args: argparse.Namespace) -> None:
 def publish(
     checkpoint: Path, folder: Path, facts: Mapping[str, Any], *, size: int | None
 ) -> list[Path]:
-    """Write ``NAME.safetensors`` and ``NAME.json``, the weights before what describes them.
+    """Write ``NAME.safetensors``, then ``NAME.json``, which describes it.
 
     Args:
         checkpoint: of a run.
-        folder: made if need be.
-        facts: fields of the entry; ``name`` among them.
-        size: side of the images in pixels; None for the size trained on.
+        folder: created if missing.
+        facts: fields of the entry, with ``name``.
+        size: side of the images in pixels; None for the size in training.
 
     Raises:
-        CheckpointError: it is damaged, does not say what it is of, or says more than plain values.
-        WeightsError: there is NaN or Inf in it, or a fact is not valid.
+        CheckpointError: it is damaged, lacks its hyperparameters, or holds more than plain values.
+        WeightsError: it has NaN or Inf, or a fact is not valid.
     """
     from revzoo.models import ImageNetwork
     from revzoo.models.save import pack
@@ -72,9 +73,8 @@ def publish(
     model = restored.module.model
     assert isinstance(model, ImageNetwork), "restore builds models of the zoo"
     side = size or restored.image_size or model.image_size
-    described = {**restored.facts, "input_size": (model.in_chans, side, side)}
-    name = facts["name"]
-    data, entry = pack(model, file=f"{name}.safetensors", facts={**described, **facts})
+    facts = {**restored.facts, "input_size": (model.in_chans, side, side), **facts}
+    data, entry = pack(model, file=f"{facts['name']}.safetensors", facts=facts)
     return _write(folder, entry, data)
 
 

@@ -1,8 +1,8 @@
-"""``revzoo plan NAME --budget 4GiB``: a memory mode for each step, the fastest within a budget.
+"""``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
 revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
 revzoo plan revnet110 --budget 1GiB --fit batch
-revzoo train model=revnet110 memory=budget memory.bytes=1GiB    # trains by such a plan
+revzoo train model=revnet110 memory=budget memory.bytes=1GiB    # trains with such a plan
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--budget", required=True, help="bytes of a training step, such as 4GiB")
     add_batch_options(parser, batch=64)
     parser.add_argument(
-        "--memory", metavar="MODE", help="the mode for steps that are inverted: invert or exact"
+        "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
     )
-    parser.add_argument("--fit", choices=FITS, help="find the largest that fits instead")
+    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits instead")
     parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
     parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
 
 
 def run(args: argparse.Namespace) -> None:
-    """Print the plan, or the largest that fits.
+    """Print the plan, or the largest batch, image or depth that fits.
 
     Raises:
-        ValueError: no such model, mode, batch or size; the budget is none, or too small.
+        ValueError: model, mode, batch or size do not exist; the budget is wrong or too small.
     """
     import torch
 
@@ -67,20 +67,20 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _largest(args: argparse.Namespace, budget: int) -> str:
-    """The largest batch, image or depth for which there is a plan, as a sentence."""
+    """A sentence with the largest batch, image or depth that has a plan."""
     from revzoo.profiling.fit import largest
     from revzoo.profiling.units import in_units
 
     start, need = _needs(args)
-    found = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
-    if found is None:
+    value = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
+    if value is None:
         return f"no {args.fit} of {args.name} fits {in_units(budget)}"
-    least = in_units(need(found) or 0)
-    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {found}, needs {least}"
+    least = in_units(need(value) or 0)
+    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {value}, needs {least}"
 
 
 def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
-    """Where to start the search, and the least peak for a value; None where it is impossible."""
+    """The first value of the search, and a function: the least peak of a value, None if wrong."""
     import torch
 
     from revzoo.models import create_model
@@ -98,12 +98,14 @@ def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
     def least(options: dict[str, Any], images: int, pixels: int) -> int | None:
         try:
             with torch.device("meta"):
-                made = create_model(args.name, num_classes=args.classes, **bits_of(args), **options)
-            made.check_size(pixels, pixels)
+                changed = create_model(
+                    args.name, num_classes=args.classes, **bits_of(args), **options
+                )
+            changed.check_size(pixels, pixels)
         except ValueError:
             return None
         shape = (images, channels, pixels, pixels)
-        return Planner(made, shape, inverting=args.memory, clock=False).least
+        return Planner(changed, shape, inverting=args.memory, clock=False).least
 
     if args.fit == "batch":
         return batch, lambda n: least({}, n, side)
@@ -119,7 +121,7 @@ def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
 
 
 def draw(planner: Any, plan: Any, path: Path) -> None:
-    """Time against memory: the frontier of plans, the pure modes and the plan that was chosen."""
+    """Draw time against memory: the frontier of plans, the pure modes and the chosen plan."""
     from revzoo.profiling.audit import plotting
 
     pyplot = plotting()
@@ -133,7 +135,7 @@ def draw(planner: Any, plan: Any, path: Path) -> None:
             axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
     axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", color="#d9485f", ms=14, label="chosen")
     axes.axvline(plan.budget / 2**20, color="#d9485f", lw=1, ls=":", label="budget")
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds a step", xlim=(0, None))
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
     axes.legend(frameon=False)
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -3,10 +3,10 @@
   revzoo predict NAME_OR_CKPT IMAGE_OR_FOLDER...
 
 NAME_OR_CKPT is a checkpoint of a run, or weights: a name such as revnet38.cifar10, a safetensors
-file, a folder of save_pretrained. Images are read as for evaluation (converted to the model's
-channels, resized, the middle cut out) and normalised with the numbers of the checkpoint: no data
-set is needed. Prints the --top most probable classes of each image as a table, or all of them with
---json or --csv.
+file, a folder of save_pretrained. Images are prepared as for evaluation: converted to the model's
+channels, resized, cropped to the centre, and normalised with the checkpoint's mean and deviation.
+No data set is needed. Prints a table with the --top most probable classes of each image, or all
+classes with --json or --csv.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=3, help="classes per line (3)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--device", help="such as cuda:1 (a GPU where there is one)")
+    parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_const", dest="form", const="json")
     form.add_argument("--csv", action="store_const", dest="form", const="csv")
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> None:
     """Classify, and print.
 
     Raises:
-        ConfigError: for a device that is not there.
+        ConfigError: the device, an image or a folder does not exist.
         SystemExit: the checkpoint or an image cannot be used; the message says why.
     """
     for name in ("top", "size", "batch_size"):
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> None:
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise ConfigError(
-            f"--device {args.device} ({reason}): expected a device that is here"
+            f"--device {args.device} ({reason}): expected a device of this machine"
         ) from None
     with quiet(), user_errors():
         check_imports(Path(source).absolute().parent.parent)

@@ -10,13 +10,15 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
 
 revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
 
-revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Two things may
-change: memory=MODE, and precision=NAME with --allow-precision-change.
+revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only
+memory=MODE may change, and precision=NAME with --allow-precision-change.
 
 NOTE [ The order of checks ]
-The command line is checked first, without torch; then the whole configuration; then the data are
-read. A run that cannot work ends with one or two lines and status 1, and leaves nothing behind.
-The folder is locked before anything is written into it.
+1. Check the command line, without torch.
+2. Check the whole configuration.
+3. Read the data.
+4. Lock the run's folder, then write into it.
+A run that cannot work ends with one or two lines and status 1, and leaves no files.
 """
 
 from __future__ import annotations
@@ -51,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--multirun", "-m", action="store_true", help="a run for each combination of the values")
     add("--cfg", "-c", choices=("job", "hydra", "all"), help="print the configuration and exit")
     add("--resolve", action="store_true", help="with --cfg: references resolved")
-    add("--package", "-p", metavar="SECTION", help="with --cfg: this section alone")
+    add("--package", "-p", metavar="SECTION", help="with --cfg: only this section")
     add("--config-dir", "-cd", type=Path, metavar="DIR", help="a further folder of options")
     add("--config-name", "-cn", metavar="NAME", help="the primary file (default train)")
     add("--config-path", "-cp", metavar="DIR", help="the folder of the primary file and the groups")
@@ -62,9 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         choices=INFO,
         metavar="WHAT",
-        help=f"how Hydra composes, and exit: {', '.join(INFO)}",
+        help=f"print how Hydra composes, and exit: {', '.join(INFO)}",
     )
-    add("--hydra-help", action="store_true", help="Hydra's own keys, and exit")
+    add("--hydra-help", action="store_true", help="print Hydra's keys, and exit")
     add("--shell-completion", "-sc", action="store_true", help="install=SHELL or uninstall=SHELL")
     add("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     add("--experimental-rerun", help=argparse.SUPPRESS)
@@ -78,14 +80,14 @@ def _groups() -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Train as the arguments say.
+    """Train, resume, or print information, by the arguments.
 
     Raises:
-        ConfigError: for what cannot be run, before anything is written.
-        SystemExit: as :func:`revzoo.cli.run.train.train` says.
+        ConfigError: the run cannot work; no file is written.
+        SystemExit: see :func:`revzoo.cli.run.train.train`.
     """
     if args.experimental_rerun is not None:
-        raise ConfigError("--experimental-rerun reads a pickle, which can run code: give overrides")
+        raise ConfigError("--experimental-rerun reads a pickle, which can run code: use overrides")
     if args.resume is not None:
         _resume(args)
         return
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def _source(args: argparse.Namespace) -> Source:
-    """Where the arguments say that configurations are read."""
+    """The source of configurations from ``-cp``, ``-cn`` and ``-cd``."""
     from revzoo.cli.config.compose import CONFIGS, Source
 
     path = args.config_path
@@ -159,22 +161,21 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        found = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
+        part = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
     except OmegaConfBaseException:
-        found = None
-    if found is None:
-        raise ConfigError(f"--package {args.package}: there is no such section")
-    if args.resolve and isinstance(found, Container):
-        OmegaConf.resolve(found)
-    text = OmegaConf.to_yaml(found) if isinstance(found, Container) else f"{found}\n"
-    sys.stdout.write(text)
+        part = None
+    if part is None:
+        raise ConfigError(f"--package {args.package}: expected a section of the configuration")
+    if args.resolve and isinstance(part, Container):
+        OmegaConf.resolve(part)
+    sys.stdout.write(OmegaConf.to_yaml(part) if isinstance(part, Container) else f"{part}\n")
 
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
     try:
         yield
-    except Exception as error:  # of Hydra, which expects a shell's variables and no overrides
+    except Exception as error:  # Hydra fails without the shell's variables or with overrides
         raise ConfigError(f"{type(error).__name__}: {one_line(error)}") from error
 
 

@@ -1,1 +1,1 @@
-"""The configuration: overrides, checks, building the parts of a run."""
+"""The configuration: composing it, checking it, and building the parts of a run."""

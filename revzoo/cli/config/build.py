@@ -38,7 +38,7 @@ PROFILERS: dict[str, type[Any]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-CSV_ALONE = "csv"  # metrics.csv, which every run writes, and no other logger
+CSV_ONLY = "csv"  # the kind of logger for metrics.csv only, which the others write too
 PLANNED = ("auto", "budget")  # memory modes that are planned for the run's batch
 METRICS_FILE = "metrics.csv"
 # arguments of the Trainer that build_trainer takes from other sections
@@ -62,7 +62,7 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 
 
 def memory_mode(config: Mapping[str, Any]) -> str | None:
-    """The memory mode in which a run's model is made; None for the model's default.
+    """The memory mode with which a run's model is created; None for the model's default.
 
     ``auto`` and ``budget`` start from the default, too (:mod:`revzoo.cli.run.memory`).
     """
@@ -77,7 +77,7 @@ def build_data(data: Mapping[str, Any]) -> ImageData:
 
 
 def data_name(config: Mapping[str, Any]) -> str:
-    """The name of the data module's class, under which a checkpoint keeps its state."""
+    """The name of the data module's class, which is the key of its state in checkpoints."""
     return DATA[config["data"]["_target_"]].__name__
 
 
@@ -85,7 +85,7 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     """The Lightning module for a data module after ``setup``, tried on one black image.
 
     Raises:
-        ValueError: from the model, if images of this size do not pass through it.
+        ValueError: from the model, if it cannot process images of this size.
     """
     spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
     channels_last = config["precision"]["channels_last"]
@@ -114,12 +114,12 @@ def build_loggers(
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
     if kind in EXTRAS and find_spec(EXTRAS[kind]) is None:
         raise ConfigError(f"logger={kind} needs a package: pip install {EXTRAS[kind]}")
-    if kind != CSV_ALONE and is_first_process():
-        loggers.append(LOGGERS[kind](run_dir, described(config), first_step, **options))
+    if kind != CSV_ONLY and is_first_process():
+        loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))
     return loggers
 
 
-def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
+def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     """A short description of a run, for tables that compare runs.
 
     TensorBoard shows the first five keys in alphabetical order by default.
@@ -127,14 +127,14 @@ def described(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     data, optim, trainer = config["data"], config["optim"], config["trainer"]
     root = f" {Path(data['root']).name}" if "root" in data else ""
     entry = MODELS.get(str(config["model"]["name"]).partition(".")[0])
-    own = entry.network.default_memory if entry else "default"
+    default_memory = entry.network.default_memory if entry else "default"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
     length = [f"{trainer[k]} {name}" for k, name in ends.items() if (trainer.get(k) or -1) > 0]
     rate = f"{optim['name']} with lr {optim['lr']:g}"
     return {
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
-        "memory": config["memory"]["mode"] or own,
+        "memory": config["memory"]["mode"] or default_memory,
         "model": config["model"]["name"],
         "seed": config["seed"],
         "training": ", ".join([*length, rate, config["precision"]["trainer"]]),
@@ -199,7 +199,7 @@ def in_parallel(trainer: Mapping[str, Any]) -> bool:
 def apply_precision(precision: Mapping[str, Any]) -> None:
     """Switch TensorFloat-32 on or off for this process.
 
-    Torch leaves it on for convolutions by default, so that "float32" would not mean float32.
+    Torch uses it for convolutions by default, which are then not computed in float32.
     """
     torch.set_float32_matmul_precision("high" if precision["tf32"] else "highest")
     torch.backends.cudnn.allow_tf32 = bool(precision["tf32"])

@@ -1,8 +1,8 @@
-"""Refuses what cannot be run, before any data is touched.
+"""Checks a composed configuration before reading any data.
 
-Each section of the configuration is checked by building the value object it describes, or by the
-rules below, so that a message comes from the one place that knows. Nothing is written, no model
-is initialised: the model is built on torch's ``meta`` device, where weights have shapes only.
+Each section is checked by building the object that it describes, or by the rules below, so each
+rule has one place. The checks write no files and initialise no weights: the model is built on
+torch's ``meta`` device.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from revzoo._checks import (
     keyword_names,
 )
 from revzoo.cli.config.build import (
-    CSV_ALONE,
+    CSV_ONLY,
     MANAGED_BY_TRAIN,
     PROFILERS,
     build_data,
@@ -50,7 +50,7 @@ from revzoo.training.optim.optimizers import OptimSpec
 
 SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
 VALUES = ("seed", "test")
-OPTIONAL = ("threads",)  # runs of earlier versions have none
+OPTIONAL = ("threads",)  # missing in runs of earlier versions
 MONITORED = {
     f"{split}/{name}": "min" if name == "loss" else "max"
     for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
@@ -61,40 +61,35 @@ FITTED = {
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
 }  # arguments that build.model_spec fills in
-LEAST = {
-    "max_epochs": 1,
-    "max_steps": 1,
-    "accumulate_grad_batches": 1,
-    "check_val_every_n_epoch": 1,
-}  # of Lightning's Trainer
+POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
 ENDLESS = ("max_epochs", "max_steps")  # may be -1
 PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
 def check_config(config: Mapping[str, Any]) -> None:
-    """Check a composed configuration, given as plain containers.
+    """Check a composed configuration (plain containers).
 
     Raises:
-        ValueError: with what was got, what is expected and what to do.
+        ValueError: naming the value, the expected ones and the remedy.
     """
-    with wrong_kinds():
+    with type_errors_explained():
         _check_sections(config)
 
 
 @contextmanager
-def wrong_kinds() -> Iterator[None]:
-    """One line for a value of a kind that no check has foreseen, such as a list for a name.
+def type_errors_explained() -> Iterator[None]:
+    """Turn the errors of a value with an unexpected type, such as a list for a name, into one line.
 
     Raises:
-        ConfigError: with the name of the error that it has caused.
+        ConfigError: with the type of the error.
     """
     try:
         yield
     except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
         raise ConfigError(
-            f"a value of the configuration is missing or of the wrong kind ({type(error).__name__}:"
-            f" {one_line(error)}): compare it with revzoo train --cfg job"
+            "a value of the configuration is missing or has the wrong type "
+            f"({type(error).__name__}: {one_line(error)}): compare it with revzoo train --cfg job"
         ) from error
 
 
@@ -114,7 +109,7 @@ def _check_sections(config: Mapping[str, Any]) -> None:
     OptimSpec.of(config["optim"])
     check_callbacks(config["callbacks"])
     check_monitors(config["callbacks"])
-    build_callbacks(config["callbacks"], run_dir=Path())  # each checks its values
+    build_callbacks(config["callbacks"], run_dir=Path())  # each constructor checks its values
     check_logger(config["logger"])
     check_data(config["data"])
     check_model(config)
@@ -123,13 +118,13 @@ def _check_sections(config: Mapping[str, Any]) -> None:
 
 
 def check_model(config: Mapping[str, Any]) -> None:
-    """Let the zoo check the model's name and keywords, and the memory mode with them."""
+    """Check the model's name, its keywords and the memory mode, by building it on ``meta``."""
     check_memory(config["memory"])
     if not isinstance(config["model"].get("name"), str):
         raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
     for key, source in FITTED.items():
         if key in config["model"]:
-            raise ConfigError(f"model.{key} is not set here: it is {source}")
+            raise ConfigError(f"model.{key} cannot be set: it is {source}")
     spec = model_spec(config, num_classes=10, in_chans=3)
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     check_types(start, {"checkpoint_path": str | None, "pretrained": bool}, where="model")
@@ -138,20 +133,20 @@ def check_model(config: Mapping[str, Any]) -> None:
     starts = bool(start.get("pretrained") or start.get("checkpoint_path"))
     check_finetuning(config["callbacks"].get("finetuning"), model, starts=starts)
     if start.get("pretrained") and not start.get("checkpoint_path"):
-        # known, at least; the package's weights are fetched when the run begins
+        # check that the name exists; the run downloads the weights later
         find_source(spec["name"], known=MODELS, pretrained=True)
 
 
 def check_memory(memory: Mapping[str, Any]) -> None:
-    """Check the names, and that a budget, and only a budget, comes with its bytes."""
+    """Check the keys; ``budget`` needs ``bytes``, and the other modes have none."""
     check_names(memory, ("mode", "bytes", "plan"), where="memory")
-    given = memory.get("bytes")
+    budget = memory.get("bytes")
     if memory["mode"] == "budget":
-        if given in (None, "???"):
+        if budget in (None, "???"):
             raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
-        bytes_from(given, name="memory.bytes")
-    elif given is not None:
-        raise ConfigError(f"memory.bytes={given} is a budget: give memory=budget with it")
+        bytes_from(budget, name="memory.bytes")
+    elif budget is not None:
+        raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
     plan = memory.get("plan")
     if plan is not None and not isinstance(plan, Mapping):
         raise ConfigError(f"memory.plan={plan!r:.80}: expected a mapping of steps to memory modes")
@@ -160,19 +155,19 @@ def check_memory(memory: Mapping[str, Any]) -> None:
 def check_finetuning(
     options: Mapping[str, Any] | None, model: torch.nn.Module, *, starts: bool
 ) -> None:
-    """Refuse parts that the model lacks, and to freeze a model that has learnt nothing yet."""
+    """Check that the model has the parts to unfreeze, and starts from trained weights."""
     if options is None:
         return
     Finetuning(**options).first_trained(model, epoch=0)
     if not starts:
         raise ConfigError(
-            "callbacks.finetuning would freeze random weights: give model.pretrained=true or "
-            "+model.checkpoint_path=FILE, or callbacks.finetuning=null"
+            "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
+            "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
         )
 
 
 def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Refuse to follow a figure that no run has, or in the wrong direction."""
+    """Check that each ``monitor`` is a figure of a run, and ``mode`` its direction."""
     for name, builder in CALLBACKS.items():
         parameters = signature(builder).parameters
         if callbacks.get(name) is None or "monitor" not in parameters:
@@ -186,13 +181,13 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
             )
         if mode != (better := MONITORED[figure]):
             raise ConfigError(
-                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so give "
+                f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
                 f"callbacks.{name}.mode={better}"
             )
 
 
 def check_data(data: Mapping[str, Any]) -> None:
-    """Check the set, the names of its options and, by its constructor, their values."""
+    """Check the data set's name, the names of its options and, by its constructor, their values."""
     target = data.get("_target_")
     check_choice("data._target_", target, DATA)
     kinds = (ImageData, DATA[str(target)])
@@ -209,36 +204,36 @@ def check_data(data: Mapping[str, Any]) -> None:
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
-    """Check the options of Lightning's Trainer, and that the run has a beginning and an end."""
+    """Check the options of Lightning's Trainer, and that the run has batches and an end."""
     names = [n for n in signature(pl.Trainer).parameters if n not in MANAGED_BY_TRAIN]
     check_names(trainer, names, where="trainer")
-    for key, least in LEAST.items():
+    for key in POSITIVE:
         value = trainer.get(key)
-        if value is not None and not (is_count(value, least) or (value == -1 and key in ENDLESS)):
+        if value is not None and not (is_count(value) or (value == -1 and key in ENDLESS)):
             endless = ", or -1" if key in ENDLESS else ""
-            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= {least}{endless}")
+            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1{endless}")
     ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
     if not any(ends) and trainer.get("max_time") is None:
         raise ConfigError(
-            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; give one"
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
         )
     if (clip := trainer.get("gradient_clip_val")) is not None:
         check_number("trainer.gradient_clip_val", clip)
-    for key, instead in {"train": "give some", "test": "test=false leaves the test out"}.items():
+    for key, instead in {"train": "allow some", "test": "test=false skips the test"}.items():
         if trainer.get(f"limit_{key}_batches") == 0:
             raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
     if trainer.get("val_check_interval") == 0:
-        raise ConfigError("trainer.val_check_interval=0: expected a share or number of batches")
+        raise ConfigError("trainer.val_check_interval=0: expected a fraction or number of batches")
     check_choice("trainer.profiler", trainer.get("profiler"), (*PROFILERS, None))
     check_types(trainer, get_type_hints(pl.Trainer.__init__), where="trainer")
     device_kind(trainer.get("accelerator"))
 
 
 def device_kind(accelerator: Any) -> str:
-    """The kind of device a run will be on: ``cpu``, ``cuda`` or ``mps``.
+    """The type of a run's device: ``cpu``, ``cuda`` or ``mps``.
 
     Raises:
-        ConfigError: if the accelerator is unknown or not there.
+        ConfigError: the accelerator is unknown, or this machine has none.
     """
     available = {
         "cuda": CUDAAccelerator.is_available(),
@@ -251,13 +246,13 @@ def device_kind(accelerator: Any) -> str:
         if available[kind]:
             return kind
     raise ConfigError(
-        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device here; "
-        "use trainer=cpu or trainer=auto"
+        f"trainer.accelerator={accelerator}: torch {torch.__version__} finds no such device; use "
+        "trainer=cpu or trainer=auto"
     )
 
 
 def check_precision(precision: Mapping[str, Any], device: str) -> None:
-    """Refuse number formats that the device lacks or that exclude each other."""
+    """Check that the device supports the precision, and that its options do not contradict."""
     check_names(precision, tuple(PRECISION), where="precision")
     check_types(precision, PRECISION, where="precision")
     name, tf32 = precision["trainer"], precision["tf32"]
@@ -266,23 +261,23 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
         "precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16": (
             name == "16-mixed" and device == "cpu"
         ),
-        "precision=fp64 is not there on mps: use trainer=cpu": (
+        "precision=fp64 is not supported on mps: use trainer=cpu": (
             name == "64-true" and device == "mps"
         ),
         f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use precision=fp32": (
             tf32 and device != "cuda"
         ),
         f"precision.tf32=true changes float32 only, but precision.trainer={name}: "
-        "use precision=tf32 alone": tf32 and name != "32-true",
+        "use precision=tf32 only": tf32 and name != "32-true",
     }
-    for message, is_so in refused.items():
-        if is_so:
+    for message, applies in refused.items():
+        if applies:
             raise ConfigError(message)
 
 
 def check_logger(logger: Mapping[str, Any]) -> None:
-    """Refuse a kind of logger that does not exist, and unknown options."""
-    kind, kinds = logger.get("kind"), (*LOGGERS, CSV_ALONE)
+    """Check the kind of the logger and the names of its options."""
+    kind, kinds = logger.get("kind"), (*LOGGERS, CSV_ONLY)
     check_choice("logger.kind", kind, (*kinds, None))
     options = keyword_names(LOGGERS[kind]) if kind in LOGGERS else ()
     check_names(logger, ("kind", *options), where="logger")

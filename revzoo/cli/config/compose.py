@@ -1,23 +1,22 @@
 """Composes a configuration with Hydra, and checks a command line against it.
 
-Hydra refuses an unknown key too, but does not name the key that was meant. Here overrides are
-parsed by Hydra's own parser and compared with the composed configuration: the group's options for
-``model=revnet39``, the keys for ``optim.lrr=1``, the type of the default for
-``trainer.max_epochs=many``. This needs neither torch nor Lightning, so a typo gets a quick
-answer.
+Hydra also refuses an unknown key, but does not suggest the nearest one. We parse overrides with
+Hydra's parser and compare them with the composed configuration: ``model=revnet39`` with the group's
+options, ``optim.lrr=1`` with the keys, ``trainer.max_epochs=many`` with the type of the default.
+This imports neither torch nor Lightning, so a typo gets a quick answer.
 
 Known limit: a key added with ``+`` must be in an existing section; the section's builder checks
 its name.
 
-NOTE [ Hydra's own section ]
+NOTE [ Hydra's section ]
 ``hydra.*`` of a configuration holds import paths (callbacks, launcher, sweeper, log handlers),
 environment variables and files to write. Hydra merges that section from every file it reads, so
-``experiment=x`` of a downloaded folder can choose them. Therefore:
-1. Hydra only composes. Nothing of its section is instantiated before rule 3 holds; callbacks,
+``experiment=x`` of a downloaded folder can set them. Therefore:
+1. Hydra only composes. No class of its section is instantiated before rule 3 holds; callbacks,
    launchers and sweepers never are (:mod:`revzoo.cli.commands.train`).
 2. A primary file with ``hydra.searchpath`` is refused before Hydra composes: ``pkg://x`` imports x.
-3. The composed section must equal the one that Hydra's own package gives, except for
-   :data:`FREE`, which name folders and switches, and :data:`SET_BY_HYDRA`.
+3. The composed section must equal the default of Hydra's package, except for :data:`FREE`, which
+   are folders and switches, and :data:`SET_BY_HYDRA`.
 4. ``--experimental-rerun`` reads a pickle and is refused.
 """
 
@@ -50,16 +49,16 @@ from revzoo.cli.config.yaml_files import check_growth
 
 HYDRA_VERSION = "1.3"
 MOST_FILES = 10_000  # in a folder of configurations
-MOST_VALUES = 10_000  # of one key of several runs
+MOST_VALUES = 10_000  # of one key in a multirun
 CONFIGS = Path(str(files("revzoo.configs")))
-# a number in one option of a group, a word in another
+# a number in some options of the group, a word in others
 WORD_OR_NUMBER = ("trainer.devices",)
 # The keys of Hydra that users may set, on the command line or in files.
 FREE = (
     "hydra.run.dir",
     "hydra.sweep.dir",
     "hydra.sweep.subdir",
-    "hydra.job.name",  # of the log file: a plain name; Lightning sets it in further processes
+    "hydra.job.name",  # the name of the log file; Lightning sets it in further processes
     "hydra.job.chdir",
     "hydra.output_subdir",  # .hydra or null; Lightning sets null in further processes
     "hydra.mode",
@@ -79,11 +78,11 @@ HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
 
 @dataclass(frozen=True)
 class Source:
-    """Where a configuration is read.
+    """The files of a configuration.
 
     Attributes:
         name: the primary file, which lists the groups.
-        folder: of the primary file and its groups.
+        folder: the folder of the primary file and its groups.
         extra: a further folder, searched after it (``--config-dir``).
     """
 
@@ -97,15 +96,15 @@ TRAIN = Source()
 
 @contextmanager
 def hydra_of(source: Source) -> Iterator[Hydra]:
-    """Hydra on this source, for the block.
+    """Initialise Hydra with this source, inside the context.
 
     Raises:
-        ConfigError: a folder does not exist, or a file of the user's is not to be composed.
+        ConfigError: a folder does not exist, or a user's file is refused.
     """
     theirs = [folder for folder in (source.folder, source.extra) if folder not in (CONFIGS, None)]
     for folder in theirs:
         if folder is None or not folder.is_dir():
-            raise ConfigError(f"there is no folder {folder}: expected one of configurations")
+            raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
         for path in _config_files(folder):
             check_growth(path)
     version.setbase(HYDRA_VERSION)
@@ -126,39 +125,38 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
 
 
 def _config_files(folder: Path) -> list[Path]:
-    found: list[Path] = []
+    paths: list[Path] = []
     for number, path in enumerate(folder.rglob("*")):
         if number == MOST_FILES:
             raise ConfigError(
-                f"{folder} has more than {MOST_FILES:,} files: expected a folder of configurations "
-                "alone"
+                f"{folder} has more than {MOST_FILES:,} files: expected a folder of configurations"
             )
         if path.suffix in (".yaml", ".yml"):
-            found.append(path)
-    return sorted(found)
+            paths.append(path)
+    return sorted(paths)
 
 
 def _check_search_path(hydra: Hydra, source: Source) -> None:
-    # see NOTE [ Hydra's own section ], 2
+    # see NOTE [ Hydra's section ], 2
     repository = hydra.config_loader.repository  # type: ignore[attr-defined]
     try:
         loaded = repository.load_config(source.name)
-        found = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
-    except Exception as error:  # of the libraries, which have no common class
+        paths = None if loaded is None else OmegaConf.select(loaded.config, "hydra.searchpath")
+    except Exception as error:  # the errors of the libraries have no common base class
         raise ConfigError(f"{source.name}: {one_line(error)}") from None
-    if found is not None:
+    if paths is not None:
         raise ConfigError(
-            f"hydra.searchpath={found} in {source.name}: a file may not name further places to "
-            "read or import; give --config-dir DIR"
+            f"hydra.searchpath={paths} in {source.name}: a file cannot add places to read or "
+            "import; use --config-dir DIR"
         )
 
 
 def compose_checked(overrides: Sequence[str], source: Source = TRAIN) -> DictConfig:
-    """The configuration with ``overrides``, every key checked.
+    """Compose a configuration with ``overrides`` after checking every key.
 
     Args:
         overrides: as on the command line, without sweeps.
-        source: where it is read.
+        source: the files.
 
     Raises:
         ConfigError: naming the nearest valid key or option.
@@ -169,12 +167,12 @@ def compose_checked(overrides: Sequence[str], source: Source = TRAIN) -> DictCon
 def compose_whole(
     overrides: Sequence[str], source: Source = TRAIN, *, trusted: Sequence[str] = ()
 ) -> tuple[DictConfig, DictConfig]:
-    """As :func:`compose_checked`; the second configuration has Hydra's section, too, checked.
+    """As :func:`compose_checked`, and the same with Hydra's section, which is checked too.
 
     Args:
         overrides: as on the command line, without sweeps.
-        source: where it is read.
-        trusted: further overrides, by the program itself.
+        source: the files.
+        trusted: overrides that the program adds; they are not checked.
     """
     overrides = with_libraries(overrides)
     with hydra_of(source):
@@ -187,7 +185,7 @@ def compose_whole(
     try:
         for key in _keys(base):
             _check_type(key, OmegaConf.select(base, key), OmegaConf.select(cfg, key))
-    except OmegaConfBaseException as error:  # a reference that leads nowhere
+    except OmegaConfBaseException as error:  # a reference to a missing key
         raise ConfigError(one_line(error)) from None
     return cfg, whole
 
@@ -205,14 +203,14 @@ def with_libraries(overrides: Sequence[str]) -> list[str]:
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
     try:
         return compose(name, list(overrides), return_hydra_config=with_hydra)
-    except Exception as error:  # a file may hold anything, and Hydra meets it unprepared
+    except Exception as error:  # Hydra does not validate files, so any error can occur
         if not isinstance(error, HydraException | OmegaConfBaseException):
             raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
         raise ConfigError(one_line(error)) from None
 
 
 def _check_hydra_section(cfg: DictConfig) -> None:
-    """Refuse what NOTE [ Hydra's own section ], 3, does not allow.
+    """Check rule 3 of NOTE [ Hydra's section ].
 
     Raises:
         ConfigError: naming the key.
@@ -221,15 +219,15 @@ def _check_hydra_section(cfg: DictConfig) -> None:
     chosen = [f"{group}={choices.get(group)}" for group in HYDRA_GROUPS]
     with hydra_of(TRAIN):
         packaged = OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
-    given = OmegaConf.to_container(cfg.hydra, resolve=False)
-    for key, value in _differing(packaged, given, "hydra"):
+    composed = OmegaConf.to_container(cfg.hydra, resolve=False)
+    for key, value in _differing(packaged, composed, "hydra"):
         if key in FREE or key.startswith(("hydra.help.", "hydra.hydra_help.")):
             continue
         if any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
             continue
         raise ConfigError(
-            f"{key}={value!r:.80} is set by a configuration file: of Hydra's own keys, files may "
-            f"set {', '.join(FREE)}"
+            f"{key}={value!r:.80} is set by a configuration file: files may set only these keys of "
+            f"Hydra: {', '.join(FREE)}"
         )
     name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
     if not isinstance(verbose, bool | str | ListConfig):
@@ -241,22 +239,22 @@ def _check_hydra_section(cfg: DictConfig) -> None:
         raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
 
 
-def _differing(expected: Any, found: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """The dotted keys at which two plain values differ, and what was found there."""
-    if isinstance(expected, dict) and isinstance(found, dict):
-        for name in {**expected, **found}:
-            yield from _differing(expected.get(name), found.get(name), f"{key}.{name}")
-    elif expected != found:
-        yield key, found
+def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield each dotted key at which two plain values differ, and the value of ``got``."""
+    if isinstance(expected, dict) and isinstance(got, dict):
+        for name in {**expected, **got}:
+            yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
+    elif expected != got:
+        yield key, got
 
 
 def to_plain(cfg: DictConfig) -> dict[str, Any]:
-    """The configuration as plain containers, every reference resolved.
+    """The configuration as plain containers, with references resolved.
 
-    Missing values stay ``"???"`` for the checks to name.
+    Missing values stay ``"???"``; the checks report them.
 
     Raises:
-        ConfigError: a reference leads nowhere.
+        ConfigError: a reference names a missing key.
     """
     try:
         plain = OmegaConf.to_container(cfg, resolve=True)
@@ -267,7 +265,7 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
 
 
 def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
-    """Check the keys and options of several runs (``-m``), not the combinations they make.
+    """Check the keys and options of several runs (``-m``), but not their combinations.
 
     Raises:
         ConfigError: naming the nearest valid key or option.
@@ -278,7 +276,7 @@ def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Overri
 
 
 def _check(overrides: Sequence[str], name: str) -> DictConfig:
-    """Check names; return the configuration that the choice of options alone gives."""
+    """Check names; return the configuration with the chosen options, without other overrides."""
     loader = GlobalHydra.instance().config_loader()
     parsed = check_hydra(overrides, loader)
     groups = [group for group in loader.list_groups("") if group != "hydra"]
@@ -296,16 +294,16 @@ def _check(overrides: Sequence[str], name: str) -> DictConfig:
 
 
 def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
-    """The parsed overrides; of Hydra's own keys only :data:`FREE`.
+    """Parse overrides; of Hydra's section, only :data:`FREE` is allowed.
 
     Raises:
-        ConfigError: for any other key of Hydra, or an override that is none.
+        ConfigError: another key of Hydra, or no valid override.
     """
     try:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     except HydraException as error:
-        given = f"{error.override}" if isinstance(error, OverrideParseException) else ""
-        raise ConfigError(_parse_error(given, one_line(error, lines=1))) from None
+        text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
+        raise ConfigError(_parse_error(text, one_line(error, lines=1))) from None
     for override in parsed:
         if isinstance(values := override.value(), RangeSweep):
             _check_range(override, values)
@@ -313,32 +311,32 @@ def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) ->
         places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
         if "hydra" in places and (key not in known or override.package):
             raise ConfigError(
-                f"{override.input_line}: of Hydra's own keys there are {', '.join(known)} here"
+                f"{override.input_line}: expected one of Hydra's keys {', '.join(known)}"
                 + _meant(key, known)
             )
     return parsed
 
 
 def _check_range(override: Override, values: RangeSweep) -> None:
-    # Hydra writes all values down, and some of range(0,1e9) would fill the memory
+    # Hydra makes a list of all values: range(0,1e9) would fill the memory
     step, stop = (values.step, values.stop)
     count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
     if not step or not 0 <= count <= MOST_VALUES:
         raise ConfigError(
-            f"{override.input_line}: expected a range of at most {MOST_VALUES:,} values, from the "
-            "first in steps towards the last"
+            f"{override.input_line}: expected at most {MOST_VALUES:,} values, in steps from the "
+            "first towards the last"
         )
 
 
-def _parse_error(given: str, reason: str) -> str:
-    """Why ``given`` is no override, and how to write it; ``reason`` is Hydra's."""
-    if given and "=" not in given:
-        return f"{given}: expected KEY=VALUE"
-    if any(given.count(a) > given.count(b) for a, b in ("{}", "[]", "()")):
-        return f"{given} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
-    if given.count("=") > 1 and '"' not in given:
+def _parse_error(text: str, reason: str) -> str:
+    """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
+    if text and "=" not in text:
+        return f"{text}: expected KEY=VALUE"
+    if any(text.count(a) > text.count(b) for a, b in ("{}", "[]", "()")):
+        return f"{text} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
+    if text.count("=") > 1 and '"' not in text:
         reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
-    return f"{given}: {reason}" if given else reason
+    return f"{text}: {reason}" if text else reason
 
 
 def _check_choice(override: Override, loader: ConfigLoader) -> None:
@@ -352,7 +350,7 @@ def _check_choice(override: Override, loader: ConfigLoader) -> None:
         if option is not None and str(option) not in options:
             group, hint = override.key_or_group, _meant(str(option), options)
             listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
-            plugin = "; --import MODULE loads your own" if group in ("model", "data") else ""
+            plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
             raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
 
 
@@ -376,7 +374,7 @@ def _check_key(override: Override, base: DictConfig, groups: Sequence[str]) -> N
 
 
 def _off(key: str, override: Override, base: DictConfig) -> str:
-    """For an option of something that is null: how to switch it on with this option."""
+    """For an option of a key that is null: how to set the key with this option."""
     section, _, leaf = key.rpartition(".")
     if section not in list(_keys(base)) or OmegaConf.select(base, section) is not None:
         return ""
@@ -385,7 +383,7 @@ def _off(key: str, override: Override, base: DictConfig) -> str:
 
 
 def _of_others(key: str, groups: Sequence[str]) -> str:
-    """For a key that other options of its group have: which."""
+    """For a key that only other options of its group have: their names."""
     group, _, leaf = key.partition(".")
     if group not in groups or "." in leaf:
         return ""
@@ -399,7 +397,7 @@ def _of_others(key: str, groups: Sequence[str]) -> str:
 
 
 def _check_type(key: str, before: Any, after: Any) -> None:
-    """Refuse a word where there was a number, a number where there was a truth value."""
+    """Refuse a word in place of a number, or a number in place of true or false."""
     if after is None or before == after or key in WORD_OR_NUMBER:
         return
     if isinstance(before, bool):
@@ -427,17 +425,17 @@ def _keys(node: Any, prefix: str = "") -> Iterable[str]:
 
 
 def _meant_in_section(key: str, base: DictConfig) -> str:
-    """For a key of a section that is there: its nearest one, or all and how to add another."""
+    """For a key of an existing section: the nearest key, or all keys and how to add another."""
     section, _, leaf = key.rpartition(".")
-    there = OmegaConf.select(base, section) if section else None
-    if not isinstance(there, DictConfig):
+    node = OmegaConf.select(base, section) if section else None
+    if not isinstance(node, DictConfig):
         return ""
     values = [name for name in _keys(base) if not OmegaConf.is_dict(OmegaConf.select(base, name))]
-    near = nearest(leaf, own := list(map(str, there)), cutoff=0.6)
+    near = nearest(leaf, names := list(map(str, node)), cutoff=0.6)
     places = [f"{section}.{near[0]}"] if near else [v for v in values if v.endswith(f".{leaf}")]
     if places:
         return f"; did you mean {places[0]!r}?"
-    return f" (there is {', '.join(own)}); +{key}=VALUE adds one that the section knows"
+    return f" (there is {', '.join(names)}); +{key}=VALUE adds another option of the section"
 
 
 def _meant(key: str, known: Sequence[str]) -> str:

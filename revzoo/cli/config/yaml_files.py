@@ -1,4 +1,4 @@
-"""YAML files: written whole or not at all; read with a bound on what their aliases grow to."""
+"""Reads YAML files, with a limit on the size that aliases expand to, and writes them atomically."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.errors import ConfigError, one_line
 
 MAX_BYTES = 1 << 20
-MAX_NODES = 100_000  # of a document, after every alias is replaced by what it stands for
+MAX_NODES = 100_000  # of a document with all aliases expanded
 MAX_DEPTH = 50
 
 
 def write_yaml(values: Mapping[str, Any], path: Path) -> None:
-    """Write plain containers as YAML, whole or not at all."""
+    """Write plain containers as YAML, atomically."""
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML mapping as plain containers; references (``${...}``) stay as they are.
+    """Read a YAML mapping as plain containers; references (``${...}``) are not resolved.
 
     Raises:
-        ConfigError: naming the file, if it is no YAML, no mapping, too deep or too large.
+        ConfigError: the file is no YAML, no mapping, too deep or too large.
     """
     check_growth(path)
     try:
@@ -35,7 +35,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{path} cannot be read ({one_line(error)}): restore it from a copy"
         ) from None
-    except Exception as error:  # of the libraries, which have no common class
+    except Exception as error:  # the errors of the libraries have no common base class
         raise ConfigError(
             f"{path} is no YAML ({one_line(error)}): restore it from a copy"
         ) from None
@@ -45,13 +45,13 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def check_growth(path: Path) -> None:
-    """Refuse a file that takes a kilobyte on disk and gigabytes in memory.
+    """Refuse a file of a kilobyte that would take gigabytes in memory.
 
-    OmegaConf copies the node of an alias at each place, so that aliases of aliases grow
-    exponentially. The parser's events show the size in advance, without recursion.
+    OmegaConf copies the node of an alias at each use, so aliases of aliases grow exponentially. The
+    parser's events show the size in advance, without recursion.
 
     Raises:
-        ConfigError: naming the file.
+        ConfigError: the file is no YAML, or too large.
         ValueError: it is no regular file.
     """
     check_regular(path)
@@ -76,8 +76,8 @@ def check_growth(path: Path) -> None:
                         sizes[anchor] = count - before
                 if count > MAX_NODES or len(open_nodes) > MAX_DEPTH:
                     raise ConfigError(
-                        f"{path} has more than {MAX_NODES} values or {MAX_DEPTH} levels, aliases "
-                        "written out: expected a configuration"
+                        f"{path} has more than {MAX_NODES} values or {MAX_DEPTH} levels, with "
+                        "aliases expanded: expected a configuration"
                     )
     except (yaml.YAMLError, UnicodeError) as error:
         raise ConfigError(f"{path} is no YAML ({one_line(error)})") from None

@@ -1,1 +1,1 @@
-"""A run's folder, lock, errors and processes."""
+"""Running: training, resuming, evaluation, and a run's folder, lock and processes."""

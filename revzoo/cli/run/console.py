@@ -28,14 +28,14 @@ NUMBERS = {
     "64-true": "float64",
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
-}  # by the Trainer's name of a precision
-COUNTED = 2  # images whose activations are counted; no memory is taken for them
+}  # the Trainer's names of precisions, in words
+COUNTED = 2  # images of the counted step, on the meta device
 
 
 class LogFormat(logging.Formatter):
-    """``08:01:30 message``; in files with the date; levels above INFO are named.
+    """``08:01:30 message``, with the date in files, and with the level above INFO.
 
-    Hydra's own prefix takes 70 columns of a line.
+    Hydra's prefix takes 70 columns of a line.
     """
 
     def __init__(self, *, date: bool) -> None:
@@ -47,19 +47,19 @@ class LogFormat(logging.Formatter):
 
 
 def shorten_log() -> None:
-    """Give the handlers of the root logger, which Hydra has made, the form above."""
+    """Set :class:`LogFormat` on the handlers of the root logger, which Hydra has created."""
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
 
 
-def tell_opening(
+def log_opening(
     config: Mapping[str, Any],
     trainer: pl.Trainer,
     module: Classifier,
     data: ImageData,
     run_dir: Path,
 ) -> None:
-    """Log what is trained, on what, how, and where."""
+    """Log the model, the data, the memory mode, the device, the recipe and the folder."""
     for name, text in _opening(config, trainer, module, data, run_dir):
         log.info("%-8s %s", name, text)
 
@@ -79,17 +79,17 @@ def _opening(
     yield "data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"
     yield "", f"{data.train_count:,} to train, {data.val_count:,} to validate"
     kept = kept_bytes(module, data)
-    each = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations an image"
-    yield "memory", f"{_modes(config, module)}{each}"
+    size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
+    yield "memory", f"{_modes(config, module)}{size}"
     yield "device", ", ".join(_device(config, trainer))
     steps = f"{config['trainer']['max_steps']} steps"
     count_of = trainer.max_epochs or -1
     epochs = f"{count_of} epoch{'s' * (count_of != 1)}" if count_of > 0 else steps
-    size = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     optim = config["optim"]
     rate = f"{optim['name']} with lr {optim['lr']:g}"
-    yield "train", f"{epochs}, {size} images a step, {rate}, seed {config['seed']}"
-    yield "folder", str(near(run_dir))
+    yield "train", f"{epochs}, {batch} images per step, {rate}, seed {config['seed']}"
+    yield "folder", str(short_path(run_dir))
 
 
 def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
@@ -104,7 +104,7 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
 
 
 def _modes(config: Mapping[str, Any], module: Classifier) -> str:
-    """The memory mode, and of a plan how many steps have which."""
+    """The memory mode; for a plan, the number of steps in each mode."""
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
         return memory_of(module)
@@ -113,45 +113,45 @@ def _modes(config: Mapping[str, Any], module: Classifier) -> str:
 
 
 def kept_bytes(module: Classifier, data: ImageData) -> int | None:
-    """Peak bytes of activations an image, as ``revzoo info`` counts them; None where it cannot.
+    """Peak bytes of activations per image, as ``revzoo info`` counts them; None if that fails.
 
-    Counted with a copy on torch's ``meta`` device, in float32: shapes are enough.
+    Counts with a float32 copy on torch's ``meta`` device: shapes are enough.
     """
     try:
         model = copy.deepcopy(module.model).to("meta", torch.float32)
         with torch.device("meta"):
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
             return activation_bytes(model, images)
-    except (RuntimeError, MemoryError):  # a layer of the user's looks at values, say
+    except (RuntimeError, MemoryError):  # for instance, a user's layer reads values
         return None
 
 
-def tell_result(
+def log_result(
     trainer: pl.Trainer, figures: Mapping[str, float], *, seconds: float, run_dir: Path, best: Any
 ) -> None:
-    """Log what came out, and the commands that a user wants next."""
+    """Log the figures, and the commands that a user wants next."""
     epochs = trainer.current_epoch
-    told = f"{epochs} epoch{'s' * (epochs != 1)}, {trainer.global_step:,} steps"
-    log.info("%-8s %s in %s", "trained", told, clock(seconds))
+    length = f"{epochs} epoch{'s' * (epochs != 1)}, {trainer.global_step:,} steps"
+    log.info("%-8s %s in %s", "trained", length, clock(seconds))
     for split, weights in {"val": "last", "test": "best checkpoint" if best else "last"}.items():
-        own = in_order({k: v for k, v in figures.items() if k.startswith(f"{split}/")})
-        found = [f"{name.partition('/')[2]} {value:.4f}" for name, value in own.items()]
-        if found:
-            log.info("%-8s %s (%s)", split, ", ".join(found), weights)
+        of_split = in_order({k: v for k, v in figures.items() if k.startswith(f"{split}/")})
+        texts = [f"{name.partition('/')[2]} {value:.4f}" for name, value in of_split.items()]
+        if texts:
+            log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
     for name, command in _commands(trainer, run_dir, best):
         log.info("%-8s %s", name, command)
 
 
 def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[str, str]]:
-    if any(isinstance(each, pl.loggers.TensorBoardLogger) for each in trainer.loggers):
-        yield "curves", tool_line("tensorboard", "--logdir", near(run_dir))
+    if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
+        yield "curves", tool_line("tensorboard", "--logdir", short_path(run_dir))
     if best:
         arguments = import_arguments()
-        yield "predict", f"{command_line('predict', *arguments, near(best))} IMAGES"
-        yield "evaluate", command_line("eval", *arguments, f"ckpt={near(best)}")
+        yield "predict", f"{command_line('predict', *arguments, short_path(best))} IMAGES"
+        yield "evaluate", command_line("eval", *arguments, f"ckpt={short_path(best)}")
 
 
-def near(path: Path) -> Path:
-    """A path as short as it can be written from the working directory."""
+def short_path(path: Path) -> Path:
+    """The path relative to the working directory if it is below it; otherwise absolute."""
     path, here = Path(path).absolute(), Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path

@@ -1,4 +1,4 @@
-"""Which errors end a program with their message alone."""
+"""The errors that end a program with their message, without a traceback."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.tuning.out_of_memory import NoMemoryError
 from revzoo.weights.errors import WeightsError
 
-# while a run is being prepared
+# during the preparation of a run
 USER_ERRORS = (
     ValueError,
     DataError,
@@ -24,16 +24,16 @@ USER_ERRORS = (
     WeightsError,
     OSError,
 )
-# what ends a training that has begun
+# errors that end training after its start; the run still writes its summary
 ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 
 
 @contextmanager
 def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[None]:
-    """End the program with an error's message alone, where the message says what to do.
+    """End the program with the message of an error of these ``kinds``.
 
-    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, traceback and all.
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, with its traceback.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The figures of a trained model on a split of data."""
+"""Evaluates a trained model on a split of data."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
 
 
 def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a checkpoint on a split: ``test/loss``, ``test/acc`` and so on.
+    """Evaluate a checkpoint on a split; return ``test/loss``, ``test/acc`` and so on.
 
     Args:
         config: ``configs/eval.yaml``, composed, as plain containers; ``data`` may be missing.
 
     Raises:
-        ValueError: for a configuration that cannot be run.
-        CheckpointError, WeightsError: if the checkpoint or the weights cannot be used.
-        DataError: if the data cannot, or have other classes than the checkpoint.
-        NoMemoryError: if so many images at once do not fit.
+        ValueError: the configuration is wrong.
+        CheckpointError, WeightsError: the checkpoint or the weights cannot be used.
+        DataError: the data cannot be used, or have other classes than the checkpoint.
+        NoMemoryError: a batch does not fit into memory.
     """
     check_eval(config)
     if is_first_process():
@@ -59,7 +59,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     testing = config["split"] == "test"
     if not data.has(config["split"]):
         if testing:
-            raise DataError("the data have no test split: evaluate split=val")
+            raise DataError("the data have no test split: use split=val")
         check_held_back(config["ckpt"], data_config)
     data.load_state_dict(restored.data_state)
     if is_first_process():
@@ -85,10 +85,10 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
 
 
 def check_eval(config: Mapping[str, Any]) -> None:
-    """Refuse a configuration that cannot be run, before any data is touched.
+    """Check the configuration, except for the data, before reading any files.
 
     Raises:
-        ConfigError: with what was got and what is expected.
+        ConfigError: naming the option.
     """
     check_names(config, KEYS, where="config")
     if config["ckpt"] in (None, "", "???"):
@@ -104,27 +104,27 @@ def check_eval(config: Mapping[str, Any]) -> None:
 
 
 def recorded_data(checkpoint: str) -> dict[str, Any]:
-    """The data section of the run that a checkpoint lies in.
+    """The data section of the run whose folder contains a checkpoint.
 
     Raises:
-        ConfigError: if it does not lie in a run's folder.
+        ConfigError: the checkpoint is not in a run's folder.
     """
     data = run_data(checkpoint)
     if data is None:
         raise ConfigError(
-            f"{checkpoint} does not lie in the folder of a run, so its data are not known: give "
+            f"{checkpoint} is not in the folder of a run, so its data are unknown: give "
             "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
         )
     return data
 
 
 def run_of(checkpoint: str) -> Path:
-    """The folder of the run that a checkpoint lies in, if it lies in one."""
+    """The folder of a checkpoint's run, if the checkpoint is in one."""
     return Path(checkpoint).absolute().parent.parent
 
 
 def run_data(checkpoint: str) -> dict[str, Any] | None:
-    """As :func:`recorded_data`; None for a checkpoint that does not lie in a run's folder.
+    """As :func:`recorded_data`; None for a checkpoint outside a run's folder.
 
     Raises:
         ConfigError: the run's configuration names no data.
@@ -139,9 +139,9 @@ def run_data(checkpoint: str) -> dict[str, Any] | None:
 
 
 def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
-    """Refuse another part of the training images than the run has held back for its validation.
+    """Check that the validation split is the run's: another one would contain training images.
 
-    Weights that do not lie in the folder of a run do not say which that was: then it is a warning.
+    For weights outside the folder of a run the split is unknown: this logs a warning.
 
     Raises:
         ConfigError: naming the options that differ.
@@ -150,20 +150,20 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
     if trained is None:
         if is_first_process():
             log.warning(
-                "%s does not say which images were held back from its training: those evaluated "
-                "may be among the others",
+                "%s has no record of its validation split: some of the evaluated images may have "
+                "been training images",
                 checkpoint,
             )
         return
     same = all(data.get(key) == trained.get(key) for key in ("_target_", "root"))
     differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
     if same and differing:
-        was, given = (
-            " ".join(f"data.{key}={of.get(key)}" for key in differing) for of in (trained, data)
+        expected, got = (
+            " ".join(f"data.{key}={d.get(key)}" for key in differing) for d in (trained, data)
         )
         raise ConfigError(
-            f"the run held back its validation images with {was}; with {given} some of them were "
-            f"trained on: give {was}"
+            f"{got} would evaluate training images: the run's validation split has {expected}; "
+            f"give {expected}"
         )
 
 
@@ -171,5 +171,5 @@ def _check_images(restored: Restored, *, in_chans: int) -> None:
     if in_chans != restored.in_chans:
         raise DataError(
             f"the model takes images of {restored.in_chans} channels, the data have "
-            f"{in_chans}: set data.in_chans={restored.in_chans}, or give the data it was trained on"
+            f"{in_chans}: set data.in_chans={restored.in_chans}, or use the data of its training"
         )

@@ -1,8 +1,8 @@
-"""The files of a run beside its checkpoints and logs.
+"""The files of a run, except for its checkpoints and logs.
 
-``config.yaml`` is the resolved configuration; ``sessions.jsonl`` has a line for each start of the
-run, with the command's overrides, the versions and the state of the checkout; ``summary.json`` has
-the final figures, also for a run that was stopped or failed.
+- ``config.yaml``: the resolved configuration.
+- ``sessions.jsonl``: a line for each start of the run, with overrides, versions and git state.
+- ``summary.json``: the final figures, also of a run that was stopped or failed.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
 
 
 def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
-    """Write the configuration, every reference resolved, as ``config.yaml``."""
+    """Write the resolved configuration as ``config.yaml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_yaml(config, run_dir / CONFIG_FILE)
 
 
 def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """The configuration of a run, as it was last started or resumed.
+    """Read ``config.yaml``.
 
     Raises:
-        ConfigError: if there is none, or it is no YAML mapping.
+        ConfigError: there is none, or it is no YAML mapping.
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
@@ -64,13 +64,13 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
 
 @contextmanager
 def errors_naming(path: Path) -> Iterator[None]:
-    """Errors in the block name the file that is wrong, whatever kind they are.
+    """Turn all errors in the block into one line that names the file.
 
-    A configuration that was edited by hand may hold anything anywhere, and the checks of a section
-    expect the types that a composed configuration has.
+    A configuration that was edited by hand may hold any value anywhere, while the checks expect the
+    types of a composed configuration.
 
     Raises:
-        ConfigError: in one line.
+        ConfigError: for any error in the block.
     """
     try:
         yield
@@ -78,50 +78,46 @@ def errors_naming(path: Path) -> Iterator[None]:
         raise ConfigError(f"{path}: {one_line(error)}") from None
     except Exception as error:
         raise ConfigError(
-            f"{path} is not as a run has written it ({type(error).__name__}: {one_line(error)}): "
-            "restore it from a copy"
+            f"{path} is damaged ({type(error).__name__}: {one_line(error)}): restore it from a copy"
         ) from error
 
 
 def check_files(run_dir: Path) -> None:
-    """Refuse a folder in which a file that a run reads or appends to is something else, as a FIFO.
+    """Check that the files that a run reads or appends to are regular files, not a FIFO, say.
 
     Raises:
-        ValueError: naming it.
+        ValueError: naming the file.
     """
     names = (CONFIG_FILE, SESSIONS_FILE, SUMMARY_FILE, METRICS_FILE, LOG_FILE, LOCK_FILE)
     check_regular(*(run_dir / name for name in names))
 
 
 def check_unused(run_dir: Path) -> None:
-    """Refuse to begin a run in the folder of another one.
+    """Check that the folder of a new run contains no run.
 
     Raises:
-        ConfigError: with the command that resumes the other run.
+        ConfigError: it does; the message has the command that resumes that run.
         ValueError: as :func:`check_files`.
     """
     check_files(run_dir)
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
-            f"{run_dir} already holds a run: resume it with --resume {run_dir}, or give another "
+            f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose another "
             "hydra.run.dir"
         )
 
 
-def way_on(run_dir: Path) -> str:
-    """How the user continues a run that was stopped."""
+def resume_hint(run_dir: Path) -> str:
+    """The command that continues a stopped run, for a message."""
     if not (run_dir / CONFIG_FILE).exists():
-        return "the run had not begun: start it anew"
+        return "training had not started: run the command again"
     saved = has_saved(run_dir / CHECKPOINTS)
-    note = "" if saved else " (nothing is saved yet: from the start)"
+    note = "" if saved else " (no checkpoint yet: from the start)"
     return f"to resume: {command_line('train', '--resume', run_dir, *import_arguments())}{note}"
 
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
-    """Remove what Hydra has written, and the folders that are empty then; nothing else.
-
-    The working directory stays, empty or not.
-    """
+    """Remove the files that Hydra has written, then empty folders; keep the working directory."""
     for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
         path.unlink(missing_ok=True)
     for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
@@ -134,9 +130,9 @@ def discard_folder(run_dir: Path, *, log_name: str) -> None:
 
 
 def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -> None:
-    """Add a line to ``sessions.jsonl`` for a run that starts now, at optimiser step ``from_step``.
+    """Add a line to ``sessions.jsonl`` for a start of the run at optimiser step ``from_step``.
 
-    The line's ``git`` is null where the package does not run from a checkout.
+    ``git`` is null if the package is not in a checkout.
     """
     session = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -156,7 +152,7 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, Any] | None:
-    """The commit of the checkout that this package is in, and whether files were changed."""
+    """The commit of this package's checkout, and the changed files."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
@@ -186,15 +182,14 @@ def describe_run(
 
     Args:
         trainer: the run's, after training.
-        module: what was trained.
-        seconds: the time of the training, in all sessions of the run; see
-            :func:`seconds_before`.
+        module: the trained module.
+        seconds: training time in all sessions of the run; see :func:`seconds_before`.
         figures: metrics by name.
-        stopped: what has ended the run, if it did not end by itself.
+        stopped: the signal or error that ended the run; None for a normal end.
     """
     device = module.device
     best = best_checkpoint_path(trainer)
-    root = os.path.realpath(trainer.default_root_dir)  # as Lightning resolves the checkpoint's path
+    root = os.path.realpath(trainer.default_root_dir)  # Lightning resolves checkpoint paths, too
     return {
         "metrics": dict(figures),
         "epochs": trainer.current_epoch,
@@ -211,9 +206,9 @@ def describe_run(
 
 
 def seconds_before(run_dir: Path) -> float:
-    """The training time, in seconds, that the run's summary says; 0 where there is none.
+    """The training time of earlier sessions in seconds, from the run's summary; 0 without one.
 
-    A session that was killed has left no summary, and is not counted.
+    A killed session writes no summary and does not count.
     """
     try:
         seconds = json.loads((run_dir / SUMMARY_FILE).read_text())["train_seconds"]
@@ -222,7 +217,7 @@ def seconds_before(run_dir: Path) -> float:
         return 0.0
     except (OSError, ValueError, TypeError, KeyError) as error:
         log.warning(
-            "%s does not say the training time so far (%r): it is counted from 0",
+            "%s lacks the training time so far (%r): counting from 0",
             run_dir / SUMMARY_FILE,
             error,
         )
@@ -230,6 +225,6 @@ def seconds_before(run_dir: Path) -> float:
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
-    """Write ``summary.json``; a figure that is not finite stays readable as a word."""
+    """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
     text = json.dumps(summary, indent=2, sort_keys=True)
     write_atomically(run_dir / SUMMARY_FILE, f"{text}\n".encode())

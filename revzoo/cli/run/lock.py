@@ -1,10 +1,10 @@
-"""One program at a time in a folder.
+"""Locks a folder, so that only one program at a time uses it.
 
-The lock belongs to the open file, not to a note that is left in it: the system releases it when the
-holder ends, however it ends. It does not pass on to programs that the holder starts, nor to its
-forks, such as the workers that load its images: they outlive for seconds a holder that is killed.
+The lock belongs to the open file: the system releases it when the holder ends, also after a kill.
+Programs that the holder starts do not inherit it. Nor do its forks, such as data-loading workers,
+which outlive a killed holder for seconds.
 
-Why not ``filelock``: it does not say who holds the lock, and empties the file when it asks for it.
+Why not ``filelock``: it does not name the holder, and empties the file when it asks for the lock.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _held: set[IO[str]] = set()  # files whose locks this process holds
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of ``folder``, which must exist; other processes of one run share the first's.
+    """Hold the lock of ``folder``, which must exist; in a distributed run, rank 0 holds it.
 
     Raises:
-        SystemExit: another program holds it; the message says which one.
+        SystemExit: another program holds it; the message names the process.
     """
     with ExitStack() as stack:
         if is_first_process():
@@ -52,14 +52,14 @@ def _lock(file: IO[str], folder: Path) -> None:
         file.seek(0)
         raise ConfigError(in_use(folder, file.read().strip())) from None
     except OSError as error:
-        log.warning("%s has no locks (%s): start no second program there", folder, error)
+        log.warning("cannot lock %s (%s): do not start a second program there", folder, error)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
     file.flush()
 
 
 def _forget_locks() -> None:
-    """Close a fork's files: as long as one process has a file open, the system keeps its lock."""
+    """Close the files in a fork: the system keeps a lock while any process has its file open."""
     for file in _held:
         file.close()
     _held.clear()
@@ -72,6 +72,6 @@ def in_use(folder: Path, holder: str) -> str:
     """The message for a second program in a folder."""
     pid = holder.split()[1] if holder else "PID"
     return (
-        f"{folder} is in use by {holder or 'another process'}: wait until it has ended, end it "
-        f"(kill {pid}), or give another folder; nothing was changed"
+        f"{folder} is in use by {holder or 'another process'}: wait until it ends, stop it "
+        f"(kill {pid}), or use another folder; no file was changed"
     )

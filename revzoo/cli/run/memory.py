@@ -30,37 +30,37 @@ log = logging.getLogger(__name__)
 def with_plan(
     config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
 ) -> dict[str, Any]:
-    """Set the module's memory by the plan of the run; returns the configuration with the plan.
+    """Set the module's memory modes by the run's plan; return the configuration with the plan.
 
     Args:
-        config: the run's, checked.
+        config: the checked configuration of the run.
         module: on the CPU, in training mode.
-        data: set up.
-        device: where the module will be trained.
+        data: a data module after ``setup``.
+        device: the device of the training.
 
     Raises:
-        BudgetError: a ValueError: ``memory.bytes`` is less than any plan needs.
+        BudgetError: ``memory.bytes`` is less than any plan needs; a ValueError.
     """
     memory = config["memory"]
     plan: Mapping[str, str] | None = memory.get("plan")
     if memory["mode"] not in PLANNED:
         return dict(config)
     if plan is None:
-        plan = _made(config, module, data, device)
+        plan = _new_plan(config, module, data, device)
     if plan is None:
         return dict(config)
     set_memory(module.model, plan)
     return {**config, "memory": {**memory, "plan": dict(plan)}}
 
 
-def _made(
+def _new_plan(
     config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
 ) -> Plan | None:
-    """The plan, told in one line; None where ``auto`` leaves the model as it is."""
+    """Make a plan and log it; None if ``auto`` keeps the model's mode."""
     mode = config["memory"]["mode"]
     default = getattr(module.model, "default_memory", "store")
     if mode == "auto" and not mode_of(default).inverts:
-        return None  # nothing to invert: the model's own mode is the fastest
+        return None  # the model has no inverse, so its default mode is the fastest
     shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     try:
         with _autocast(config["precision"]["trainer"], device):
@@ -73,18 +73,18 @@ def _made(
                 device=device,
             )
             plan = planner.auto() if mode == "auto" else planner.plan(config["memory"]["bytes"])
-    except Exception as error:  # a model of the user may do what fake tensors cannot
+    except Exception as error:  # a user's model may fail on fake tensors
         if mode == "budget":
             raise
-        own = inverting_mode(module.model)
-        log.info("memory=auto: the model cannot be planned (%s): memory=%s", error, own)
+        used = inverting_mode(module.model)
+        log.info("memory=auto: the model cannot be planned (%s); using memory=%s", error, used)
         return None
     if is_first_process():
-        log.info("memory=%s: %s", mode, _told(plan, planner))
+        log.info("memory=%s: %s", mode, _summary(plan, planner))
     return plan
 
 
-def _told(plan: Plan, planner: Planner) -> str:
+def _summary(plan: Plan, planner: Planner) -> str:
     modes = [plan[link.name] for link in planner.chain.links if link.name]
     counts = ", ".join(f"{modes.count(m)} {m}" for m in dict.fromkeys(modes))
     pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}

@@ -1,9 +1,9 @@
 """Several runs from one command line (``-m seed=0,1``), each a plain run in its own process.
 
-A job is the same as without ``-m``: it may be distributed (``trainer=ddp``), and if it fails, the
-others still run. This process writes nothing: each job locks its folder before it writes there.
+A job is a normal run: it may be distributed (``trainer=ddp``), and if it fails, the others still
+run. This process writes no files: each job locks its folder before it writes there.
 
-Why not Hydra's launcher: it writes into the folders of the jobs before they can be locked, and
+Why not Hydra's launcher: it writes into the folders of the jobs before they are locked, and
 Lightning repeats its command line in each process of a distributed job.
 """
 
@@ -32,11 +32,11 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
     """Run a job for each combination of the values, one after the other.
 
     Raises:
-        ConfigError: for a command line that makes no jobs.
+        ConfigError: the command line is wrong.
         SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
     """
     check_started_together(overrides, several=True)
-    jobs, own = split_jobs(overrides, source)
+    jobs, shared = split_jobs(overrides, source)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     log.info("Launching %d jobs, one after the other", len(jobs))
     failed, sweep_dir = [], None
@@ -44,15 +44,16 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         log.info("  #%d: %s", number, " ".join(job))
         trusted = [f"hydra.job.num={number}"]
         try:
-            _, whole = compose_whole([*job, *own], source, trusted=trusted)
-            sweep_dir = sweep_dir or Path(str(whole.hydra.sweep.dir))  # once: it has the time
+            _, whole = compose_whole([*job, *shared], source, trusted=trusted)
+            # resolve it once: its name contains the time
+            sweep_dir = sweep_dir or Path(str(whole.hydra.sweep.dir))
             run_dir = sweep_dir / str(whole.hydra.sweep.subdir)
             status = run_program(
                 [
                     *process_of("train"),
                     *source_arguments(source),
                     *import_arguments(),
-                    *(*job, *own, f"hydra.run.dir={quoted(run_dir)}"),
+                    *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
                 ]
             )
         except ConfigError as error:
@@ -61,7 +62,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         except RunStopped as stopped:
             sys.exit(stopped.status)
         if status:
-            failed.append(f"{run_dir}: the run has ended with status {status}")
+            failed.append(f"{run_dir}: the run failed with status {status}")
     if failed:
         sys.exit("\n".join(f"revzoo: {message}" for message in failed))
 
@@ -73,47 +74,47 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
         ConfigError: naming the key or the range.
     """
     parsed = check_sweep(overrides, source)
-    theirs = [str(o.input_line) for o in parsed if o.is_hydra_override()]
-    own = [o for o in theirs if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
+    hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
+    shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
     try:
         (jobs,) = BasicSweeper.split_arguments(
             [o for o in parsed if not o.is_hydra_override()], max_batch_size=None
         )
     except HydraException as error:
         raise ConfigError(f"-m: {one_line(error)}; revzoo sweep searches intervals") from None
-    return jobs, own
+    return jobs, shared
 
 
 def source_arguments(source: Source) -> list[str]:
-    """The options of a command line that say which configuration is composed."""
-    found = {
+    """The command-line options that select ``source``."""
+    options = {
         "--config-name": source.name if source.name != TRAIN.name else None,
         "--config-path": source.folder if source.folder != CONFIGS else None,
         "--config-dir": source.extra,
     }
-    return [str(part) for option, value in found.items() if value for part in (option, value)]
+    return [str(part) for option, value in options.items() if value for part in (option, value)]
 
 
 def check_started_together(overrides: Sequence[str], *, several: bool) -> None:
-    """Refuse processes of ``torchrun`` or ``srun`` that would not find each other.
+    """Check that processes of ``torchrun`` or ``srun`` share one run and one folder.
 
     Args:
-        overrides: of the command line.
-        several: whether it asks for several runs (``-m``, ``revzoo sweep``).
+        overrides: the command line.
+        several: whether it starts several runs (``-m``, ``revzoo sweep``).
 
     Raises:
-        ConfigError: naming what to add.
+        ConfigError: naming the option to add.
     """
     count = started_together()
     if count == 1:
         return
     if several:
         raise ConfigError(
-            f"several runs are started one by one, but there are {count} processes of this program "
-            "already, and each would start them all: leave out torchrun or srun"
+            f"torchrun or srun has started {count} processes, and each would start all runs: start "
+            "several runs without torchrun and srun"
         )
     if not any(override.startswith("hydra.run.dir=") for override in overrides):
         raise ConfigError(
-            f"{count} processes were started together and need one folder: add "
-            "hydra.run.dir=outputs/NAME, with a name that no other run has"
+            f"torchrun or srun has started {count} processes, which need one folder: add "
+            "hydra.run.dir=outputs/NAME, with a new name"
         )

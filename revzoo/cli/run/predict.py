@@ -1,4 +1,4 @@
-"""Class probabilities of image files, and how they are printed."""
+"""Class probabilities of image files, and their output as a table, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -29,47 +29,47 @@ def predict(
     image_size: int | None = None,
     device: str | torch.device = "cpu",
 ) -> Iterator[Prediction]:
-    """Class probabilities of image files, and of all images in folders.
+    """Yield the class probabilities of image files, and of all images in folders.
 
-    Images are resized and cropped as in training; without ``crop_pct`` they stay whole.
+    Images are resized and cropped as in training; without ``crop_pct`` they are not cropped.
 
     Args:
         restored: from :func:`revzoo.training.checkpoint.restore.restore`.
-        paths: files and folders, which are searched in depth.
-        batch_size: images per step.
+        paths: files and folders, which are searched recursively.
+        batch_size: images per forward pass.
         image_size: side in pixels; None for the checkpoint's.
-        device: where to compute.
+        device: the device of the network.
 
     Raises:
-        CheckpointError: if a network's output is NaN or Inf.
-        DataError: if a path does not exist or is no image, or a folder has none.
+        CheckpointError: the network's output is NaN or Inf.
+        DataError: a path does not exist or is no image, or a folder has no images.
     """
     if image_size is None and restored.image_size is None:
-        raise DataError("the checkpoint does not say how large its images were: give --size PIXELS")
+        raise DataError("the checkpoint has no image size: give --size PIXELS")
     network = restored.module.model.to(device)
     assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
     files = [str(path) for path in image_files(paths)]
     images = (open_image(path, restored.in_chans) for path in files)
-    found = classify(network, images, size=image_size, batch_size=batch_size)
-    return zip(files, found, strict=True)
+    probabilities = classify(network, images, size=image_size, batch_size=batch_size)
+    return zip(files, probabilities, strict=True)
 
 
 def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
-    """The files among ``paths`` and the images below the folders, sorted by name.
+    """Yield the files among ``paths``, and the images below the folders, sorted by name.
 
     Raises:
-        DataError: if there is no such file, or no image in a folder.
+        DataError: there is no such file, or no image in a folder.
     """
-    for given in map(Path, paths):
-        if given.is_file():
-            yield given
-        elif given.is_dir():
-            found = [p for p in sorted(given.rglob("*")) if p.suffix.lower() in IMG_EXTENSIONS]
-            if not found:
-                raise DataError(f"no images in {given}: expected {', '.join(IMG_EXTENSIONS)}")
-            yield from found
+    for path in map(Path, paths):
+        if path.is_file():
+            yield path
+        elif path.is_dir():
+            images = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMG_EXTENSIONS]
+            if not images:
+                raise DataError(f"no images in {path}: expected {', '.join(IMG_EXTENSIONS)}")
+            yield from images
         else:
-            raise DataError(f"there is no image or folder {given}")
+            raise DataError(f"there is no image or folder {path}")
 
 
 def as_table(predictions: Sequence[Prediction], top: int) -> str:

@@ -1,9 +1,8 @@
-"""Continues a run: ``revzoo train --resume RUN_DIR``.
+"""Resumes a run: ``revzoo train --resume RUN_DIR``.
 
-``config.yaml`` of the run fixes what it computes; resumed on the CPU it ends with the weights and
-figures of a run that was never stopped, bit for bit. Two things may change: the memory mode, which
-does not change what is computed, and, with ``--allow-precision-change``, the precision. A change is
-written to ``config.yaml``, for the next time.
+The run's ``config.yaml`` determines its results: on the CPU, a resumed run ends with the same
+weights and figures as one that was never stopped, bit for bit. The memory mode may change and, with
+``--allow-precision-change``, the precision. Changes are written to ``config.yaml``.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.plugins import check_imports
+from revzoo.cli.run.console import shorten_log
 from revzoo.cli.run.errors import user_errors
 from revzoo.cli.run.folder import CONFIG_FILE, LOG_FILE, check_files, errors_naming, recorded_config
 from revzoo.cli.run.lock import locked
@@ -36,8 +36,6 @@ from revzoo.training.optim.optimizers import OptimSpec
 
 log = logging.getLogger(__name__)
 
-LOG_FORMAT = "[%(asctime)s][%(name)s][%(levelname)s] - %(message)s"  # as Hydra's
-
 
 def resume(
     run_dir: Path, overrides: Sequence[str] = (), *, allow_precision_change: bool = False
@@ -47,13 +45,13 @@ def resume(
     Args:
         run_dir: the run's folder.
         overrides: ``memory=MODE`` and ``precision=NAME``.
-        allow_precision_change: whether the precision may change the figures.
+        allow_precision_change: whether the precision may change, and with it the figures.
 
     Returns:
         The figures of the run.
 
     Raises:
-        SystemExit: the run cannot be resumed, or not with these changes; the message says why.
+        SystemExit: the run cannot resume, or not with these changes; the message says why.
     """
     run_dir = run_dir.absolute()
     path = run_dir / CONFIG_FILE
@@ -73,14 +71,14 @@ def resume(
 
 
 def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
-    """The checkpoint to resume from; None if the run was stopped before it had saved any.
+    """The checkpoint to resume from; None if the run has saved none.
 
     Raises:
-        SystemExit: if there are checkpoints but none that can be used.
+        SystemExit: all checkpoints are damaged or another run's.
     """
     if not has_saved(run_dir / CHECKPOINTS):
         if is_first_process():
-            log.info("nothing was saved in %s: the run begins from the start", run_dir)
+            log.info("%s has no checkpoint: the run starts from the beginning", run_dir)
         return None
     with user_errors():
         check = partial(check_state, config, run_dir=run_dir)
@@ -89,11 +87,11 @@ def last_state(run_dir: Path, config: Mapping[str, Any]) -> Path | None:
 
 
 def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
-    """Refuse a checkpoint that does not fit the run's configuration.
+    """Check that a checkpoint fits the run's configuration.
 
     Raises:
-        DamagedCheckpoint: it is not as a run has saved it.
-        CheckpointError: it is of another run, or has hyperparameters that none has.
+        DamagedCheckpoint: the checkpoint is damaged.
+        CheckpointError: it comes from another run, or its hyperparameters are refused.
     """
     check_parts(state)
     check_hyperparameters(state["hyper_parameters"])
@@ -113,37 +111,37 @@ def _changes(
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
         raise ConfigError(
-            f"the run computes in precision.trainer={config['precision']['trainer']}, "
+            f"the run uses precision.trainer={config['precision']['trainer']}, "
             f"{precision['trainer']} would change its figures: add --allow-precision-change "
-            "if you want that"
+            "to accept this"
         )
     return changed
 
 
 def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Path) -> None:
-    """Refuse a checkpoint of another model or recipe than the configuration's.
+    """Check that a checkpoint has the model and the recipe of the configuration.
 
     Raises:
-        CheckpointError: naming what differs.
+        CheckpointError: naming the section that differs.
     """
-    kept = state["hyper_parameters"]
-    model = kept["model"]
+    hyper = state["hyper_parameters"]
+    model = hyper["model"]
     same_size = {name: model[name] for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
-    # a checkpoint brings its own weights: it does not keep where the run's first ones came from
+    # a checkpoint contains the weights and does not record the source of the initial ones
     spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
     spec["name"] = spec["name"].partition(".")[0]
-    # as specs, since options that came later are not in it
-    wanted: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
-    optim = OptimSpec.of(kept["optim"]).plain()
-    found: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
-    if others := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
-        wanted["data"], found["data"] = data_name(config), ", ".join(others)
-    for section, options in wanted.items():
-        if options != found[section]:
+    # OptimSpec adds the defaults of options that are newer than the checkpoint
+    expected: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
+    optim = OptimSpec.of(hyper["optim"]).plain()
+    saved: dict[str, Any] = {"model": {key: model.get(key) for key in spec}, "optim": optim}
+    if names := [kind.__name__ for kind in DATA.values() if kind.__name__ in state]:
+        expected["data"], saved["data"] = data_name(config), ", ".join(names)
+    for section, options in expected.items():
+        if options != saved[section]:
             raise CheckpointError(
                 f"{run_dir / CONFIG_FILE} and the checkpoint differ in {section}: {options} and "
-                f"{found[section]}; restore the configuration that the run was started with"
+                f"{saved[section]}; restore the configuration with which the run started"
             )
 
 
@@ -158,8 +156,8 @@ def logged_to(run_dir: Path) -> Iterator[None]:
     level = root.level
     root.setLevel(logging.INFO)
     for handler in handlers:
-        handler.setFormatter(logging.Formatter(LOG_FORMAT))
         root.addHandler(handler)
+    shorten_log()
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""A program in its own process, which is asked to end when this one is.
+"""Runs a program in a child process, and passes signals on to it.
 
-Trials of a search and jobs of a multirun are plain runs of ``revzoo train``, started here. Such a
-run leaves nothing behind in memory, in random states or in the environment, and fails alone. It
-starts its own processes if it is distributed.
+Trials of a sweep and jobs of a multirun are plain runs of ``revzoo train``, started here. In a
+separate process, a run cannot change the memory, random states or environment of the next one, and
+one failure does not end the others. A distributed run starts further processes itself.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ def run_program(
     should_end: Callable[[], bool] | None = None,
     poll: float = 1.0,
 ) -> int:
-    """Start a program, wait for its end; returns its exit status.
+    """Start a program and wait until it ends; return its exit status.
 
-    It stays in this process's group: Ctrl-C reaches it from the terminal. SIGTERM is passed on,
-    also for an interrupt, which may have been sent to this process alone; a run that is asked twice
-    stops once.
+    The program is in this process's group, so Ctrl-C on the terminal reaches both. After a signal
+    this process also sends it SIGTERM, since an interrupt may have reached only this process. A run
+    that gets both stops once.
 
     Args:
         command: the program and its arguments.
-        output: where its output and errors go; None for this process's.
-        should_end: asked every ``poll`` seconds; once it says so, SIGTERM is sent.
-        poll: in seconds.
+        output: a file for its output and errors; None for this process's.
+        should_end: called every ``poll`` seconds; once it returns True, the program gets SIGTERM.
+        poll: seconds.
 
     Raises:
-        RunStopped: this process was asked to end; the program has ended before.
+        RunStopped: this process received a signal; the program has ended.
     """
-    asked: list[int] = []
+    received: list[int] = []
     process: subprocess.Popen[bytes] | None = None
 
     def pass_on(signum: int, frame: FrameType | None) -> None:
-        asked.append(signum)
+        received.append(signum)
         if process is not None:
             process.terminate()
 
@@ -51,7 +51,7 @@ def run_program(
     try:
         errors = subprocess.STDOUT if output is not None else None
         process = subprocess.Popen(list(command), stdout=output, stderr=errors)
-        if asked:  # while it was being started
+        if received:  # between the first line of this function and now
             process.terminate()
         while process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
@@ -59,11 +59,11 @@ def run_program(
             if should_end is not None and process.returncode is None and should_end():
                 process.terminate()
                 should_end = None
-        if asked:
-            raise RunStopped(asked[0])
+        if received:
+            raise RunStopped(received[0])
         return process.returncode
     finally:
-        if process is not None and process.poll() is None:  # something else has gone wrong
+        if process is not None and process.poll() is None:  # after any other error
             process.terminate()
             process.wait()
         for signum, handler in before.items():
@@ -71,6 +71,6 @@ def run_program(
 
 
 def quoted(value: object) -> str:
-    """A value of an override that is taken as the text it is."""
+    """Quote a value of an override, so that Hydra reads it as plain text."""
     text = str(value).replace("'", "\\'")
     return f"'{text}'"

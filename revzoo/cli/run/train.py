@@ -1,4 +1,4 @@
-"""A run, from its checked configuration to its figures."""
+"""Runs training and test from a checked configuration."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from revzoo.cli.config.build import (
     build_trainer,
     data_name,
 )
-from revzoo.cli.config.checks import check_config, wrong_kinds
+from revzoo.cli.config.checks import check_config, type_errors_explained
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.run.console import shorten_log, tell_opening, tell_result
+from revzoo.cli.run.console import log_opening, log_result, shorten_log
 from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, user_errors
 from revzoo.cli.run.folder import (
     CONFIG_FILE,
@@ -37,8 +37,8 @@ from revzoo.cli.run.folder import (
     describe_run,
     discard_folder,
     record_session,
+    resume_hint,
     seconds_before,
-    way_on,
     write_config,
     write_summary,
 )
@@ -61,7 +61,7 @@ from revzoo.training.tuning.out_of_memory import memory_errors
 
 log = logging.getLogger(__name__)
 
-# set by Lightning: for a deterministic run the first two, by its seeding the others
+# environment variables that Lightning sets: two for deterministic runs, two with the seed
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "HOROVOD_FUSION_THRESHOLD",
@@ -73,17 +73,17 @@ VARIABLES = (
 def begin(
     config: Mapping[str, Any], whole: DictConfig, *, overrides: Sequence[str]
 ) -> dict[str, float]:
-    """Check, make and lock a folder, and train there; returns the final figures.
+    """Create, check and lock a run's folder, and train there; return the final figures.
 
-    A run that is refused removes its folder again.
+    If the run cannot start, its folder is removed.
 
     Args:
         config: the composed configuration as plain containers.
         whole: the same with Hydra's section, checked.
-        overrides: the command line's.
+        overrides: of the command line.
 
     Raises:
-        SystemExit: as :func:`train`; or the folder is in use or holds a run.
+        SystemExit: as :func:`train`; or the folder is in use or contains a run.
     """
     hydra_cfg = whole.hydra
     if not is_first_process():
@@ -93,10 +93,10 @@ def begin(
         check_config(config)
         try:
             folder = Path(str(hydra_cfg.run.dir))
-        except OmegaConfBaseException as error:  # a reference that leads nowhere
+        except OmegaConfBaseException as error:  # a reference to a missing key
             raise ConfigError(one_line(error)) from None
         check_unused(folder)
-    hydra_cfg.run.dir = str(folder)  # resolved once: it has the time
+    hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
     with locked(run_dir):
@@ -104,7 +104,7 @@ def begin(
             check_unused(run_dir)
         try:
             job = run_job(
-                lambda _: train(config, run_dir=run_dir, overrides=own_overrides(overrides)),
+                lambda _: train(config, run_dir=run_dir, overrides=without_hydra(overrides)),
                 config=whole,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
@@ -117,8 +117,8 @@ def begin(
             raise
 
 
-def own_overrides(overrides: Sequence[str]) -> list[str]:
-    """The overrides of the configuration, without Hydra's."""
+def without_hydra(overrides: Sequence[str]) -> list[str]:
+    """The overrides without those of Hydra's section."""
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 
@@ -129,21 +129,21 @@ def train(
     overrides: Sequence[str] = (),
     resume: Path | None = None,
 ) -> dict[str, float]:
-    """Train, then test the best checkpoint; leaves configuration, logs and figures in ``run_dir``.
+    """Train, then test the best checkpoint; write configuration, logs and figures to ``run_dir``.
 
     Args:
         config: a composed configuration as plain containers.
         run_dir: the run's folder.
-        overrides: what was asked for on the command line, for the record.
+        overrides: of the command line, for the record.
         resume: the checkpoint to resume from; None for a new run.
 
     Returns:
-        The last figures of training and validation, and of the test; none if the run was only a
-        search.
+        The last figures of training and validation, and of the test; empty after a search with
+        ``tuner.then=stop``.
 
     Raises:
-        SystemExit: if the configuration or the data cannot be used, if training fails in a known
-            way (the message says why), or with 143 or 130 after SIGTERM or Ctrl-C.
+        SystemExit: the configuration or the data cannot be used, or training fails in a known way
+            (the message says why); or with 143 or 130 after SIGTERM or Ctrl-C.
     """
     shorten_log()
     stop = GracefulStop()
@@ -158,17 +158,16 @@ def train(
     except RunStopped as stopped:
         status = stopped.status
         if is_first_process():
-            log.warning("%s; %s", stopped, way_on(run_dir))
-    # Not inside the handler: the exception holds the frames, and they the graph of the step that
-    # it ended, which must not outlive the interpreter.
+            log.warning("%s; %s", stopped, resume_hint(run_dir))
+    # Exit outside the handler: the exception refers to its frames, and these to the graph of the
+    # interrupted step, which must be freed before the interpreter ends.
     sys.exit(status)
 
 
 def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """Find what ``config["tuner"]`` asks for; returns the configuration of the run that follows."""
+    """Run the search of ``config["tuner"]``; return the configuration of the run that follows."""
     with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
-        check_config(config)
-        use_threads(config)
+        prepare_process(config)
         following = tune(config, run_dir)
     if config[SECTION]["then"] == "stop":
         write_config(config, run_dir)
@@ -184,41 +183,38 @@ def _train(
     stop: GracefulStop,
 ) -> dict[str, float]:
     with quiet(), user_errors():
-        check_config(config)
-        use_threads(config)
-        apply_precision(config["precision"])
-        pl.seed_everything(config["seed"], workers=True, verbose=False)
+        prepare_process(config)
         again = (run_dir / CONFIG_FILE).exists()
         step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
-        with wrong_kinds():
+        with type_errors_explained():
             trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
         data = build_data(config["data"])
         if trainer.is_global_zero and "root" in config["data"]:
-            log.info("reading  %s", config["data"]["root"])  # many files take minutes
+            log.info("reading  %s", config["data"]["root"])  # takes minutes for many files
         data.prepare_data()
         data.setup("fit")
         check_batch_size(data.batch_size, data.train_count, trainer.world_size)
-        if trained_on is not None:  # now, as the model is made for these data
+        if trained_on is not None:  # before the model, which is built for these data
             _check_same_data(trained_on, data)
         module = build_module(config, data)
         config = with_plan(config, module, data, trainer.strategy.root_device)
     if trainer.is_global_zero:
         if resume is None:
             write_config(config, run_dir)
-        else:  # what it changes is to stay, once the checkpoint has been accepted
+        else:  # record changes only after the trainer has accepted the checkpoint
             recorder = pl.callbacks.LambdaCallback(
                 on_train_start=lambda *_: write_config(config, run_dir)
             )
             trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
         record_session(run_dir, overrides=overrides, from_step=step or 0)
-        tell_opening(config, trainer, module, data, run_dir)
+        log_opening(config, trainer, module, data, run_dir)
         if resume is not None:
             log.info("resuming at step %d, from %s", step, resume)
     return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
 
 
 def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
-    """The optimiser steps done when a checkpoint was saved, and what it says of the data."""
+    """The optimiser steps of a checkpoint, and its state of the data module."""
     state = read_checkpoint(path)
     return state["global_step"], state[data_name(config)]
 
@@ -228,7 +224,7 @@ def _check_same_data(trained_on: Mapping[str, Any], data: ImageData) -> None:
     if (channels := trained_on.get("in_chans", data.in_chans)) != data.in_chans:
         raise DataError(
             f"the run was trained on images of {channels} channels, these have {data.in_chans}: "
-            f"give data.in_chans={channels}"
+            f"set data.in_chans={channels}"
         )
 
 
@@ -242,27 +238,27 @@ def fit_and_test(
     test: bool,
     resume: Path | None = None,
 ) -> dict[str, float]:
-    """Train, test the best checkpoint (the last weights, if none was kept), write the summary.
+    """Train, test the best checkpoint (without one, the last weights), write the summary.
 
     Raises:
-        SystemExit: training or test has failed in a known way; the summary says so, too.
+        SystemExit: training or test has failed in a known way; the summary has the message, too.
         RunStopped: after SIGTERM or Ctrl-C.
     """
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
-    stopped, asked = None, False
+    stopped, by_signal = None, False
     try:
         with quiet(), redirected_log(trainer), memory_errors(trainer, module, data):
             trainer.fit(module, datamodule=data, ckpt_path=resume, weights_only=True)
-        figures = gathered(trainer)
+        figures = figures_of(trainer)
         seconds = time.perf_counter() - start
         if test and data.has("test") and trainer.state.finished:
             figures |= test_best(trainer, module, data)
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
-        asked = isinstance(error, RunStopped)
-        if asked or batches_of_run(trainer):  # a batch has begun
-            figures, stopped = figures or gathered(trainer), str(error)
+        by_signal = isinstance(error, RunStopped)
+        if by_signal or batches_of_run(trainer):  # no summary for a run without a batch
+            figures, stopped = figures or figures_of(trainer), str(error)
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):
@@ -272,13 +268,13 @@ def fit_and_test(
             write_summary(summary, run_dir)
             if not stopped:
                 best = best_checkpoint_path(trainer)
-                tell_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best)
-        end_together(trainer, ask=asked)
+                log_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best)
+        end_together(trainer, ask=by_signal)
     return figures
 
 
-def gathered(trainer: pl.Trainer) -> dict[str, float]:
-    """The figures of training and validation, also those from before the run was stopped."""
+def figures_of(trainer: pl.Trainer) -> dict[str, float]:
+    """The figures of training and validation; for a resumed run, also those before the resume."""
     states = [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
     before = states[0].figures if states else {}
     return {**before, **{name: float(v) for name, v in trainer.callback_metrics.items()}}
@@ -295,22 +291,29 @@ def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[
 
 
 def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
-    """Keep log lines and the progress bar apart, where there is a bar."""
+    """Write log lines above the progress bar, if there is one."""
     drawn = trainer.progress_bar_callback and sys.stdout.isatty()
     return logging_redirect_tqdm() if drawn else nullcontext()
 
 
-def use_threads(config: Mapping[str, Any]) -> None:
-    """Let torch compute with the number of threads that the run asks for, if it does."""
+def prepare_process(config: Mapping[str, Any]) -> None:
+    """Check the configuration; set torch's threads, TensorFloat-32 and all random seeds.
+
+    Raises:
+        ValueError: see :func:`check_config`.
+    """
+    check_config(config)
     if config.get("threads") is not None:
         torch.set_num_threads(config["threads"])
+    apply_precision(config["precision"])
+    pl.seed_everything(config["seed"], workers=True, verbose=False)
 
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
-    """Restore determinism, cuDNN's search, TensorFloat-32, threads, environment after a run.
+    """Restore determinism, cuDNN, TF32, threads and the environment after a run.
 
-    Torch's random state stays where the run has left it.
+    Torch's random state is not restored.
     """
     cudnn = torch.backends.cudnn
     deterministic = torch.are_deterministic_algorithms_enabled()

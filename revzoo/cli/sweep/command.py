@@ -2,20 +2,19 @@
 
   revzoo sweep dir=outputs/lr optim.lr='tag(log,interval(0.01,1))'
 
-Each trial is a run of revzoo train in its own process and folder; a figure of its summary.json
-compares it with the others. optuna proposes the values. Options, beside the overrides of
-revzoo train:
+Each trial is a run of revzoo train in its own process and folder. optuna proposes the values and
+compares the trials by a figure of their summary.json. Options, besides the overrides of revzoo
+train:
 
   dir=DIR            the sweep's folder (default outputs/sweep/DAY/TIME)
-  trials=20          how many in all, failed ones included
-  metric=val/acc     the figure of summary.json that is compared
-  direction=maximize or minimize; minimize for losses
-  sampler_seed=0     seed of the proposals; trials take the configuration's
-  prune=false        true ends a trial whose figure is below the others' median
+  trials=20          number of trials, with failed ones
+  metric=val/acc     the figure of summary.json to compare
+  direction=maximize or minimize; default minimize for losses, else maximize
+  sampler_seed=0     seed of the proposals; trials use the configuration's seed
+  prune=false        true stops a trial whose figure is worse than the median
 
-revzoo sweep dir=DIR continues a sweep that was stopped, and resumes the trial that was cut off.
-The folder has study.db (optuna's, in SQLite), trials.csv, best.yaml, and the folder and the log of
-each trial.
+revzoo sweep dir=DIR continues a stopped sweep and resumes its interrupted trial. The folder has
+study.db (optuna's, in SQLite), trials.csv, best.yaml, and the folder and log of each trial.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def run(args: argparse.Namespace) -> None:
     """Search.
 
     Raises:
-        ValueError: for what no trial could run, before anything is written.
-        SystemExit: the folder is in use, the first trials fail, or 143 or 130 after SIGTERM or
+        ValueError: no trial could run; no file is written.
+        SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
     from revzoo.cli.plugins import import_arguments
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> None:
     load_optuna()
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
-    from revzoo.cli.sweep.search import Search, tell_best
+    from revzoo.cli.sweep.search import Search, log_best
     from revzoo.training.callbacks.graceful_stop import RunStopped
 
     check_started_together(args.overrides, several=True)
@@ -66,9 +65,9 @@ def run(args: argparse.Namespace) -> None:
         search = Search(plan, folder)
         try:
             search.run()
-        except (RunStopped, KeyboardInterrupt) as end:  # the latter between two trials
+        except (RunStopped, KeyboardInterrupt) as end:  # KeyboardInterrupt: between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
             again = command_line("sweep", f"dir={folder}", *import_arguments())
             log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
-        tell_best(search)
+        log_best(search)

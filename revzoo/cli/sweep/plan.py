@@ -1,4 +1,4 @@
-"""The plan of a sweep: read from the command line, kept as ``sweep.yaml`` in its folder."""
+"""The plan of a sweep: read from the command line, recorded as ``sweep.yaml`` in its folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def load_optuna() -> Any:
     """The package optuna.
 
     Raises:
-        ConfigError: if it is not installed.
+        ConfigError: it is not installed.
     """
     try:
         optuna = import_module("optuna")
@@ -34,13 +34,13 @@ def load_optuna() -> Any:
 
 @dataclass(frozen=True)
 class Plan:
-    """A search; see ``revzoo sweep --help`` for the options.
+    """A search; ``revzoo sweep --help`` describes the options.
 
     Raises:
-        ConfigError: for an option out of range.
+        ConfigError: an option is out of range.
     """
 
-    given: list[str]
+    arguments: list[str]
     trials: int = 20
     metric: str = "val/acc"
     direction: str = ""
@@ -50,7 +50,7 @@ class Plan:
     space: list[Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        fixed, space = split_space(self.given)
+        fixed, space = split_space(self.arguments)
         object.__setattr__(self, "fixed", fixed)
         object.__setattr__(self, "space", space)
         if not self.direction:
@@ -63,12 +63,12 @@ class Plan:
             raise ConfigError(f"prune={self.prune}: expected true or false")
         if self.metric.startswith("test/"):
             raise ConfigError(
-                f"metric={self.metric}: what is chosen by the test split cannot be measured by "
-                "it any more; use a figure of the validation, such as val/acc"
+                f"metric={self.metric}: a model chosen on the test split cannot be evaluated on "
+                "it; use a figure of the validation, such as val/acc"
             )
         if not space:
             raise ConfigError(
-                "nothing to search: give a range, such as optim.lr='tag(log,interval(0.01,1))'"
+                "the sweep has no range: add one, such as optim.lr='tag(log,interval(0.01,1))'"
             )
 
     def overrides(self, values: Mapping[str, Any]) -> list[str]:
@@ -77,7 +77,7 @@ class Plan:
 
     def plain(self) -> dict[str, Any]:
         """The values for ``sweep.yaml``."""
-        return {"overrides": self.given} | {name: getattr(self, name) for name in OPTIONS}
+        return {"overrides": self.arguments} | {name: getattr(self, name) for name in OPTIONS}
 
     def write(self, folder: Path) -> None:
         """Record the plan in the sweep's folder."""
@@ -85,18 +85,18 @@ class Plan:
 
 
 def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
-    """The sweep's folder and what is searched for; of a folder that has one, only more trials.
+    """The sweep's folder and plan. In the folder of an earlier sweep, only ``trials`` may change.
 
     Args:
         arguments: the command line without the program's name.
         default: the folder, if the command line names none.
 
     Raises:
-        ConfigError: for an option out of range, or another search in the folder.
+        ConfigError: an option is out of range, or the folder has another sweep.
     """
     names = ("dir", *OPTIONS)
     options: dict[str, Any] = {}
-    given: list[str] = []
+    searched: list[str] = []
     for override in parse(arguments):
         if override.key_or_group in names and not override.is_sweep_override():
             value = override.value()
@@ -108,18 +108,18 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
                 f"did you mean {meant[0]!r}?"
             )
         else:
-            given.append(str(override.input_line))
+            searched.append(str(override.input_line))
     folder = Path(options.pop("dir", default))
     path = folder / PLAN_FILE
     if not path.exists():
-        return folder, Plan(given, **options)
+        return folder, Plan(searched, **options)
     recorded = _recorded(path)
-    before = {**recorded, "overrides": given or recorded["overrides"], **options}
+    before = {**recorded, "overrides": searched or recorded["overrides"], **options}
     for name, value in before.items():
         if name != "trials" and value != recorded.get(name):
             raise ConfigError(
-                f"{folder} is a sweep with {name}={recorded.get(name)}, not {value}: only trials "
-                "may change; give another dir for another search"
+                f"{folder} is a sweep with {name}={recorded.get(name)}, got {value}: only trials "
+                "may change; use another dir for another search"
             )
     return folder, Plan(before.pop("overrides"), **before)
 
@@ -128,11 +128,11 @@ def _recorded(path: Path) -> dict[str, Any]:
     """The options of a sweep's folder, and its overrides.
 
     Raises:
-        ConfigError: naming the file, if it is not as a sweep has written it.
+        ConfigError: the file is damaged.
     """
     plain = read_yaml(path)
     overrides = plain.get("overrides")
     is_list = isinstance(overrides, list) and all(isinstance(o, str) for o in overrides)
     if not is_list or not set(plain) <= {"overrides", *OPTIONS}:
-        raise ConfigError(f"{path} is not as a sweep has written it: restore it from a copy")
+        raise ConfigError(f"{path} is damaged: restore it from a copy")
     return plain

@@ -1,4 +1,4 @@
-"""The results of a sweep's trials: read from their run folders, written as tables."""
+"""The results of trials: reads them from the run folders, and writes tables."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def figure_of(run_dir: Path, metric: str) -> float:
     """A final figure of a run.
 
     Raises:
-        ValueError: if the run has no such figure, or it is not finite.
+        ValueError: the run has no such figure, or it is not finite.
     """
     figures = json.loads((run_dir / SUMMARY_FILE).read_text())["metrics"]
     if metric not in figures:
-        raise ValueError(f"there is no figure {metric}; there is {', '.join(sorted(figures))}")
+        raise ValueError(f"there is no figure {metric}, expected {', '.join(sorted(figures))}")
     value = float(figures[metric])
     if not math.isfinite(value):
         raise ValueError(f"{metric} is {value}")
@@ -34,16 +34,16 @@ def figure_of(run_dir: Path, metric: str) -> float:
 
 
 def last_line(log: Path, status: int) -> str:
-    """The last line of a program's output."""
+    """The exit status and the last line of a program's output, for a message."""
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"status {status}: {lines[-1].strip()}" if lines else f"status {status}"
 
 
 class Curve:
-    """A figure of a running trial, as it appears in ``metrics.csv``.
+    """A figure of a running trial, read from ``metrics.csv``.
 
     Attributes:
-        pruned: whether the trial's pruner has ended it.
+        pruned: whether the pruner has stopped the trial.
     """
 
     def __init__(self, run_dir: Path, metric: str, trial: Any) -> None:
@@ -52,27 +52,27 @@ class Curve:
         self.pruned = False
 
     def values(self) -> list[float]:
-        """The figure's values so far; a row that is just being written is left out."""
+        """The figure's values so far, without an unfinished last row."""
         if not self.path.exists():
             return []
         whole = self.path.read_text().rpartition("\n")[0].splitlines()
         return [float(row[self.metric]) for row in csv.DictReader(whole) if row.get(self.metric)]
 
     def report(self) -> None:
-        """Tell the study what is new."""
+        """Report new values to the study."""
         for value in self.values()[self.reported :]:
             self.trial.report(value, self.reported)
             self.reported += 1
 
-    def is_hopeless(self) -> bool:
-        """Report what is new; whether the pruner would end the trial."""
+    def should_prune(self) -> bool:
+        """Report new values; return whether the pruner stops the trial."""
         self.report()
         self.pruned = self.reported > 0 and self.trial.should_prune()
         return self.pruned
 
 
 def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
-    """Write ``trials.csv`` and, once a trial is complete, ``best.yaml``."""
+    """Write ``trials.csv`` and, if a trial is complete, ``best.yaml``."""
     keys = [parameter.key for parameter in plan.space]
     rows = [["trial", "state", plan.metric, *keys, "seconds", "error"]]
     for trial in trials:

@@ -1,8 +1,8 @@
 """An optuna study whose trials are runs.
 
 NOTE [ The same search ]
-The sampler is seeded for each trial by ``sampler_seed`` plus the trial's number, so that its
-proposals follow from the results so far, whether the sweep was stopped in between or not.
+The seed of the sampler is ``sampler_seed`` plus the number of the trial. So its proposals depend
+only on the results so far, not on whether the sweep was stopped in between.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from revzoo.cli.sweep.space import Parameter
 log = logging.getLogger(__name__)
 
 STUDY = "study.db"
-GIVE_UP = 3  # trials that fail before any succeeds
+GIVE_UP = 3  # consecutive failures that end a sweep without any success
 
 
 def _sql_errors() -> type[Exception]:
@@ -36,11 +36,11 @@ def _sql_errors() -> type[Exception]:
 
 
 class Search:
-    """A study and the trials that are still to be run.
+    """A study and its trials.
 
     Args:
-        plan: what is searched for.
-        folder: the sweep's, which this process has locked.
+        plan: the plan of the sweep.
+        folder: the sweep's folder, which this process has locked.
 
     Raises:
         ConfigError: the study in the folder is damaged.
@@ -68,10 +68,10 @@ class Search:
             ) from error
 
     def run(self) -> None:
-        """Run the trials that are missing.
+        """Run the missing trials.
 
         Raises:
-            SystemExit: if the first trials all fail.
+            SystemExit: the first trials all fail.
         """
         failed = 0
         while (trial := self.next_trial()) is not None:
@@ -84,16 +84,16 @@ class Search:
                 sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
 
     def next_trial(self) -> Any:
-        """One that was cut off, or a new one; None if there are enough."""
+        """An interrupted trial, or a new one; None if there are enough."""
         trials = self.study.get_trials(deepcopy=False)
-        begun = [trial for trial in trials if trial.state == self.states.RUNNING]
-        if not begun and len(trials) >= self.plan.trials:
+        interrupted = [trial for trial in trials if trial.state == self.states.RUNNING]
+        if not interrupted and len(trials) >= self.plan.trials:
             return None
         # see NOTE [ The same search ]
-        number = begun[0].number if begun else len(trials)
+        number = interrupted[0].number if interrupted else len(trials)
         self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
-        if begun:
-            trial = self.optuna.trial.Trial(self.study, begun[0]._trial_id)
+        if interrupted:
+            trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
         else:
             trial = self.study.ask()
         for parameter in self.plan.space:
@@ -101,21 +101,21 @@ class Search:
         return trial
 
     def run_trial(self, trial: Any) -> Any:
-        """Train; returns the state the trial has ended in, which the study then knows.
+        """Train; report the trial's state to the study and return it.
 
         Raises:
-            RunStopped: at SIGTERM or Ctrl-C: the run is stopped, the trial can be resumed.
+            RunStopped: after SIGTERM or Ctrl-C. The run has stopped and can be resumed.
         """
         run_dir = self.folder / f"{trial.number:04d}"
         curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
         output = run_dir.with_suffix(".log")
         with output.open("a") as file:
-            hopeless = curve.is_hopeless if curve is not None else None
-            status = run_program(self.command(trial, run_dir), output=file, should_end=hopeless)
+            prune = curve.should_prune if curve is not None else None
+            status = run_program(self.command(trial, run_dir), output=file, should_end=prune)
         if curve is not None and curve.pruned:
             return self.end(trial, self.states.PRUNED)
         if curve is not None:
-            curve.report()  # what came after the last look: others are measured by it
+            curve.report()  # values since the last poll: the median of later trials needs them
         if status:
             return self.end(trial, self.states.FAIL, error=last_line(output, status))
         try:
@@ -125,18 +125,18 @@ class Search:
         return self.end(trial, self.states.COMPLETE, value=value)
 
     def command(self, trial: Any, run_dir: Path) -> list[str]:
-        """The program of a trial: from the start, or from where it was stopped."""
+        """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
         if (run_dir / CONFIG_FILE).exists():
-            with locked(run_dir):  # not while a run that outlived its sweep still works there
+            with locked(run_dir):  # fails if a run that outlived its sweep still works there
                 return [*process_of("train"), *import_arguments(), "--resume", str(run_dir)]
         overrides = self.plan.overrides(trial.params)
         if not any(override.startswith("test=") for override in overrides):
-            overrides.append("test=false")  # chosen by validation; the best one is tested, once
+            overrides.append("test=false")  # validation chooses; only the best run is tested, later
         start = [*process_of("train"), *import_arguments()]
         return [*start, *overrides, f"hydra.run.dir={quoted(run_dir.absolute())}"]
 
     def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
-        """Tell the study and the user."""
+        """Report the end of a trial to the study, and log it."""
         if error:
             trial.set_user_attr("error", error)
         self.study.tell(trial, value, state=state)
@@ -147,7 +147,7 @@ class Search:
 
 
 def suggest(trial: Any, parameter: Parameter) -> None:
-    """Let a trial draw a value; one that was drawn before it was cut off stays."""
+    """Let a trial draw a value; an interrupted trial keeps its value."""
     low, high, step = parameter.low, parameter.high, parameter.step
     if parameter.choices:
         trial.suggest_categorical(parameter.key, parameter.choices)
@@ -157,11 +157,11 @@ def suggest(trial: Any, parameter: Parameter) -> None:
         trial.suggest_float(parameter.key, low, high, step=step, log=parameter.log)
 
 
-def tell_best(search: Search) -> None:
-    """Print the best trial's figure, and the command that trains with its parameters."""
+def log_best(search: Search) -> None:
+    """Log the best trial's figure, and the command that trains with its parameters."""
     done = [t for t in search.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
     if not done:
-        log.info("no trial was completed; see %s", search.folder / "trials.csv")
+        log.info("no trial has completed; see %s", search.folder / "trials.csv")
         return
     best = search.study.best_trial
     log.info("best: trial %d, %s %.6g", best.number, search.plan.metric, best.value)

@@ -1,4 +1,4 @@
-"""A search space from the command line, in Hydra's own grammar for sweeps.
+"""A search space from the command line, in Hydra's grammar for sweeps.
 
 =====================================  =========================================================
 ``optim=onecycle,muon``                one of these; the same as ``choice(onecycle, muon)``
@@ -66,15 +66,15 @@ def parse(overrides: Sequence[str]) -> list[Override]:
     try:
         return OverridesParser.create().parse_overrides(list(overrides))
     except HydraException as error:
-        at = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
-        raise ConfigError(f"{at}{str(error).splitlines()[0]}") from None
+        prefix = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
+        raise ConfigError(f"{prefix}{str(error).splitlines()[0]}") from None
 
 
 def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:
     """The overrides of every trial, and the parameters to search.
 
     Raises:
-        ConfigError: for an empty or impossible range.
+        ConfigError: a range is empty or impossible.
     """
     fixed, space = [], []
     for override in parse(overrides):
@@ -92,7 +92,7 @@ def _parameter(override: Override) -> Parameter:
         raise ConfigError(f"{override.input_line}: name the options, such as choice(a, b)")
     assert isinstance(sweep, Sweep)
     if sweep.tags - {"log"}:
-        raise ConfigError(f"{override.input_line}: the only tag is log, as in tag(log, ...)")
+        raise ConfigError(f"{override.input_line}: expected no tag but log, as in tag(log, ...)")
     log = "log" in sweep.tags
     if isinstance(sweep, ChoiceSweep):
         if log:
@@ -101,13 +101,13 @@ def _parameter(override: Override) -> Parameter:
     if isinstance(sweep, IntervalSweep):
         assert sweep.start is not None
         assert sweep.end is not None
-        found = Parameter(key, low=sweep.start, high=sweep.end, log=log)
+        parameter = Parameter(key, low=sweep.start, high=sweep.end, log=log)
     else:
-        found = _stepped(key, sweep, log=log)
-    if not found.low < found.high or (log and found.low <= 0):
-        least = "0 < " if log else ""
-        raise ConfigError(f"{override.input_line}: expected {least}first number < last number")
-    return found
+        parameter = _stepped(key, sweep, log=log)
+    if not parameter.low < parameter.high or (log and parameter.low <= 0):
+        zero = "0 < " if log else ""
+        raise ConfigError(f"{override.input_line}: expected {zero}first number < last number")
+    return parameter
 
 
 def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
@@ -126,7 +126,7 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
     Raises:
         ValueError: no trial could run; names the key or the value.
     """
-    composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _tried(space)]
+    composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _samples(space)]
     # torch is imported after the keys have been checked
     from revzoo.cli.config.checks import check_config
     from revzoo.cli.run.tune import SECTION
@@ -135,12 +135,12 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
         check_config(config)
         if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
             raise ConfigError(
-                "tuner.then=stop trains nothing, so there is no figure to compare: remove the "
+                "tuner.then=stop does not train, so there is no figure to compare: remove the "
                 "tuner, or give tuner.then=use"
             )
 
 
-def _tried(space: Sequence[Parameter]) -> Iterator[list[str]]:
+def _samples(space: Sequence[Parameter]) -> Iterator[list[str]]:
     first = [f"{p.key}={p.outermost[0]}" for p in space]
     yield first
     for index, parameter in enumerate(space):

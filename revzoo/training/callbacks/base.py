@@ -1,4 +1,4 @@
-"""Callbacks that change a module while it is trained and restore it however training ends."""
+"""Base class of callbacks that change a module for training and restore it afterwards."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from pytorch_lightning.trainer.states import TrainerFn
 
 
 class RestoresAfterFit(pl.Callback, ABC):
-    """Restores the module after ``fit``; Lightning calls ``teardown`` only after a success."""
+    """Restores the module after ``fit``. Lightning calls ``teardown`` only if no error occurred."""
 
     @abstractmethod
     def undo(self, pl_module: pl.LightningModule) -> None:
-        """Restore ``pl_module``; called once or twice, also if nothing was changed yet."""
+        """Restore ``pl_module``; called once or twice, possibly before the first change."""
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         if stage == "fit":

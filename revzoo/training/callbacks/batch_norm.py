@@ -1,8 +1,8 @@
-"""A warm-up of BatchNorm's momentum, so that short trainings are evaluated with fresh statistics.
+"""A warm-up of BatchNorm's momentum: short runs are evaluated with fresh running statistics.
 
 After t batches the initial statistics still weigh ``(1 - momentum) ** t``: 45 % after 80 batches at
-the paper's momentum of 0.01. The warm-up gives batch t at least the weight ``9 / (10 + t)``, as the
-average of weights does (:mod:`revzoo.training.callbacks.ema`); it ends after 890 batches.
+the paper's momentum of 0.01. The warm-up gives batch t at least the weight ``9 / (10 + t)``, the
+rule of the weight average (:mod:`revzoo.training.callbacks.ema`). It ends after 890 batches.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 
 
 class BatchNormMomentum(RestoresAfterFit):
-    """Sets the momentum, in torch's sense, of all BatchNorms during training.
+    """Sets the momentum (torch's convention) of all BatchNorms during training.
 
-    A BatchNorm with momentum None, which averages over all batches, is left alone. Modules that
-    :class:`~revzoo.training.CompiledBranches` compiles have no warm-up: each value of the momentum
-    would be compiled anew.
+    A BatchNorm with momentum None averages over all batches; it stays unchanged. Modules that
+    :class:`~revzoo.training.CompiledBranches` compiles get no warm-up: each new momentum would
+    start another compilation.
 
     Args:
-        momentum: the weight of a batch's statistics; None for each BatchNorm's own.
-        warmup: begin with a larger one, see above.
+        momentum: the weight of a batch's statistics; None keeps each BatchNorm's momentum.
+        warmup: start with a larger momentum, see above.
 
     Raises:
         ValueError: ``momentum`` is not in (0, 1].
@@ -41,43 +41,43 @@ class BatchNormMomentum(RestoresAfterFit):
             check_number("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
         self.warmup = warmup
-        self._own: dict[str, float] = {}  # restored after training
-        self._warmed: dict[_BatchNorm, float] = {}  # the momentum after the warm-up
+        self._original: dict[str, float] = {}  # restored after training
+        self._targets: dict[_BatchNorm, float] = {}  # the momentum after the warm-up
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Not at setup, after which Lightning may put SyncBatchNorms in place of the others."""
+        """Set the momenta here, not in ``setup``: Lightning inserts SyncBatchNorms after it."""
         compiled = _inside_compiled(pl_module)
-        self._own, self._warmed = {}, {}
+        self._original, self._targets = {}, {}
         for name, norm in pl_module.named_modules():
             if isinstance(norm, _BatchNorm) and norm.momentum is not None:
-                self._own[name] = norm.momentum
+                self._original[name] = norm.momentum
                 norm.momentum = norm.momentum if self.momentum is None else self.momentum
                 if self.warmup and norm not in compiled:
-                    self._warmed[norm] = norm.momentum
-        if self.warmup and len(self._warmed) < len(self._own):
+                    self._targets[norm] = norm.momentum
+        if self.warmup and len(self._targets) < len(self._original):
             log.warning(
-                "BatchNorms of compiled branches are not warmed up: in a run of a few hundred "
-                "steps give callbacks.batch_norm.momentum=0.1"
+                "BatchNorms of compiled branches get no warm-up of their momentum; set "
+                "callbacks.batch_norm.momentum=0.1 for runs of a few hundred steps"
             )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         least = 9 / (10 + (batches_of_run(trainer) - 1))
-        for norm, momentum in self._warmed.items():
+        for norm, momentum in self._targets.items():
             norm.momentum = max(momentum, least)
-        if least <= min(self._warmed.values(), default=1):
-            self._warmed = {}  # the warm-up is over
+        if least <= min(self._targets.values(), default=1):
+            self._targets = {}  # the warm-up is over
 
     def undo(self, pl_module: pl.LightningModule) -> None:
-        for name, momentum in self._own.items():
+        for name, momentum in self._original.items():
             norm = pl_module.get_submodule(name)
             assert isinstance(norm, _BatchNorm), "as in on_fit_start"
             norm.momentum = momentum
-        self._own, self._warmed = {}, {}
+        self._original, self._targets = {}, {}
 
 
 def _inside_compiled(module: nn.Module) -> set[nn.Module]:
-    """All modules in those that were compiled in place."""
+    """All modules inside a module that was compiled in place."""
     compiled = [m for m in module.modules() if m._compiled_call_impl is not None]
     return {part for whole in compiled for part in whole.modules()}

@@ -1,7 +1,7 @@
-"""The checkpoints of a run: ``last.ckpt`` to resume from, ``best.ckpt`` to use.
+"""Saves a run's checkpoints: ``last.ckpt`` to resume from, ``best.ckpt`` to use.
 
-Why not Lightning's ``ModelCheckpoint`` for the last one: it does not know where in an epoch a run
-can be resumed exactly, nor that a signal asked the run to stop.
+Why not Lightning's ``ModelCheckpoint`` for ``last.ckpt``: it does not know at which batches a run
+can resume exactly, and it does not save when a signal stops the run.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_cha
 from revzoo.training.checkpoint.state import RunState
 
 TIE_BREAKER = "val/loss"
-BEFORE_VALIDATION = 60.0  # seconds of training worth saving before a validation that may be cut off
+BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
 SAVE_AGAIN_AFTER = 60.0  # seconds, after a failed save
 
 
 class LastCheckpoint(Checkpoint):
-    """Saves ``last.ckpt`` at the end of every epoch, at a stop, and every few minutes.
+    """Saves ``last.ckpt`` after every epoch, when a signal stops the run, and every few minutes.
 
-    Optimiser steps so long that a stop would not wait for them are saved one by one.
+    It saves after every optimiser step if steps with accumulated gradients take longer than a stop
+    waits (:data:`~revzoo.training.callbacks.graceful_stop.PATIENCE`).
 
     Args:
         folder: the folder of the checkpoints.
-        minutes: the longest time of training that a kill may cost, in epochs longer than that.
+        minutes: a killed run loses at most about this much training.
     """
 
     def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
@@ -65,7 +66,7 @@ class LastCheckpoint(Checkpoint):
     def _is_due(self, trainer: pl.Trainer) -> bool:
         last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
         if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
-            return False  # the processes agree now and then: each time costs a synchronisation
+            return False  # the processes must agree, and each broadcast costs a synchronisation
         now = time.monotonic()
         age = now - self._saved_at
         due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
@@ -83,30 +84,31 @@ class LastCheckpoint(Checkpoint):
 
 
 def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
-    """Say in the run's summary that a checkpoint could not be written."""
+    """Note in the run's summary that a checkpoint could not be written."""
     for state in RunState.of(trainer):
         state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
 
 
 class BestCheckpoint(ModelCheckpoint):
-    """``best.ckpt``: the validation with the best ``monitor``; ties go to the lower ``val/loss``.
+    """Saves ``best.ckpt`` at the best ``monitor``; ties go to the lower ``val/loss``.
 
-    A best state that could not be written is no best one: a later one may still take its place.
-    Paths in its state are relative: a run's folder may be moved.
+    If a checkpoint could not be written, its score does not count, so a later one can still be the
+    best. Paths in the callback's state are relative: users may move a run's folder.
     """
 
     _least_loss: float | None = None  # of the best validation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._undone_if_unsaved(trainer):
+        with self._reverted_if_unsaved(trainer):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        with self._undone_if_unsaved(trainer):
+        with self._reverted_if_unsaved(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
     @contextmanager
-    def _undone_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
+    def _reverted_if_unsaved(self, trainer: pl.Trainer) -> Iterator[None]:
+        """Restore this callback's state if a new best checkpoint could not be written."""
         before = self.state_dict()
         yield
         path = self._absolute(self.state_dict()["best_model_path"])

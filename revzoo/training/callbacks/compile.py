@@ -1,12 +1,12 @@
-"""Compile each residual function with ``torch.compile`` during training.
+"""Compiles each residual function with ``torch.compile`` during training.
 
 Compiling the whole model would trace through its memory mode and keep every activation. So the
 chain of steps stays eager, and each branch is compiled in place (``module.compile()``), which
 changes no key of a ``state_dict``. Branches of one shape share one compiled graph.
 
-Known limits: the first steps wait for the compiler. Each shape of branch needs a graph in training
-and one in evaluation, more than torch allows one function by default: from the ninth on it would
-only warn and not compile. So we raise that limit until the end of training.
+Known limits: the first steps wait for the compiler. Each shape of branch needs one graph for
+training and one for evaluation. Torch allows eight graphs per function by default; beyond that it
+warns and runs eagerly. So we raise the limit until training ends.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.callbacks.base import RestoresAfterFit
 
-# training and evaluation, each with batches of the usual and of any other size
+# training and evaluation, each for full batches and for other batch sizes
 GRAPHS_PER_BRANCH = 4
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
 
 
 class CompiledBranches(RestoresAfterFit):
-    """Compiles the residual functions of ``pl_module`` for the training.
+    """Compiles the residual functions of ``pl_module`` during training.
 
     Args:
-        backend: one of ``torch.compiler.list_backends()``, or a debugging one, such as
+        backend: one of ``torch.compiler.list_backends()``, or one for debugging, such as
             ``"aot_eager"``, which needs no compiler.
 
     Raises:
@@ -52,7 +52,7 @@ class CompiledBranches(RestoresAfterFit):
         self._limits: dict[str, int] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Mark the branches; each is compiled when it is first called.
+        """Mark the branches; torch compiles each at its first call.
 
         Raises:
             ValueError: the module has no residual function.
@@ -63,7 +63,7 @@ class CompiledBranches(RestoresAfterFit):
         if not branches:
             raise ValueError(
                 f"{type(pl_module).__name__} has no residual function to compile: expected a model "
-                "of create_model, or one of couplings; compile other models yourself"
+                "from create_model, or one with couplings; compile other models with torch.compile"
             )
         self._limits = {name: getattr(torch.compiler.config, name) for name in LIMITS}
         for name, limit in self._limits.items():
@@ -83,10 +83,10 @@ class CompiledBranches(RestoresAfterFit):
 
 def residual_functions(model: nn.Module) -> list[nn.Module]:
     """The branches of all couplings and residual units of ``model``, in its order."""
-    found: list[nn.Module] = []
+    branches: list[nn.Module] = []
     for module in model.modules():
         if isinstance(module, (Coupling, ResidualUnit)):
-            found.append(module.branch)
+            branches.append(module.branch)
         elif isinstance(module, Transition):
-            found += [module.f, module.g]
-    return found
+            branches += [module.f, module.g]
+    return branches

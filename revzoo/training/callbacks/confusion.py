@@ -1,7 +1,7 @@
 """The confusion matrix of a validation, as a picture and as a CSV file in the run's folder.
 
-torchmetrics counts over all processes; images that a sampler repeats count once. Its own plot needs
-matplotlib, which is no requirement of the package; Pillow is one anyway.
+torchmetrics counts over all processes; an image that a sampler repeats counts once. We draw with
+Pillow because torchmetrics' plots need matplotlib, which the package does not require.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._files import replacing_table
-from revzoo.training.callbacks.pictures import Shown, add_image, class_names, matrix
+from revzoo.training.callbacks.pictures import PictureCallback, add_image, class_names, matrix
 from revzoo.training.metrics import count_own, true_classes
 
 
-class ConfusionMatrix(Shown):
-    """Shows how often each class is taken for each other: tag ``confusion``, and a CSV file.
+class ConfusionMatrix(PictureCallback):
+    """Draws the confusion matrix, tag ``confusion``, and writes it as a CSV file.
 
-    The file is of the last picture: a row per true class, a column per predicted one.
+    The file belongs to the latest picture: a row per true class, a column per predicted class.
 
     Args:
         path: the file.
@@ -40,11 +40,11 @@ class ConfusionMatrix(Shown):
             metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
             self._metric = metric.to(logits.device)
         assert self._metric is not None
-        own = count_own(trainer.val_dataloaders, i, len(logits))
-        if own:
-            self._metric.update(logits[:own], true_classes(batch[1])[:own])
+        count = count_own(trainer.val_dataloaders, i, len(logits))
+        if count:
+            self._metric.update(logits[:count], true_classes(batch[1])[:count])
 
-    def gathered(self, trainer: pl.Trainer, module: Any) -> None:
+    def finish_validation(self, trainer: pl.Trainer, module: Any) -> None:
         if self._metric is not None:
             self._counts = self._metric.compute().cpu()
 

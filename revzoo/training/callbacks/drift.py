@@ -1,4 +1,4 @@
-"""Logs how far recomputed activations drift from the forward pass's."""
+"""Logs the drift of reconstructed activations: their distance from the forward pass's values."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from revzoo.core.guard import drift
 class DriftLogger(pl.Callback):
     """Logs the relative drift of every replayed step: a curve over depth.
 
-    Scalars ``drift/max`` and ``drift/PATH``, PATH being the step's place in the model; relative
-    to the largest sampled value (see :mod:`revzoo.core.guard`). Steps
-    that are stored have none. The number of the optimiser step counts from 0, as Lightning's does.
+    The scalars are ``drift/max`` and ``drift/PATH``, PATH being the step's name in the model. Drift
+    is relative to the largest sampled value (see :mod:`revzoo.core.guard`). Stored steps have
+    none. Optimiser steps count from 0, as in Lightning.
 
     Args:
-        every_n_steps: optimiser steps between two records.
+        every_n_steps: log at every n-th optimiser step.
 
     Raises:
         ValueError: ``every_n_steps`` is no positive whole number.
@@ -30,7 +30,7 @@ class DriftLogger(pl.Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Hand the figures of the last backward pass to the loggers."""
+        """Log the drift of the last backward pass."""
         if (trainer.global_step + 1) % self.every_n_steps:
             return
         figures = drift(pl_module)

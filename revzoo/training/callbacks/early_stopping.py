@@ -1,7 +1,7 @@
-"""Early stopping that survives a resume: a run that it ended is not trained further.
+"""Early stopping that survives a resume: a run that has stopped early does not train again.
 
-Why not Lightning's callback alone: it saves that it ended the run but does not look at it after
-loading. A run that is killed in its test and resumed would train for another epoch first.
+Why not only Lightning's callback: it saves that it stopped the run, but ignores this after
+loading. A run that is killed during its test would train one more epoch when it resumes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ log = logging.getLogger(__name__)
 
 
 class EarlyStopping(callbacks.EarlyStopping):
-    """Lightning's callback; the same class name keeps the name of its state in checkpoints.
+    """Lightning's callback, with its class name, which is the key of its state in checkpoints.
 
-    ``min_epochs`` and ``min_steps`` of the trainer still count.
+    The trainer's ``min_epochs`` and ``min_steps`` still apply.
     """
 
-    _ended = False  # as the loaded checkpoint says
+    _ended = False  # whether the loaded run had stopped early
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        self._ended = False  # what a checkpoint says is loaded after this
+        self._ended = False  # Lightning loads the checkpoint after this
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)

@@ -1,18 +1,18 @@
 """An exponential moving average of the weights: Lightning's callback with six corrections.
 
-1. Whole numbers, such as BatchNorm's count of batches, are copied. Torch's average truncates them
-   to integers at every update, and so leaves them where they were after the first.
-2. The decay may be warmed up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as TensorFlow's
-   ``tf.train.ExponentialMovingAverage`` does with ``num_updates``. A constant decay of 0.999 would
-   hold on to the first weights for some thousand steps.
-3. Lightning 2.6 exchanges average and weights whenever a checkpoint is loaded, even for a test: it
-   would test weights that were never validated. We exchange them only to resume a training.
-4. The average ends with its training. Lightning keeps it: the next validation would be of the old
-   average, whatever module is validated, and a second training with the same callback would not be
-   averaged before it passed the steps of the first.
-5. After an exception in a validation, the module has the weights of training, not the average.
-6. A finished run that is resumed ends with the average again. Lightning copies it into the module
-   at the end of a loop that such a run does not enter.
+1. Integers, such as BatchNorm's count of batches, are copied. Torch truncates the average of
+   integers at every update, so they would never change after the first.
+2. The decay can have a warm-up: at update t it is ``min(decay, (1 + t) / (10 + t))``, as in
+   TensorFlow's ``tf.train.ExponentialMovingAverage`` with ``num_updates``. With a constant decay of
+   0.999 the initial weights would dominate for about a thousand steps.
+3. Lightning 2.6 swaps average and weights whenever it loads a checkpoint, even for a test, and so
+   would test weights that were never validated. We swap them only to resume training.
+4. The average ends with its ``fit``. Lightning keeps it: the next validation would use the old
+   average, whatever the module, and a second ``fit`` with the same callback would not average
+   before it passed the steps of the first.
+5. After an exception in a validation, the module has the training weights, not the average.
+6. A finished run that is resumed ends with the average again. Lightning copies the average into
+   the module at the end of the training loop, which such a run does not enter.
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ from revzoo.training.lightning_compat import OpenWeightAveraging
 
 
 class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
-    """Validates, tests and saves the average; running statistics are averaged, too.
+    """Validates, tests and saves the average of the weights and of the running statistics.
 
     Args:
-        decay: the share of the average that stays at an update, one after each optimiser step.
-        warmup: begin with a smaller one, see above.
+        decay: the weight of the old average at each update; updates follow every optimiser step.
+        warmup: start with a smaller decay, see above.
     """
 
     def __init__(self, *, decay: float = 0.999, warmup: bool = True) -> None:
         self.decay = decay
         self.warmup = warmup
-        self._in_place = False  # whether the average is in the network's place
+        self._in_place = False  # whether the module holds the average
         super().__init__(use_buffers=True, avg_fn=self._average)
 
     def decay_after(self, updates: Tensor | int) -> Tensor:
-        """The decay of the update after ``updates`` earlier ones, the first of which copies."""
+        """The decay of the next update, after ``updates`` updates; the first one copies."""
         t = torch.as_tensor(updates)
         warm = (1 + t) / (10 + t) if self.warmup else torch.ones_like(t, dtype=torch.float32)
         return warm.clamp(max=self.decay)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
-        if stage == "fit":  # what a checkpoint says is loaded after this
+        if stage == "fit":  # Lightning loads the checkpoint after this
             self.forget_steps()
             self._in_place = False
 
@@ -63,7 +63,7 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
             self.copy_average(pl_module)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
-        if self._in_place:  # at the end of a training both are the average
+        if self._in_place:  # after training, both copies are the average
             self.exchange(pl_module)
         self.forget_average()
         self._in_place = False

@@ -1,4 +1,4 @@
-"""One log line per epoch: a run's curve can be read from its log file, without any viewer.
+"""One log line per epoch: the log file shows a run's curve without a viewer.
 
 epoch 3/30  loss 0.733, val 0.150  acc 0.931, val 0.979  298 img/s
 """
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 class EpochLog(pl.Callback):
     """Logs the figures of every epoch at level INFO, from the first process only.
 
-    The figures of a validation stand in the line of its epoch only.
+    The figures of a validation appear in the line of its epoch only.
     """
 
     def __init__(self) -> None:
@@ -30,15 +30,14 @@ class EpochLog(pl.Callback):
         self._validated = True
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        figures = trainer.callback_metrics  # in all processes: they gather the figures together
+        figures = trainer.callback_metrics  # reduces over all processes, so each must call it
         if not trainer.is_global_zero:
             return
         parts = []
         for name in ("loss", "acc"):
-            found = [f"{name} {float(figures[f'train/{name}']):.3f}"] * (f"train/{name}" in figures)
-            if self._validated and f"val/{name}" in figures:
-                found.append(f"val {float(figures[f'val/{name}']):.3f}")
-            parts.append(", ".join(found))
+            pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * self._validated
+            texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
+            parts.append(", ".join(texts))
         if (rate := figures.get("footprint/images_per_second")) is not None:
             parts.append(f"{float(rate):.{int(rate < 10)}f} img/s")
         log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))

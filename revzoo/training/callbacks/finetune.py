@@ -1,18 +1,18 @@
-"""Fine-tuning: a frozen backbone under a new head, unfrozen from the last stage to the stem.
+"""Fine-tuning: freezes the backbone below a new head and unfreezes it stage by stage.
 
 Why not Lightning's ``BackboneFinetuning``: it adds parameter groups to the optimiser during
 training, which the schedule does not know, and with ``train_bn=False`` the statistics of frozen
 BatchNorms still move. Here the optimiser holds every parameter from the first step on. A frozen
-parameter has no gradient, so optimisers skip it: no decay, no momentum. Groups, rates and schedule
-are the same in every epoch, and the epoch alone decides which part is frozen: a resumed run needs
-no other state.
+parameter has no gradient, so the optimiser skips it: no decay, no momentum. Groups, rates and
+schedule are the same in every epoch. The epoch alone decides which part is frozen, so a resumed run
+needs no other state.
 
-The frozen part is always the beginning of the network. It is in evaluation mode, so its running
-statistics stay and it drops nothing. As no tensor in it requires a gradient, it saves no activation
-and replays nothing.
+The frozen part is always the first part of the network. It is in evaluation mode: its running
+statistics stay and dropout is off. No tensor in it requires a gradient, so it saves no activation
+and replays no step.
 
-Known limits: a stage is the smallest part, so a ViT of one stage is unfrozen at once. With
-Lightning's strategy ``ddp`` frozen parameters are unused ones: choose
+Known limits: a stage is the smallest part, so a ViT with one stage is unfrozen at once. Lightning's
+strategy ``ddp`` fails because frozen parameters are unused: choose
 ``ddp_find_unused_parameters_true``, as ``revzoo train`` does.
 """
 
@@ -37,19 +37,20 @@ log = logging.getLogger(__name__)
 
 
 class Finetuning(RestoresAfterFit):
-    """Trains the classifier alone at first, then more and more of the network before it.
+    """Trains only the classifier first, then more and more of the network below it.
 
-    It freezes and unfreezes all of ``pl_module.model``, which is unfrozen after ``fit``.
+    It sets ``requires_grad`` of all of ``pl_module.model``, and unfreezes everything after ``fit``.
 
     Args:
-        unfreeze: which part is the first to be trained from which epoch (counted from 0) on, such
-            as ``{5: "stages.2", 8: "stages.0"}``: up to epoch 4 the classifier alone, then the
-            last stage too, then all but the stem; or as pairs ``[[5, "stages.2"], ...]``, which
-            Hydra replaces where it would merge a mapping. Or a list of epochs: one part more at
-            each, from the last stage to the stem. None: the classifier alone, a *linear probe*.
+        unfreeze: epochs, counted from 0, and the first part that trains from then on.
+            ``{5: "stages.2", 8: "stages.0"}`` trains the classifier only in epochs 0 to 4, then the
+            last stage too, then all but the stem. Pairs ``[[5, "stages.2"], ...]`` mean the same;
+            Hydra replaces them where it would merge mappings. A list of epochs unfreezes one more
+            part at each, from the last stage to the stem. None trains the classifier only: a
+            *linear probe*.
 
     Raises:
-        ValueError: epochs are no rising whole numbers from 0 on.
+        ValueError: the epochs are not whole numbers >= 0 in rising order.
 
     Example:
         >>> from revzoo.training.callbacks.finetune import Finetuning
@@ -63,17 +64,17 @@ class Finetuning(RestoresAfterFit):
         self._applies = False
 
     def first_trained(self, network: nn.Module, *, epoch: int) -> str:
-        """The name of the first part that is trained in ``epoch``; all after it are, too.
+        """The name of the first part that trains in ``epoch``; all parts after it train too.
 
         Raises:
-            ValueError: the network lacks a part, or parts are not named from the last to the first.
+            ValueError: the network lacks a part, or later epochs do not name earlier parts.
         """
         names = [part.name for part in parts(network)]
         reached = [first for start, first in self._plan(names).items() if start <= epoch]
         return names[min(reached, default=len(names) - 1)]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Hand the optimiser, which is built next, every parameter.
+        """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
 
         Raises:
             ValueError: see :meth:`first_trained`.
@@ -91,14 +92,14 @@ class Finetuning(RestoresAfterFit):
         self._applies = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._apply(trainer, pl_module)  # an epoch resumed in its middle has no start
+        self._apply(trainer, pl_module)  # a run resumed inside an epoch skips on_train_epoch_start
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._apply(trainer, pl_module)
         begins = trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0
         if begins and trainer.is_global_zero:
             first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
-            log.info("trains %s and what follows it, from epoch %s on", first, epoch_of(trainer))
+            log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._applies:
@@ -113,40 +114,40 @@ class Finetuning(RestoresAfterFit):
         self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
     def _plan(self, names: list[str]) -> dict[int, int]:
-        """The place in ``names`` of the first part that is trained, by epoch."""
+        """The index in ``names`` of the first part that trains, by epoch."""
         *backbone, head = names
         if isinstance(self.unfreeze, list):
             if len(self.unfreeze) > len(backbone):
                 raise ValueError(
-                    f"unfreeze={self.unfreeze}: got {len(self.unfreeze)} epochs, the network has "
-                    f"{len(backbone)} parts to unfreeze ({', '.join(reversed(backbone))}); give at "
-                    "most one epoch for each"
+                    f"unfreeze={self.unfreeze}: got {len(self.unfreeze)} epochs, expected at most "
+                    f"{len(backbone)}, one for each part ({', '.join(reversed(backbone))})"
                 )
             plan = {epoch: len(backbone) - 1 - i for i, epoch in enumerate(self.unfreeze)}
         else:
             for name in self.unfreeze.values():
                 if name not in backbone:
-                    always = " (the classifier is always trained)" if name == head else ""
+                    always = " (the classifier always trains)" if name == head else ""
                     raise ValueError(
                         f"unfreeze={self.unfreeze}: no part {name!r} to unfreeze{always}; expected "
-                        f"some of {', '.join(backbone)}" + did_you_mean(str(name), backbone)
+                        f"one of {', '.join(backbone)}" + did_you_mean(str(name), backbone)
                     )
             plan = {epoch: names.index(name) for epoch, name in self.unfreeze.items()}
         if any(earlier <= later for earlier, later in pairwise(plan.values())):
             raise ValueError(
-                f"unfreeze={self.unfreeze}: each part takes in those after it; expected, as epochs "
-                f"rise, parts from {backbone[-1]} to {backbone[0]}, each once"
+                f"unfreeze={self.unfreeze}: a part includes all parts after it, so each later "
+                f"epoch must name an earlier part; expected an order from {backbone[-1]} to "
+                f"{backbone[0]}"
             )
         if plan.get(0) == 0:
             raise ValueError(
-                f"unfreeze={self.unfreeze} trains the whole network from epoch 0 on: leave the "
-                "callback out, or name a later epoch or part"
+                f"unfreeze={self.unfreeze} trains the whole network from epoch 0 on: remove the "
+                "callback, or name a later epoch or part"
             )
         return plan
 
 
 def _freeze_before(first: str, network: nn.Module) -> None:
-    """Freeze the parts before ``first``, train it and those after it."""
+    """Freeze the parts before ``first``, unfreeze it and all later parts."""
     trained = False
     for part in parts(network):
         trained = trained or part.name == first
@@ -160,19 +161,19 @@ def _network(pl_module: pl.LightningModule) -> nn.Module:
 
 
 def _checked(unfreeze: Any) -> dict[int, str] | list[int]:
-    given = unfreeze.items() if isinstance(unfreeze, Mapping) else unfreeze or ()
-    if isinstance(given, str) or not isinstance(given, Iterable):
+    values = unfreeze.items() if isinstance(unfreeze, Mapping) else unfreeze or ()
+    if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
             f"unfreeze={unfreeze!r}: expected epochs, such as [5, 8], or the first part to train "
             'by epoch, such as {5: "stages.2", 8: "stages.0"}'
         )
-    entries: list[Any] = list(given)
+    entries: list[Any] = list(values)
     paired = bool(entries) and all(isinstance(e, list | tuple) and len(e) == 2 for e in entries)
     epochs = [entry[0] for entry in entries] if paired else entries
     if not all(isinstance(e, int) and not isinstance(e, bool) and e >= 0 for e in epochs):
         raise ValueError(
-            f"unfreeze={unfreeze!r}: expected epochs to be whole numbers from 0 on, and either all "
-            'or none with a part, such as [[5, "stages.2"], [8, "stages.0"]]'
+            f"unfreeze={unfreeze!r}: expected whole numbers >= 0 as epochs, and a part for all of "
+            'them or for none, such as [[5, "stages.2"], [8, "stages.0"]]'
         )
     if any(earlier >= later for earlier, later in pairwise(epochs)):
         raise ValueError(f"unfreeze={unfreeze!r}: expected epochs in rising order, each once")

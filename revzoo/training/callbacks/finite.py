@@ -1,12 +1,13 @@
-"""Ends a run whose loss is not finite, never saves such weights, and warns of a diverged loss.
+"""Ends a run whose loss is NaN or infinite, never saves such weights, warns of a diverged loss.
 
-On the CPU each loss is checked before its backward pass. On a GPU a check would stall it: there the
-device notes the first step that is not finite, and the note is copied to the host without waiting.
-It is read some steps later, and always before a checkpoint is saved.
+On the CPU each loss is checked before its backward pass. On a GPU such a check would wait for the
+device. There, the device records the first step whose loss is not finite and copies the record to
+the host asynchronously. The host reads it some steps later, and always before it saves a
+checkpoint.
 
-A finite loss counts as diverged when its mean over a whole epoch is above 10 times ln(classes), the
-loss of guessing. A network of random weights starts near that loss, and label smoothing, mixup and
-a few bad steps do not bring the mean of an epoch there; the mean is computed anyway.
+A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
+uniform guessing. Random weights start near ln(classes); label smoothing, mixup and a few bad steps
+do not raise an epoch's mean that far. The mean costs nothing: it is logged anyway.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ DIVERGED = 10
 
 
 class FiniteLoss(pl.Callback):
-    """Raises ``FloatingPointError`` for a training loss, or for weights, of NaN or infinity."""
+    """Raises ``FloatingPointError`` if the training loss or a weight is NaN or infinite."""
 
     def __init__(self) -> None:
-        self._first: Tensor | None = None  # on the device: step and epoch, -1 while all are finite
-        self._copy: Tensor | None = None  # of the above, on the host
+        self._first: Tensor | None = None  # on the device: step and epoch; -1 if all were finite
+        self._copy: Tensor | None = None  # of _first, on the host
         self._copied: torch.cuda.Event | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -40,44 +41,45 @@ class FiniteLoss(pl.Callback):
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Note the loss.
+        """Check the loss, or record it on the device.
 
         Raises:
             FloatingPointError: naming the first step whose loss was not finite.
         """
         step, epoch = trainer.global_step, trainer.current_epoch
         finite = torch.isfinite(loss.detach())
-        if trainer.world_size > 1:  # of all processes: one alone would leave the others waiting
+        if trainer.world_size > 1:  # if only one process raised, the others would wait for it
             finite = trainer.strategy.reduce(finite.float(), reduce_op="mean") == 1
         if loss.device.type == "cpu":
             if not finite:
-                raise diverged(pl_module, step, epoch)
+                raise divergence_error(pl_module, step, epoch)
             return
-        self._note(finite, step, epoch)
+        self._record(finite, step, epoch)
         if loss.device.type == "cuda":
             self._poll(pl_module)
-        elif step % 50 == 0:  # no events to ask
+        elif step % 50 == 0:  # other devices have no events, so reading waits
             self._read(pl_module)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Refuse to save a state that has diverged.
+        """Do not save a state that has diverged.
 
         Raises:
-            FloatingPointError: if a loss was, or a parameter is, not finite.
+            FloatingPointError: a loss was not finite, or a parameter is not.
         """
         self._read(pl_module)
-        grouped = [p.detach() for p in pl_module.parameters()]
-        if grouped and not bool(torch.stack([p.isfinite().all() for p in grouped]).all()):
+        # one stack, so that a GPU is waited for once, not for each parameter
+        checks = [p.detach().isfinite().all() for p in pl_module.parameters()]
+        if checks and not bool(torch.stack(checks).all()):
             name = next(n for n, p in pl_module.named_parameters() if not p.isfinite().all())
-            raise diverged(
-                pl_module, trainer.global_step, trainer.current_epoch, what=f"the parameter {name}"
-            )
+            step, epoch = trainer.global_step, trainer.current_epoch
+            raise divergence_error(pl_module, step, epoch, what=f"the parameter {name}")
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Warn of an epoch whose mean training loss is :data:`DIVERGED` times a guess's."""
-        figure = trainer.callback_metrics.get("train/loss")  # in all processes: they gather it
+        """Warn if the epoch's mean training loss is above :data:`DIVERGED` times ln(classes)."""
+        # callback_metrics reduces over all processes, so each must call it
+        figure = trainer.callback_metrics.get("train/loss")
         classes = getattr(getattr(pl_module, "model", None), "num_classes", None)
         if figure is None or not isinstance(classes, int):
             return
@@ -87,7 +89,7 @@ class FiniteLoss(pl.Callback):
             for state in RunState.of(trainer):
                 note = (
                     f"the mean training loss of epoch {epoch} is {loss:.3g}, more than {DIVERGED} "
-                    f"times a guess's: training has diverged; lower optim.lr"
+                    "times the loss of uniform guessing: training has diverged; lower optim.lr"
                     f"{_rate(pl_module)}"
                 )
                 if "loss" not in state.notes and trainer.is_global_zero:
@@ -97,17 +99,17 @@ class FiniteLoss(pl.Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(pl_module)
 
-    def _note(self, finite: Tensor, step: int, epoch: int) -> None:
+    def _record(self, finite: Tensor, step: int, epoch: int) -> None:
         if self._first is None:
             self._first = torch.full((2,), -1, dtype=torch.int64, device=finite.device)
-        # two fills instead of a tensor from the host, which would have to wait for its copy
+        # two fills: torch.tensor([step, epoch], device=...) would wait for its copy
         now = torch.full_like(self._first, step)
         now[1].fill_(epoch)
-        found = ~finite & (self._first[0] < 0)
-        self._first = torch.where(found, now, self._first)
+        is_first = ~finite & (self._first[0] < 0)
+        self._first = torch.where(is_first, now, self._first)
 
     def _poll(self, module: pl.LightningModule) -> None:
-        """Read a copy that has arrived; send for the next one."""
+        """Read the copy if it has arrived, and start the next one."""
         assert self._first is not None
         if self._copied is not None:
             if not self._copied.query():  # type: ignore[no-untyped-call]
@@ -123,18 +125,18 @@ class FiniteLoss(pl.Callback):
             self._raise_if_infinite(module, self._first.cpu())
 
     @staticmethod
-    def _raise_if_infinite(module: pl.LightningModule, note: Tensor | None) -> None:
-        if note is not None and int(note[0]) >= 0:
-            raise diverged(module, int(note[0]), int(note[1]))
+    def _raise_if_infinite(module: pl.LightningModule, record: Tensor | None) -> None:
+        if record is not None and int(record[0]) >= 0:
+            raise divergence_error(module, int(record[0]), int(record[1]))
 
 
-def diverged(
+def divergence_error(
     module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
-    """The error of a run that has diverged: where, and what to change."""
+    """The error of a run that has diverged, with the step, the epoch and the remedy."""
     return FloatingPointError(
         f"{what} is not finite at step {step}, in epoch {epoch}: training has diverged; lower "
-        f"optim.lr{_rate(module)} or raise the precision. Checkpoints saved before are as they were"
+        f"optim.lr{_rate(module)} or raise the precision. Earlier checkpoints are intact"
     )
 
 

@@ -1,13 +1,12 @@
 """Peak memory and throughput of each training epoch.
 
-Peak memory is the accelerator's (``torch.cuda.max_memory_allocated``, over the epoch) or, on the
-CPU, the process's high-water mark ``VmHWM`` of ``/proc/self/status`` (over the whole process):
-``getrusage`` is no substitute, as a child's ``ru_maxrss`` starts at its parent's. Where neither
-exists, no memory is logged.
+Peak memory on a GPU is ``torch.cuda.max_memory_allocated`` over the epoch. On the CPU it is the
+high-water mark ``VmHWM`` in ``/proc/self/status``, since the process started. (Not ``getrusage``: a
+child's ``ru_maxrss`` starts at its parent's.) Systems that have neither log no peak memory.
 
-On the CPU that figure holds the whole process: its libraries, its data, what the allocator has
-kept. A saving of memory is seen in ``footprint/activation_bytes`` instead: the peak of the
-activations of one training step, counted on the first batch (see :func:`revzoo.audit`).
+The CPU figure covers the whole process: libraries, data, and memory that the allocator keeps. To
+see what a memory mode saves, read ``footprint/activation_bytes``: the peak of the activations of
+one training step, counted on the first batch (see :func:`revzoo.audit`).
 
 The clock runs during training steps and stops during validation.
 """
@@ -31,7 +30,7 @@ STATUS = Path("/proc/self/status")
 
 
 def peak_host_bytes(status: Path = STATUS) -> int | None:
-    """The process's highest resident set in bytes, or None where the system does not say."""
+    """The process's peak resident set in bytes; None on systems without ``/proc/self/status``."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
@@ -50,9 +49,9 @@ def peak_bytes(device: torch.device) -> int | None:
 
 
 def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
-    """Peak bytes of the activations of a training step on ``images``; None if it cannot be counted.
+    """Peak bytes of the activations of a training step on ``images``; None if counting fails.
 
-    Counted on fake tensors, which a model may refuse: one that looks at values, say.
+    Counting runs the model on fake tensors. It fails if the model reads values, for instance.
     """
     model = getattr(pl_module, "model", None)
     if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
@@ -66,11 +65,12 @@ def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
 
 
 class Footprint(pl.Callback):
-    """Log ``footprint/peak_bytes``, ``footprint/activation_bytes``,
-    ``footprint/images_per_second`` and ``footprint/epoch_seconds``.
+    """Logs peak memory, activations, throughput and time of each epoch, as ``footprint/...``.
 
-    Under data parallelism the images of all processes count, and the memory of the first process.
-    In an epoch that is resumed, the figures are of the part after the resume.
+    The scalars are ``peak_bytes``, ``activation_bytes``, ``images_per_second``, ``epoch_seconds``.
+
+    Under data parallelism it counts the images of all processes and the memory of the first.
+    If a run resumes inside an epoch, that epoch's figures cover the part after the resume.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class Footprint(pl.Callback):
             self._pause(pl_module)
             self._counted = True
             self._activations = activation_bytes(pl_module, batch[0])
-        if self._since is None:  # an epoch resumed in its middle has no start
+        if self._since is None:  # a run resumed inside an epoch skips on_train_epoch_start
             self._resume(pl_module)
 
     def on_train_batch_end(
@@ -125,7 +125,7 @@ class Footprint(pl.Callback):
         if self._activations is not None:
             figures["footprint/activation_bytes"] = float(self._activations)
         for name, value in figures.items():
-            # float32, Lightning's default, holds whole bytes only up to 16 MiB
+            # float32, Lightning's default, is exact only up to 16 MiB
             pl_module.log(name, torch.tensor(value, dtype=torch.float64), rank_zero_only=True)
 
     def _resume(self, pl_module: pl.LightningModule) -> None:
@@ -138,7 +138,7 @@ class Footprint(pl.Callback):
 
 
 def _now(device: torch.device) -> float:
-    """Seconds on the clock once the device has done what was asked of it."""
+    """Seconds on the clock after the device has finished its queued work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,17 +1,17 @@
-"""SIGTERM and Ctrl-C end a run where it can be resumed exactly, with its state saved.
+"""SIGTERM and Ctrl-C save a run and stop it at a point where it can resume exactly.
 
-In training the batch (with accumulated gradients: the optimiser step) is finished and ``last.ckpt``
-written. A validation that is due or running is finished too, as the run cannot be resumed before
-its end. After :data:`PATIENCE` the rest is cut off: a resumed run computes it again, with the same
-figures. A test is cut off after the batch. Elsewhere the run ends at once, and a second Ctrl-C
-always ends it at once. Processes that train together stop after the same batch, whichever of them
-the signal came to.
+- Training finishes the batch (with accumulated gradients, the optimiser step), writes ``last.ckpt``
+  and stops. A due or running validation is finished first: a run cannot resume before its end.
+- After :data:`PATIENCE` the rest of the step or validation is dropped. A resumed run computes it
+  again, with the same figures.
+- A test stops after the batch. Anywhere else the run stops at once, and so it does at a second
+  Ctrl-C.
+- Distributed processes stop after the same batch, whichever of them receives the signal.
+- After :data:`DEADLINE` a watchdog ends the process. Python runs signal handlers between two
+  byte-code instructions, so a process that waits in a collective operation for a hung peer would
+  never see the signal.
 
-After :data:`DEADLINE` a watchdog ends the process, whatever blocks it: Python runs its signal
-handlers between two byte-code instructions, so a process that waits in a collective operation for
-one that hangs would never see the signal.
-
-Lightning's own handler ends a run without saving it, and broadcasts from inside the handler.
+Why not Lightning's handler: it ends a run without saving, and broadcasts from inside the handler.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # seconds; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
 DEADLINE = 28.0
-PREFERRED = (None, signal.SIGTERM, signal.SIGINT)  # where processes got different signals, the last
+PREFERRED = (None, signal.SIGTERM, signal.SIGINT)  # the last wins if processes got different ones
 
 
 class RunStopped(BaseException):
-    """A signal ends the run. Like ``KeyboardInterrupt``, no ``except Exception`` catches it."""
+    """A signal ends the run. ``except Exception`` does not catch it (as ``KeyboardInterrupt``)."""
 
     def __init__(self, signum: int) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -50,52 +50,52 @@ class RunStopped(BaseException):
 
     @property
     def status(self) -> int:
-        """The exit status that shells give to a program ended by the signal: 143 or 130."""
+        """The exit status of a program that the signal ended, as in a shell: 143 or 130."""
         return 128 + self.signum
 
 
 class GracefulStop(pl.Callback):
-    """Ends the run where nothing is lost; see the module's text.
+    """Stops the run at a point where it can resume exactly; see the module's docstring.
 
     Attributes:
         requested: the signal that this process has received, if any.
-        agreed: the signal that all processes of the run know of, since the end of a batch. What
-            they do together (save, leave a loop) depends on this one alone.
+        agreed: the signal that all processes know since the end of a batch. Collective actions
+            (saving, leaving a loop) depend on this one only.
     """
 
-    listens: ClassVar[GracefulStop | None] = None
-    """The one that answers the signals of this process, also in trials without callbacks."""
+    active: ClassVar[GracefulStop | None] = None
+    """The instance that handles this process's signals, also in trials without callbacks."""
 
     def __init__(self) -> None:
         self.requested: int | None = None
         self.agreed: int | None = None
-        self._since = 0.0  # when the signal was noticed, by time.monotonic
-        self._may_end = False  # before the next batch: a state is being saved, or it took too long
-        self._waits = False  # whether a loop is running that will look at ``requested``
+        self._since = 0.0  # time.monotonic when the signal arrived
+        self._may_end = False  # whether the run may end before the next batch
+        self._in_loop = False  # whether a loop is running that checks ``requested``
         self._trainer: pl.Trainer | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Answer signals inside, in the main thread; the handlers from before return after."""
+        """Handle signals inside the context, in the main thread; restore the old handlers after."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         before = {signum: signal.getsignal(signum) for signum in SIGNALS}
         self._listen()
-        outer, GracefulStop.listens = GracefulStop.listens, self
+        outer, GracefulStop.active = GracefulStop.active, self
         try:
             with watchdog(self._end_now):
                 yield
         finally:
-            GracefulStop.listens = outer
+            GracefulStop.active = outer
             for signum, handler in before.items():
                 signal.signal(signum, handler)
 
     def _end_now(self, signum: int) -> None:
-        """End this process and those it has started, from the watchdog's thread."""
+        """Kill the processes that this one has started and exit; runs in the watchdog's thread."""
         name = signal.Signals(signum).name
         text = f"revzoo: blocked for {DEADLINE:.0f} s after {name}; the last checkpoint is intact\n"
-        os.write(2, text.encode())  # logging may be what is blocked
+        os.write(2, text.encode())  # logging may hold a lock and block
         for process in started_processes(self._trainer) if self._trainer is not None else ():
             process.kill()
         os._exit(128 + signum)
@@ -106,30 +106,30 @@ class GracefulStop(pl.Callback):
     def _listen(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for signum in SIGNALS:
-                signal.signal(signum, self._answer)
+                signal.signal(signum, self._handle)
 
-    def _answer(self, signum: int, frame: FrameType | None) -> None:
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
         if self.requested is not None and signum == signal.SIGINT:
             os._exit(128 + signum)
         if self.requested is not None:
-            return  # batch systems send SIGTERM to a process and to its group
+            return  # batch systems send SIGTERM both to the process and to its group
         self.requested, self._since = signum, time.monotonic()
-        if not self._waits:
+        if not self._in_loop:
             raise RunStopped(signum)
         name = signal.Signals(signum).name
         log.warning(
-            "%s: stopping after this batch; up to %.0f s later if an optimiser step or a "
-            "validation is not finished (Ctrl-C again: at once)",
+            "%s: stopping after this batch, or up to %.0f s later to finish an optimiser step or a "
+            "validation (press Ctrl-C again to stop at once)",
             name,
             PATIENCE,
         )
 
     def _loop_starts(self, *args: Any) -> None:
-        self._listen()  # Lightning has put its own handler in place
-        self._waits = True
+        self._listen()  # Lightning has installed its handler
+        self._in_loop = True
 
     def _loop_ends(self, trainer: pl.Trainer, *args: Any) -> None:
-        self._waits = False
+        self._in_loop = False
         self._end_if_requested(trainer)
 
     def _end_if_requested(self, trainer: pl.Trainer, *args: Any) -> None:
@@ -137,7 +137,7 @@ class GracefulStop(pl.Callback):
         if self.agreed is not None:
             raise RunStopped(self.agreed)
 
-    # these hooks are given more than is needed
+    # Lightning passes further arguments to these hooks, which they ignore
     on_train_start = on_test_start = _loop_starts  # type: ignore[assignment]
     on_train_end = on_test_end = _loop_ends  # type: ignore[assignment]
     on_test_batch_end = _end_if_requested  # type: ignore[assignment]
@@ -145,7 +145,7 @@ class GracefulStop(pl.Callback):
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
-        """Cut off a validation that takes too long; at its end the run may stop."""
+        """Stop a validation that takes longer than :data:`PATIENCE`."""
         self._agree(trainer)
         if self.agreed is not None and self._is_late(trainer):
             raise RunStopped(self.agreed)
@@ -153,7 +153,7 @@ class GracefulStop(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
-        """Agree with the other processes; those callbacks that save come after this one."""
+        """Agree with the other processes, before the callbacks that save."""
         self._agree(trainer)
         self._may_end = bool(self.agreed) and (can_resume_here(trainer) or self._is_late(trainer))
 
@@ -164,14 +164,14 @@ class GracefulStop(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
-        """End the run, now that the figures of the last batch are logged."""
+        """End the run here: the figures of the last batch are logged by now."""
         if self._may_end:
             assert self.agreed is not None
             raise RunStopped(self.agreed)
 
     def _agree(self, trainer: pl.Trainer) -> None:
-        """Let all processes know of a signal to one; all of them come here at the same point."""
-        requested = self.requested  # a signal may come in at any instant
+        """Share a signal with all processes, which call this at the same point of the run."""
+        requested = self.requested  # read once: a signal may arrive at any instant
         if trainer.world_size > 1:
             rank = torch.tensor(
                 float(PREFERRED.index(requested)), device=trainer.strategy.root_device
@@ -181,17 +181,17 @@ class GracefulStop(pl.Callback):
             self.agreed, self._since = requested, self._since or time.monotonic()
 
     def _is_late(self, trainer: pl.Trainer) -> bool:
-        """Whether the end cannot wait any longer; the same answer in all processes."""
+        """Whether :data:`PATIENCE` is over; the same answer in all processes."""
         late = time.monotonic() - self._since >= PATIENCE
         return trainer.strategy.broadcast(late) if trainer.world_size > 1 else late
 
 
 @contextmanager
 def watchdog(end: Callable[[int], None]) -> Iterator[None]:
-    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first signal that comes inside.
+    """Call ``end(signum)`` :data:`DEADLINE` seconds after the first signal inside the context.
 
-    The system's own handler writes the signal's number into a pipe, and a thread reads it there:
-    that works while the main thread is blocked in a library.
+    Python's C-level handler writes the signal's number into a pipe, and a thread reads it. This
+    works while the main thread is blocked in a library.
     """
     reads, writes = os.pipe()
     os.set_blocking(writes, False)
@@ -218,5 +218,5 @@ def watchdog(end: Callable[[int], None]) -> Iterator[None]:
 
 
 def stop_requested(trainer: pl.Trainer) -> bool:
-    """Whether a signal has asked the trainer's run to stop; the same answer in all processes."""
+    """Whether a signal has requested the end of the run; the same answer in all processes."""
     return any(isinstance(c, GracefulStop) and bool(c.agreed) for c in trainer.callbacks)  # type: ignore[attr-defined]

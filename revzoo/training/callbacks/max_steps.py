@@ -1,7 +1,7 @@
-"""Validate a run that ends at ``max_steps``, also in the middle of an epoch.
+"""Validates a run that ends at ``max_steps``, also inside an epoch.
 
-Lightning 2.6 leaves the epoch without a validation: the last weights could never be the best, and
-the last figures would be of an earlier epoch.
+Lightning 2.6 ends such an epoch without a validation: the final weights could never be the best,
+and the final figures would belong to an earlier epoch.
 """
 
 from __future__ import annotations
@@ -12,11 +12,7 @@ import pytorch_lightning as pl
 
 
 class LastStep(pl.Callback):
-    """Asks the trainer to stop at ``max_steps``, which includes a validation.
-
-    An epoch without a validation (``limit_val_batches=0``, ``check_val_every_n_epoch``) still has
-    none.
-    """
+    """Asks the trainer to stop at ``max_steps``, which runs a validation if the epoch has one."""
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any

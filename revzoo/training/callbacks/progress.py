@@ -1,4 +1,4 @@
-"""How far a run is: a bar on a terminal, a log line every half minute elsewhere.
+"""The progress of a run: a bar on a terminal, a log line every half minute elsewhere.
 
     epoch 3/30 ██████████▌        212/352  1204 img/s  loss 0.733  acc 0.931  4:12 left
 
@@ -29,16 +29,16 @@ from revzoo.training.metrics import so_far
 
 log = logging.getLogger(__name__)
 
-LONGEST, SHORTEST = 30, 8  # columns of the bar itself
-SECONDS = 0.2  # between two drawings: faster than the eye follows costs time only
+LONGEST, SHORTEST = 30, 8  # columns of the bar, without its texts
+REDRAW_SECONDS = 0.2  # at least, between two drawings; more often costs time and helps no reader
 
 
 class Progress(ProgressBar):
     """Draws the bar on a terminal, or logs a line every ``log_seconds``.
 
     Args:
-        refresh_rate: batches between two drawings, which are a fifth of a second apart at least.
-        log_seconds: between two log lines, where standard output is no terminal.
+        refresh_rate: batches between two drawings; at most five drawings a second.
+        log_seconds: seconds between two log lines, if standard output is no terminal.
     """
 
     def __init__(self, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> None:
@@ -103,7 +103,7 @@ class Progress(ProgressBar):
         self._evaluated(head, batch_idx, (totals or trainer.num_val_batches)[dataloader_idx])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._epoch_begun += time.perf_counter() - self._paused  # the rate is of training
+        self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
         if trainer.state.fn != TrainerFn.FITTING:
             self._close()
 
@@ -141,7 +141,8 @@ class Progress(ProgressBar):
             return False
         if not sys.stdout.isatty():
             return time.perf_counter() - self._shown >= self.log_seconds
-        return batch % self.refresh_rate == 0 and time.perf_counter() - self._shown >= SECONDS
+        waited = time.perf_counter() - self._shown >= REDRAW_SECONDS
+        return waited and batch % self.refresh_rate == 0
 
     def _show(self, head: str, done: int, total: float, words: Sequence[str]) -> None:
         self._shown = time.perf_counter()
@@ -162,17 +163,17 @@ class Progress(ProgressBar):
             self._bar = None
 
     def _left(self, trainer: pl.Trainer) -> list[str]:
-        """The time that the run will still take, if that can be told."""
+        """The time until the run ends, if it can be estimated."""
         done, left = batches_of_run(trainer) - self._batches, batches_left(trainer)
-        if done < 3 or not math.isfinite(left):  # the first steps are slow
+        if done < 3 or not math.isfinite(left):  # the first steps are not typical: they warm up
             return []
         return [f"{clock((time.perf_counter() - self._begun) / done * left)} left"]
 
 
 def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[int, str]:
-    """The columns of the bar, and the text after it: as many of ``words`` as there is room for.
+    """The columns of the bar, and the text after it: as many of ``words`` as fit.
 
-    The first words go first, the last ones stay longest.
+    On a narrow terminal the first words are dropped first.
     """
     for start in range(len(words) + 1):
         text = "  ".join([count, *words[start:]])
@@ -183,18 +184,18 @@ def fitted(head: str, count: str, words: Sequence[str], columns: int) -> tuple[i
 
 
 def epoch_of(trainer: pl.Trainer) -> str:
-    """The number of the epoch, counted from 1, of how many: ``3/30``."""
+    """The number of the epoch, counted from 1, and of all epochs: ``3/30``."""
     number, total = trainer.current_epoch + 1, trainer.max_epochs or -1
     per_epoch = trainer.num_training_batches
     if trainer.max_steps > 0 and per_epoch:
         batches = trainer.max_steps * trainer.accumulate_grad_batches
-        by_steps = math.ceil(batches / per_epoch)  # 0 where an epoch has no end
+        by_steps = math.ceil(batches / per_epoch)  # 0 if an epoch never ends
         total = min(total, by_steps) if total > 0 else by_steps
     return f"{number}/{total}" if total > 0 else str(number)
 
 
 def batches_left(trainer: pl.Trainer) -> float:
-    """Training batches until the run's end, infinity if that is unknown."""
+    """Training batches until the run ends; infinity if unknown."""
     ends = [math.inf]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
@@ -205,7 +206,7 @@ def batches_left(trainer: pl.Trainer) -> float:
 
 
 def clock(seconds: float) -> str:
-    """``4:12``, ``1:04:12``, ``2 d 1:04:12``."""
+    """Seconds as ``4:12``, ``1:04:12`` or ``2 d 1:04:12``."""
     whole = round(seconds)
     days, hours, minutes = whole // 86400, whole // 3600 % 24, whole // 60 % 60
     if whole < 3600:
@@ -217,7 +218,6 @@ def clock(seconds: float) -> str:
 def _figures(module: pl.LightningModule) -> list[str]:
     """Loss and accuracy of the epoch so far, of a :class:`~revzoo.training.Classifier`."""
     metrics = getattr(module, "metrics_of", None)
-    found = so_far(metrics("train")) if metrics else {}
-    return [
-        f"{name} {found[key]:.3f}" for name in ("loss", "acc") if (key := f"train/{name}") in found
-    ]
+    figures = so_far(metrics("train")) if metrics else {}
+    keys = {"loss": "train/loss", "acc": "train/acc"}
+    return [f"{name} {figures[key]:.3f}" for name, key in keys.items() if key in figures]

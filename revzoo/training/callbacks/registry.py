@@ -1,6 +1,6 @@
-"""The callbacks of a run by name: a table, where other frameworks import paths from configurations.
+"""The table of callbacks by name. A configuration holds names, never import paths.
 
-Each entry takes the run's folder and the options of its configuration.
+Each factory takes the run's folder and, as keywords, the options of the configuration.
 """
 
 from __future__ import annotations
@@ -111,19 +111,19 @@ def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callb
 
 
 def batch_norm(run_dir: Path, *, momentum: float | None = None, warmup: bool = True) -> pl.Callback:
-    """How fast running statistics follow; None for each BatchNorm's own momentum."""
+    """BatchNorm's momentum, with a warm-up; None keeps each BatchNorm's momentum."""
     if momentum is not None:
         check_number("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
     return BatchNormMomentum(momentum=momentum, warmup=warmup)
 
 
 def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
-    """Freeze the network but for the classifier; ``unfreeze`` says what is trained later."""
+    """Train only the classifier first; ``unfreeze`` lists the epochs that add more parts."""
     return Finetuning(unfreeze=unfreeze)
 
 
 def compiled_branches(run_dir: Path, *, backend: str = "inductor") -> pl.Callback:
-    """Compile the residual functions for the time of training."""
+    """Compile the residual functions during training."""
     return CompiledBranches(backend=backend)
 
 
@@ -169,23 +169,23 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
 }
 
 
-# first, later, why: all constraints on the order of callbacks; a test holds them
+# (first, later, why): all constraints on the order of callbacks; a test checks them
 ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
-    (Footprint, EpochLog, "the line of an epoch has the figures that Footprint logs"),
-    (AveragedWeights, Samples, "pictures at the end show the average that it leaves in the module"),
+    (Footprint, EpochLog, "the log line shows the figures that Footprint logs"),
+    (AveragedWeights, Samples, "the last pictures show the average, then in the module"),
     (AveragedWeights, Reconstructions, "as for samples"),
-    (GracefulStop, LastCheckpoint, "all processes agree on a stop before they save together"),
-    (FiniteLoss, LastCheckpoint, "a loss that is not finite ends the run before it is saved"),
-    (Footprint, LastCheckpoint, "a state saved at the end of an epoch has the epoch's figures"),
-    (BestCheckpoint, LastCheckpoint, "the saved state knows the best checkpoint, written before"),
+    (GracefulStop, LastCheckpoint, "all processes agree on a stop before they save"),
+    (FiniteLoss, LastCheckpoint, "a loss that is not finite ends the run before the save"),
+    (Footprint, LastCheckpoint, "a checkpoint at the end of an epoch has the epoch's figures"),
+    (BestCheckpoint, LastCheckpoint, "last.ckpt holds the path of the best checkpoint"),
 )
 
 
 def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
-    """Let ``callbacks.NAME={...}`` choose a callback; it comes after the package's.
+    """Add a callback, which ``callbacks.NAME={...}`` selects; it runs after the package's.
 
     Args:
-        name: a name that is free.
+        name: a name that no callback has.
         factory: takes the run's folder and, as keyword-only parameters, the options.
 
     Raises:
@@ -206,18 +206,18 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
 
 
 def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
-    """Refuse a callback or an option that does not exist.
+    """Check the names and options of callbacks.
 
     Raises:
-        ValueError: naming the nearest one that does.
+        ValueError: for a name or option that does not exist, naming the nearest.
     """
     check_names(specs, list(CALLBACKS), where="callbacks")
     for name, options in specs.items():
         if not isinstance(options, Mapping | None):
             raise ValueError(
                 f"callbacks.{name}={options!r}: expected options in braces and quotes, "
-                f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} takes the defaults, null switches the "
-                "callback off"
+                f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} uses the defaults, null removes the "
+                "callback"
             )
         place = f"callbacks.{name}"
         check_names(options or {}, keyword_names(CALLBACKS[name]), where=place)
@@ -227,7 +227,7 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
 def build_callbacks(
     specs: Mapping[str, Mapping[str, Any] | None], *, run_dir: Path
 ) -> list[pl.Callback]:
-    """The callbacks that ``specs`` names with their options; None switches one off.
+    """The callbacks that ``specs`` names, with their options; None removes one.
 
     Raises:
         ValueError: for a name or option that does not exist, naming the nearest.
@@ -242,11 +242,11 @@ def build_callbacks(
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint of a trainer's run; None if none was kept, or if it is gone."""
+    """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
     for callback in trainer.checkpoint_callbacks:
         if isinstance(callback, BestCheckpoint) and callback.best_model_path:
             path = Path(callback.best_model_path)
             if path.is_file():
                 return path
-            log.error("%s is gone: the last weights are used instead", path)
+            log.error("%s is missing: using the last weights instead", path)
     return None

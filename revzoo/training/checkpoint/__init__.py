@@ -1,1 +1,1 @@
-"""Checkpoints of a run: files, contents, validation, restoring."""
+"""Checkpoints of a run: writing, reading, validation, restoring."""

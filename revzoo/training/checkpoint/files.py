@@ -1,15 +1,15 @@
-"""Checkpoint files: a kill at any instant leaves a good one; reading one never runs code.
+"""Writes and reads checkpoint files: a kill never leaves a damaged one, reading never runs code.
 
-Why not Lightning's own writer: its temporary file may be on another file system, where moving it is
-a copy that a kill cuts short, and it never calls ``fsync``. Its reader runs the code of pickles
-unless ``weights_only=True``, and ignores that for addresses.
+Why not Lightning's writer: its temporary file may be on another file system, so that a move is a
+copy, which a kill can cut short; and it never calls ``fsync``. Its reader runs the code of pickles
+unless ``weights_only=True``, and ignores that option for URLs.
 
 NOTE [ A good checkpoint at every instant ]
 1. Write the new state to a temporary file in the folder of the checkpoint, and sync it.
 2. If the file is ``last.ckpt``, give the old one a second name, ``previous.ckpt``, in one rename.
 3. Rename the temporary file to the checkpoint, and sync the folder.
-Before 3 the old file is complete, after it the new one. An incomplete file never has a name that
-ends in ``.ckpt``. Without hard links, step 2 moves the old file: for the time of one rename only
+Before step 3 the old file is complete, after it the new one. The name of an incomplete file never
+ends in ``.ckpt``. Without hard links, step 2 moves the old file: until the next rename, only
 ``previous.ckpt`` is complete.
 """
 
@@ -51,17 +51,17 @@ class CheckpointError(RuntimeError):
 
 
 class DamagedCheckpoint(CheckpointError):
-    """A checkpoint that is missing or not as a run saves it; another one may be good."""
+    """A checkpoint is missing or damaged; another one may be good."""
 
 
 class UnwritableCheckpoint(CheckpointError):
-    """The disk refuses a checkpoint; the ones written before are as they were."""
+    """The disk refuses a checkpoint; earlier files are intact."""
 
 
 def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
-    """Everything in ``value`` that is no container, and each key that is no plain one; by place.
+    """Yield (place, item) for every item in ``value`` that is no container, and for odd keys.
 
-    Only these containers count: a subclass is written as itself, and reading it runs its code.
+    Subclasses of containers are items: pickle writes their class, and reading them runs its code.
     """
     if type(value) in MAPPINGS:
         for name, item in value.items():
@@ -78,23 +78,23 @@ def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
     """Write ``state`` to ``path``; see NOTE [ A good checkpoint at every instant ].
 
-    A write that the disk refuses is repeated after :data:`RETRY_AFTER`: network file systems report
-    errors (``EIO``, ``ESTALE``) that are over a second later.
+    A failed write is repeated after :data:`RETRY_AFTER`: network file systems report errors
+    (``EIO``, ``ESTALE``) that disappear within a second.
 
     Raises:
-        CheckpointError: ``state`` holds more than plain values and tensors; nothing is written.
-        UnwritableCheckpoint: the disk refuses it each time; the old file is as it was.
+        CheckpointError: ``state`` holds more than plain values and tensors. No file is written.
+        UnwritableCheckpoint: each attempt failed. The old file is intact.
     """
     try:
         check_nesting(state, "checkpoint")
     except UnreadableWeightsError as error:
-        raise CheckpointError(f"{error}: it was not written") from None
+        raise CheckpointError(f"{error}: the checkpoint was not written") from None
     for key, value in leaves(state):
         kind = type(value)
         if kind is not Tensor and (kind not in PLAIN or ": the key" in key):
             raise CheckpointError(
                 f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
-                "numbers, strings, lists and dictionaries only; convert it where the state is made"
+                "numbers, strings, lists and dictionaries only; convert the value before saving"
             )
     for seconds in (*RETRY_AFTER, None):
         try:
@@ -105,15 +105,15 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
                 raise
             if seconds is None:
                 raise UnwritableCheckpoint(
-                    f"cannot write {path} ({error}): the checkpoints that were there are as they "
-                    "were; free space there, or make the folder writable"
+                    f"cannot write {path} ({error}): earlier checkpoints are intact; free space on "
+                    "the disk, or make the folder writable"
                 ) from error
             log.warning("cannot write %s (%s): trying again in %g s", path, error, seconds)
             time.sleep(seconds)
 
 
 def _is_from_writer(error: RuntimeError) -> bool:
-    """Whether torch's writer of archives failed; it reports a full disk in its own way."""
+    """Whether torch's archive writer failed: it reports a full disk as a RuntimeError."""
     return any(mark in str(error) for mark in ("enforce fail", "PytorchStreamWriter"))
 
 
@@ -140,7 +140,7 @@ def _keep_previous(path: Path) -> None:
     link = path.with_name(f".{PREVIOUS}{TEMPORARY}")
     try:
         link.hardlink_to(path)
-    except OSError:  # no hard links here
+    except OSError:  # the file system has no hard links
         path.replace(previous)
     else:
         link.replace(previous)
@@ -155,30 +155,30 @@ def _sync_folder(folder: Path) -> None:
 
 
 def remove_stale(folder: Path) -> None:
-    """Remove unfinished files of a killed run; a run's folder has one writer at a time."""
+    """Remove unfinished files of a killed run. Safe: a run's folder has one writer at a time."""
     for path in folder.glob(f".*.ckpt{TEMPORARY}"):
         path.unlink(missing_ok=True)
 
 
 def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str, Any]:
-    """The content of a checkpoint: plain values and tensors. Nothing in the file is executed.
+    """Read a checkpoint: plain values and tensors. No code in the file runs.
 
     Raises:
-        DamagedCheckpoint: missing, cut off, damaged, with more than plain data, with containers
-            that nest too much, or with a tensor that is larger than its stored values.
+        DamagedCheckpoint: the file is missing, cut off or damaged, holds more than plain data,
+            nests containers too deeply, or has a tensor that is larger than its stored values.
     """
     path = Path(path)
     if not path.is_file():
-        raise DamagedCheckpoint(f"there is no checkpoint {path}: give the path of a .ckpt file")
+        raise DamagedCheckpoint(f"there is no checkpoint {path}: expected the path of a .ckpt file")
     try:
         state = read_torch_file(path, map_location=map_location, bare_pickles=False)
     except UnreadableWeightsError as error:
         raise DamagedCheckpoint(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
-        found = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
+        got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(
-            f"{path} is no checkpoint of a run (found: {found}): expected a dictionary with "
-            "state_dict; give RUN_DIR/checkpoints/best.ckpt"
+            f"{path} is no checkpoint of a run: got {got}, expected a dictionary with state_dict; "
+            "give RUN_DIR/checkpoints/best.ckpt"
         )
     return state
 
@@ -186,39 +186,39 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
 def load_tensors(
     module: nn.Module, state: Mapping[str, Any], where: str, *, strict: bool = True
 ) -> None:
-    """Load the ``state_dict`` of a checkpoint; names, shapes and values are checked first.
+    """Load the ``state_dict`` of a checkpoint after checking its names, shapes and values.
 
     Why not torch's ``load_state_dict`` alone: it raises many types of errors for wrong names and
     values, and accepts NaN, and complex numbers for real ones.
 
     Args:
-        module: its own state may hold more than tensors (``get_extra_state``); that part is loaded
+        module: its state may hold more than tensors (``get_extra_state``); that part is loaded
             unchecked.
-        state: from a file that may be anyone's.
+        state: possibly from an untrusted file.
         where: the file, for errors.
         strict: whether the names must be exactly ``module``'s.
 
     Raises:
         CheckpointError: names or shapes do not fit, a value is no tensor, or a tensor has NaN or
-            Inf; ``module`` is as it was.
+            Inf. ``module`` is unchanged.
     """
     known = module.state_dict()
-    own = {key: value for key, value in known.items() if isinstance(value, Tensor)}
-    tensors = {key: value for key, value in state.items() if key in own or key not in known}
+    expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in state.items() if key in expected or key not in known}
     try:
         check_dense(tensors, where)
         if not strict:
-            shared = own.keys() & tensors.keys()
-            own, tensors = ({key: of[key] for key in shared} for of in (own, tensors))
-        check_fit(own, tensors, where)
+            shared = expected.keys() & tensors.keys()
+            expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
+        check_fit(expected, tensors, where)
         check_finite(tensors, where)
         module.load_state_dict(state, strict=strict)
-    except RuntimeError as error:  # torch's, or one of weights
+    except RuntimeError as error:  # from torch, or a WeightsError
         raise CheckpointError(str(error)) from None
 
 
 def has_saved(folder: Path) -> bool:
-    """Whether a run has saved a state that it can resume from."""
+    """Whether the folder has a checkpoint to resume from."""
     return (folder / LAST).exists() or (folder / PREVIOUS).exists()
 
 
@@ -227,18 +227,18 @@ def read_last(
 ) -> tuple[Path, dict[str, Any]]:
     """The newest good state of a run: ``last.ckpt``, or ``previous.ckpt`` if that is damaged.
 
-    A damaged ``last.ckpt`` is renamed, so that it never becomes the previous one.
+    A damaged ``last.ckpt`` is renamed, so that the next save does not make it ``previous.ckpt``.
 
     Args:
         folder: of the checkpoints.
-        check: raises a :class:`DamagedCheckpoint` for a readable file that no run can resume from,
-            and another error for a state that must be refused even if another one is good.
+        check: raises a :class:`DamagedCheckpoint` to fall back to the previous checkpoint, and
+            another error to refuse both.
 
     Returns:
         The path that was read and its content.
 
     Raises:
-        DamagedCheckpoint: if neither is good.
+        DamagedCheckpoint: both are damaged.
     """
     last, previous = folder / LAST, folder / PREVIOUS
     try:
@@ -250,8 +250,8 @@ def read_last(
     try:
         state = _checked(previous, check)
     except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(f"{damage}; the one before it is no better: {error}") from None
-    log.warning("%s; resuming from %s, which was saved before it", damage, previous)
+        raise DamagedCheckpoint(f"{damage}; so is the one before it: {error}") from None
+    log.warning("%s; resuming from %s, the checkpoint before it", damage, previous)
     if last.exists() and is_first_process():
         last.replace(last.with_name(f"{LAST}.damaged"))
     return previous, state
@@ -273,11 +273,11 @@ def _checked(path: Path, check: Callable[[dict[str, Any]], None]) -> dict[str, A
 class PlainCheckpointIO(CheckpointIO):
     """Writes and reads the checkpoints of every run for Lightning.
 
-    A failed save is logged as an error, and the training continues: the checkpoints before it are
-    good. It ends the run only if no save has succeeded for :data:`GIVE_UP_AFTER`.
+    A failed save is logged as an error, and training continues: earlier checkpoints are good. The
+    run ends only if no save has succeeded for :data:`GIVE_UP_AFTER`.
 
     Attributes:
-        failed: the reason why the last save of a path failed; paths without a failure are missing.
+        failed: for each path whose last save failed, the reason.
     """
 
     def __init__(self) -> None:
@@ -287,10 +287,10 @@ class PlainCheckpointIO(CheckpointIO):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any = None
     ) -> None:
-        """Write ``checkpoint``, or note in ``failed`` why not.
+        """Write ``checkpoint``, or record the reason of a failure in ``failed``.
 
         Raises:
-            CheckpointError: it is no plain data, or saving has failed for too long.
+            CheckpointError: it is not plain data, or saving has failed for too long.
         """
         path, now = Path(path), time.monotonic()
         try:
@@ -308,7 +308,7 @@ class PlainCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: str | Path, map_location: Any = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """The content of the file, on the CPU; always read as plain data."""
+        """Read the file as plain data, onto the CPU by default."""
         return read_checkpoint(path, map_location=map_location or "cpu")
 
     def remove_checkpoint(self, path: str | Path) -> None:
@@ -317,6 +317,5 @@ class PlainCheckpointIO(CheckpointIO):
 
 def was_saved(trainer: pl.Trainer, path: Path) -> bool:
     """Whether the last save to ``path`` succeeded; the same answer in all processes."""
-    failed = getattr(trainer.strategy.checkpoint_io, "failed", {})
-    saved = path not in failed
+    saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
     return trainer.strategy.broadcast(saved) if trainer.world_size > 1 else saved

@@ -1,9 +1,9 @@
 """Validates the hyperparameters of a checkpoint against an exact list before they are used.
 
-A checkpoint may come from anyone and must not choose what is imported, called or read. Lightning's
-``load_from_checkpoint`` passes all hyperparameters to the constructor, lets ``_instantiator`` load
-classes, and reads addresses with pickles enabled. Here they are names of the zoo and plain values,
-or refused.
+A checkpoint may come from anyone, so it must not choose which code is imported or called, or which
+files are read. Lightning's ``load_from_checkpoint`` passes all hyperparameters to the constructor,
+lets ``_instantiator`` load classes, and reads URLs with pickles enabled. We accept only the zoo's
+names and plain values.
 """
 
 from __future__ import annotations
@@ -20,41 +20,41 @@ SCALARS = (str, int, float, bool, type(None))
 WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 
 
-def check_hyperparameters(given: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
-    """``given``, if a classifier of the zoo takes it.
+def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
+    """Return ``values`` if they are hyperparameters of :class:`~revzoo.training.Classifier`.
 
-    The zoo checks names and values of options. This function checks the rest: a model of the zoo,
-    no other key, no mapping where a value belongs, no reference.
+    The zoo checks the values of options later. This function checks that the model is the zoo's,
+    that all keys are known, and that values are plain: no nested mapping, no reference.
 
     Args:
-        given: ``hyper_parameters`` of a checkpoint.
-        replaced: keys that the caller gives: they may be missing, or unknown to a classifier.
+        values: ``hyper_parameters`` of a checkpoint.
+        replaced: keys that the caller overrides: they may be missing, or unknown to a classifier.
 
     Raises:
         CheckpointError: naming the key.
     """
-    if not isinstance(given, dict) or ("model" not in given and "model" not in replaced):
+    if not isinstance(values, dict) or ("model" not in values and "model" not in replaced):
         raise CheckpointError(
             "the checkpoint has no hyperparameters of a model: it was trained on a module passed "
-            "as an instance; make that module again and give it as model=..."
+            "as an instance; create that module again and pass it as model=..."
         )
-    for key in given:
+    for key in values:
         if str(key) not in HYPERPARAMETERS and key not in replaced:
             raise _refused(
                 str(key),
-                f"expected only {', '.join(HYPERPARAMETERS)}; give a subclass's own to "
-                f"load_from_checkpoint: {key}=...",
+                f"expected only {', '.join(HYPERPARAMETERS)}; pass the parameters of a subclass "
+                f"to load_from_checkpoint: {key}=...",
             )
-    if "model" in given:
-        check_model_options(given["model"])
-    _check_options(given.get("optim", {}), "optim", nested=("schedule",))
-    if not isinstance(given.get("channels_last", False), bool):
+    if "model" in values:
+        check_model_options(values["model"])
+    _check_options(values.get("optim", {}), "optim", nested=("schedule",))
+    if not isinstance(values.get("channels_last", False), bool):
         raise _refused("channels_last", "expected true or false")
-    return given
+    return values
 
 
 def check_model_options(options: Any) -> dict[str, Any]:
-    """``options``, if they are a model's name and plain keywords.
+    """Return ``options`` if they are a model's name and plain keywords.
 
     Raises:
         CheckpointError: naming the key.
@@ -65,7 +65,7 @@ def check_model_options(options: Any) -> dict[str, Any]:
         raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
     for key in WEIGHTS:
         if key in options:
-            raise _refused(f"model.{key}", "a checkpoint brings its own weights")
+            raise _refused(f"model.{key}", "a checkpoint contains the weights; remove the key")
     return dict(options)
 
 

@@ -1,4 +1,4 @@
-"""Load a trained model from a checkpoint or from weights, with its classes and normalisation."""
+"""Loads a trained model from a checkpoint or from weights, with its classes and normalisation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
 from revzoo.weights.table import SHIPPED, WeightsTable
 
-UNIT = 1  # largest value of a pixel in the numbers of an entry
+UNIT = 1  # the largest pixel value to which mean and std of an entry refer
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Restored:
     Attributes:
         module: in evaluation mode, on the CPU.
         classes: names, by label.
-        data_state: of the data module.
-        image_size: side in pixels; None in checkpoints that do not say.
+        data_state: the state of the data module.
+        image_size: side in pixels; None if the checkpoint lacks it.
         in_chans: channels of the images.
     """
 
@@ -42,23 +42,23 @@ class Restored:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The fields of an entry that describe the data, for pixels in [0, 1]."""
+        """The fields of a weights entry that describe the data, for pixels in [0, 1]."""
         assert isinstance(self.module.model, ImageNetwork), "hyperparameters name models of the zoo"
         return facts_of(self.data_state, self.module.model)
 
 
 def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
-    """A trained classifier, ready for evaluation.
+    """Load a trained classifier for evaluation.
 
     Args:
-        source: a checkpoint that a run has written (``.ckpt``); a safetensors file, or a folder of
+        source: a run's checkpoint (``.ckpt``); a safetensors file, or a folder from
             ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
-        table: where names of weights are looked up; None for the package's own.
+        table: the table of weights by name; None for the package's.
 
     Raises:
-        CheckpointError: the file is damaged, is not such a checkpoint, or has NaN or Inf.
-        WeightsError: there are no such weights, they are not valid, have NaN or Inf, or do not say
-            which classes and which normalisation they are for.
+        CheckpointError: the file is damaged, is no checkpoint of a run, or has NaN or Inf.
+        WeightsError: there are no such weights, they are not valid, have NaN or Inf, or their entry
+            lacks classes or normalisation.
     """
     text, path = str(source), Path(source)
     if (path / CHECKPOINTS).is_dir():
@@ -84,7 +84,7 @@ def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
     module = Classifier.from_state(state, str(path))
     data = _data_state(state, path)
-    module.lay_out(channels_last=False)  # whatever the training used
+    module.lay_out(channels_last=False)  # the layout of training does not matter here
     network = module.model
     assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
     try:
@@ -101,8 +101,8 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
     lacking = [name for name in ("classes", "mean", "std") if not getattr(entry, name)]
     if entry.classes is None or entry.mean is None or entry.std is None:
         raise EntryError(
-            f"the weights {source} do not say their {', '.join(lacking)}: add that to their entry "
-            "(NAME.json), or use the checkpoint they were made from"
+            f"the entry of the weights {source} lacks {', '.join(lacking)}: add these fields to "
+            "NAME.json, or use the checkpoint from which the weights were made"
         )
     normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
     classes = list(entry.classes)
@@ -113,11 +113,11 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
 
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
-    """The saved state of the data module; Lightning files it under the name of its class."""
-    found = data_states(state)
-    if len(found) != 1:
+    """The saved state of the data module; Lightning's key for it is the name of its class."""
+    states = data_states(state)
+    if len(states) != 1:
         raise CheckpointError(
-            f"{path} does not say which classes and which normalisation it was trained with: "
-            "use a checkpoint of a run of revzoo train"
+            f"{path} does not have the classes and the normalisation of its training: use a "
+            "checkpoint of a run of revzoo train"
         )
-    return found[0]
+    return states[0]

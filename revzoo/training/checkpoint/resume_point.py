@@ -1,4 +1,4 @@
-"""Where in an epoch a run can be saved such that Lightning resumes exactly."""
+"""The batches of an epoch after which Lightning can resume a saved run exactly."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from revzoo.training.lightning_compat import batches_of_epoch, batches_of_run
 
 
 def can_resume_here(trainer: pl.Trainer) -> bool:
-    """Whether a state saved at the end of this batch resumes as if never stopped.
+    """Whether a run saved after this batch resumes exactly.
 
-    It does not between the batches of one optimiser step, as gradients are not saved; nor where a
-    validation or the end of the epoch is due, as Lightning would resume behind it.
+    It does not between the batches of one optimiser step, because gradients are not saved. Nor does
+    it before a due validation or the end of an epoch, because Lightning would skip these.
     """
     return batches_of_epoch(trainer) % trainer.accumulate_grad_batches == 0 and not _is_pause(
         trainer, batches_of_epoch(trainer), trainer.global_step
@@ -19,7 +19,7 @@ def can_resume_here(trainer: pl.Trainer) -> bool:
 
 
 def is_last_chance(trainer: pl.Trainer) -> bool:
-    """Whether the next optimiser step is followed by a validation or the end of the epoch."""
+    """Whether a validation or the end of the epoch follows the next optimiser step."""
     next_step = batches_of_epoch(trainer) + trainer.accumulate_grad_batches
     return _is_pause(trainer, next_step, trainer.global_step + 1)
 
@@ -30,7 +30,7 @@ def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
     every = trainer.val_check_batch
     if every is None or every == float("inf"):
         return False
-    total = batches_of_run(trainer)  # if not counted by epochs
     ahead = batches - batches_of_epoch(trainer)
-    count = total + ahead if trainer.check_val_every_n_epoch is None else batches
+    by_run = trainer.check_val_every_n_epoch is None  # Lightning then counts across epochs
+    count = batches_of_run(trainer) + ahead if by_run else batches
     return count % int(every) < trainer.accumulate_grad_batches and count >= every

@@ -1,8 +1,8 @@
-"""State that a run needs to resume exactly: random states, metrics of half an epoch, figures.
+"""The state that a run needs, beyond Lightning's, to resume exactly.
 
 Lightning restores weights, optimiser, schedule, callbacks and its counters, but neither the states
 of the random generators nor the metrics of an epoch in progress. A run of another length or with
-another number of processes cannot resume exactly, and is refused.
+another number of processes cannot resume exactly; we refuse it.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ def random_states() -> dict[str, Any]:
 
 
 def random_states_of_cpu() -> dict[str, Any]:
-    """Those of :func:`random_states` that every machine has."""
+    """The part of :func:`random_states` that every machine has."""
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
-    assert name == "MT19937", "NumPy's global generator is of this kind always"
+    assert name == "MT19937", "NumPy's global generator is always of this type"
     version, internal, gauss = random.getstate()
     return {
         "torch": torch.get_rng_state(),
@@ -54,12 +54,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 
 
 class RunState(pl.Callback):
-    """Saves and restores random states (of each process), training metrics and figures.
+    """Saves and restores the random states of each process, training metrics and logged figures.
 
     Attributes:
-        figures: the figures that the run had when it was saved; empty in a run from the start.
-        notes: what the user must know at the end of the run, by topic.
-        recomputed: steps of the model that inverted with too large a drift, and are recomputed.
+        figures: the logged figures when the run was saved; empty in a new run.
+        notes: warnings for the run's summary, by topic.
+        recomputed: names of the steps whose drift was too large to invert; they are recomputed.
     """
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ class RunState(pl.Callback):
 
     @staticmethod
     def of(trainer: pl.Trainer) -> list[RunState]:
-        """The callback of a run; an empty list for other trainers."""
+        """The trainer's RunState in a list; an empty list if it has none."""
         return [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -85,7 +85,7 @@ class RunState(pl.Callback):
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
         row = row_to_come(self._trainer)
         for logger in self._trainer.loggers:
-            logger.save()  # what was logged before this state is not logged again
+            logger.save()  # a resumed run does not log the rows before this state again
         return {
             "random": _of_all_processes(random_states()),
             "metrics": {name: _state(metric) for name, metric in self._open_metrics().items()},
@@ -97,11 +97,11 @@ class RunState(pl.Callback):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a saved state, to restore it when the training starts.
+        """Keep a saved state, to restore it when training starts.
 
         Raises:
-            CheckpointError: the run has another number of processes, or of steps where the
-                learning rates depend on that number.
+            CheckpointError: the run has another number of processes, or of steps if the learning
+                rates depend on that number.
         """
         assert self._trainer is not None, "setup() comes first"
         if self._trainer.state.fn == TrainerFn.FITTING:
@@ -115,9 +115,9 @@ class RunState(pl.Callback):
         self._planned_steps = self._plan()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore late: setting the run up may draw, too."""
+        """Restore here, not earlier: the setup of a run may draw random numbers, too."""
         for name, step in pl_module.named_modules():
-            # another mode than invert may have been chosen since
+            # the resumed run may use another memory mode than before
             if name in self.recomputed and isinstance(step, Step) and step.memory == "invert":
                 step.memory = "recompute"
         if self._loaded is None:
@@ -129,7 +129,7 @@ class RunState(pl.Callback):
             for logger in trainer.loggers if any(missing) else ():
                 if logger not in tables:
                     logger.log_metrics(row[1], row[0])
-        if trainer.is_global_zero:  # the saved states are the sums over all processes
+        if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
             for name, metric in self._metrics().items():
                 _set_state(metric, state["metrics"].get(name, {}))
         set_random_states(state["random"][trainer.global_rank])
@@ -139,33 +139,33 @@ class RunState(pl.Callback):
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), _process_count()
         if before != now:
             raise CheckpointError(
-                f"{path} is of a run with devices * num_nodes = {before}, this run has {now}: give "
-                "as many, as each process resumes with its own images and random numbers"
+                f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
+                f"use {before}, because each process resumes with its images and random numbers"
             )
         planned, steps = saved.get("planned_steps"), self._plan()
         if planned is not None and steps is not None and planned != steps:
             raise CheckpointError(
-                f"{path} is of a run of {planned} optimiser steps, this run has {steps}, and the "
-                "learning rates are laid out over all of them: give as many epochs, steps, images, "
-                "and images in a batch, or begin a new run"
+                f"{path} comes from a run of {planned} optimiser steps, this run has {steps}, and "
+                "the learning rates depend on their number: use the same epochs, steps, images and "
+                "batch size, or begin a new run"
             )
 
     def _plan(self) -> float | None:
-        """The optimiser steps of the run, if the module's rates depend on them."""
+        """The optimiser steps of the run; None if the learning rates do not depend on them."""
         assert self._module is not None, "setup() comes first"
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
 
     def _open_metrics(self) -> dict[str, Metric]:
-        """The training metrics, unless the epoch is over: the next one begins without any."""
+        """The training metrics of an epoch in progress; empty between epochs."""
         assert self._trainer is not None, "setup() comes first"
         return self._metrics() if epoch_is_open(self._trainer) else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""
         assert self._module is not None, "setup() comes first"
-        found: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
-        return found
+        metrics: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
+        return metrics
 
 
 def _process_count() -> int:

@@ -1,12 +1,12 @@
 """Validates a checkpoint before a run resumes.
 
-Lightning loads what it finds and ignores what is missing: without ``loops`` a run counts from 0
-again, without ``callbacks`` it draws other random numbers, and a buffer of another shape fails in
-the first step. Here a state is compared with one that a run of its hyperparameters would save. The
-model is built on torch's ``meta`` device, which has names and shapes but no values.
+Lightning ignores missing parts: without ``loops`` a run counts from 0 again, without ``callbacks``
+it draws other random numbers, and a buffer of another shape fails in the first step. We compare the
+state with the one that a run of the same hyperparameters would save. For this, the model is built
+on torch's ``meta`` device, which has names and shapes but no values.
 
-A good checkpoint of another run (model, recipe, length, number of processes) passes; ``resume`` and
-:class:`~revzoo.training.checkpoint.state.RunState` refuse it.
+A good checkpoint of another run (model, recipe, length, number of processes) passes here. Then
+``resume`` and :class:`~revzoo.training.checkpoint.state.RunState` refuse it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 
-SCALER = "MixedPrecision"  # where Lightning keeps the state of fp16's gradient scaler
+SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient scaler
 
-# missing in checkpoints of earlier versions
-LATER = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
+# keys that checkpoints of earlier versions lack
+OPTIONAL = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
 
-WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is known here
+WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is a momentum buffer per parameter
 
-# the parts that the checks of hyperparameters and data need
+# the parts that the checks of hyperparameters and data read
 PARTS: dict[str, Any] = {
     "epoch": 0,
     "global_step": 0,
@@ -47,32 +47,32 @@ PARTS: dict[str, Any] = {
 
 
 def check_parts(state: Mapping[str, Any]) -> None:
-    """Refuse a state that lacks a part or has another type in its place.
+    """Check that a state has all parts, each of the right type.
 
     Args:
         state: from :func:`revzoo.training.checkpoint.files.read_checkpoint`.
 
     Raises:
-        DamagedCheckpoint: naming the first place.
+        DamagedCheckpoint: naming the first wrong part.
     """
-    _refuse(unlike({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
+    _raise_first(differences({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
     steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
-        raise DamagedCheckpoint(f"global_step is {state['global_step']}, its loops counted {steps}")
+        raise DamagedCheckpoint(f"global_step is {state['global_step']}, but its loops say {steps}")
 
 
 def check_contents(
     state: Mapping[str, Any], *, data: str, callbacks: Sequence[pl.Callback] = ()
 ) -> None:
-    """Refuse a state whose parts do not fit together.
+    """Check that the parts of a state fit together.
 
     Args:
-        state: one that has passed :func:`check_parts`, of hyperparameters that may be used.
-        data: name of the data module's class, under which its state is kept.
-        callbacks: new ones of the run; the state must have what they would save.
+        state: one that has passed :func:`check_parts`; its hyperparameters are checked, too.
+        data: name of the data module's class, which is the key of its state.
+        callbacks: new instances of the run's callbacks; the state needs their keys.
 
     Raises:
-        DamagedCheckpoint: naming the first place.
+        DamagedCheckpoint: naming the first wrong part.
     """
     hyper = state["hyper_parameters"]
     try:
@@ -81,48 +81,49 @@ def check_contents(
     except (ValueError, TypeError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise DamagedCheckpoint(f"hyper_parameters describe no model ({reason})") from None
-    _refuse(_wrong_weights(module, state, callbacks))
-    _refuse(_wrong_optimizer(module, state, callbacks))
-    _refuse(_wrong_callbacks(module, state["callbacks"], callbacks))
-    _refuse(_wrong_data(hyper["model"], state, data))
+    _raise_first(_wrong_weights(module, state, callbacks))
+    _raise_first(_wrong_optimizer(module, state, callbacks))
+    _raise_first(_wrong_callbacks(module, state["callbacks"], callbacks))
+    _raise_first(_wrong_data(hyper["model"], state, data))
     if SCALER in state:
-        _refuse(unlike(torch.amp.GradScaler("cpu").state_dict(), state[SCALER], SCALER))
+        _raise_first(differences(torch.amp.GradScaler("cpu").state_dict(), state[SCALER], SCALER))
 
 
-def unlike(expected: Any, found: Any, key: str) -> Iterator[str]:
-    """Yield each place where ``found`` lacks a key, or has another type or shape than ``expected``.
+def differences(expected: Any, got: Any, key: str) -> Iterator[str]:
+    """Yield each place where ``got`` lacks a key, or has another type or shape than ``expected``.
 
-    Values may differ, and ``found`` may have more keys. It may lack the keys of :data:`LATER`. None
-    in ``expected`` matches anything.
+    Values may differ, and ``got`` may have more keys. It may lack the keys of :data:`OPTIONAL`.
+    None in ``expected`` matches anything.
     """
     kind = type(expected)
+    wrong = f"{key} is {_described(got)}, expected {_described(expected)}"
     if expected is None:
         return
     if kind is Tensor:
-        if type(found) is not Tensor or _looks(found) != _looks(expected):
-            yield f"{key} is {_looks(found)}, expected {_looks(expected)}"
+        if type(got) is not Tensor or _described(got) != _described(expected):
+            yield wrong
     elif kind in (dict, OrderedDict):
-        if not isinstance(found, dict):
-            yield f"{key} is {_looks(found)}, expected a mapping"
+        if not isinstance(got, dict):
+            yield wrong
             return
         for name, value in expected.items():
             place = f"{key}[{name!r}]" if key else str(name)
-            if name in found:
-                yield from unlike(value, found[name], place)
-            elif name not in LATER:
+            if name in got:
+                yield from differences(value, got[name], place)
+            elif name not in OPTIONAL:
                 yield f"{place} is missing"
     elif kind in (list, tuple):
-        if not isinstance(found, list | tuple) or len(found) != len(expected):
-            yield f"{key} is {_looks(found)}, expected {_looks(expected)}"
+        if not isinstance(got, list | tuple) or len(got) != len(expected):
+            yield wrong
             return
         for index, value in enumerate(expected):
-            yield from unlike(value, found[index], f"{key}[{index}]")
-    elif type(found) is not kind and not (kind is float and type(found) is int):
-        yield f"{key} is {_looks(found)}, expected {_looks(expected)}"
+            yield from differences(value, got[index], f"{key}[{index}]")
+    elif type(got) is not kind and not (kind is float and type(got) is int):
+        yield wrong
 
 
 def not_finite(value: Any, key: str) -> Iterator[str]:
-    """The places in ``value`` that hold NaN or infinity."""
+    """Yield each place in ``value`` that holds NaN or infinity."""
     if isinstance(value, dict):
         for name, item in value.items():
             yield from not_finite(item, f"{key}[{name!r}]")
@@ -138,15 +139,14 @@ def not_finite(value: Any, key: str) -> Iterator[str]:
 def _wrong_weights(
     module: Classifier, state: Mapping[str, Any], callbacks: Sequence[pl.Callback]
 ) -> Iterator[str]:
-    kept = {"state_dict": dict(module.state_dict())}
+    expected = {"state_dict": dict(module.state_dict())}
     if any(isinstance(c, WeightAveraging) for c in callbacks):
-        kept["current_model_state"] = kept["state_dict"]
-        kept["averaging_state"] = {"n_averaged": torch.tensor(0)}
-    yield from unlike(kept, state, "")
-    for name in kept:
-        more = [key for key in state[name] if key not in kept[name]]
-        if more:
-            yield f"{name} has {more[0]!r}, which the model has not"
+        expected["current_model_state"] = expected["state_dict"]
+        expected["averaging_state"] = {"n_averaged": torch.tensor(0)}
+    yield from differences(expected, state, "")
+    for name in expected:
+        if more := [key for key in state[name] if key not in expected[name]]:
+            yield f"{name} has {more[0]!r}, which the model does not have"
         yield from not_finite(state[name], name)
 
 
@@ -156,64 +156,65 @@ def _wrong_optimizer(
     optimizer = build_optimizer(module.model, module.optim)
     schedule = build_schedule(optimizer, module.optim, total_steps=1)
     expected = optimizer.state_dict()
-    found, key = state["optimizer_states"][0], "optimizer_states[0]"
-    yield from unlike(expected, found, key)
+    saved, key = state["optimizer_states"][0], "optimizer_states[0]"
+    yield from differences(expected, saved, key)
     for index, group in enumerate(expected["param_groups"]):
-        if found["param_groups"][index]["params"] != group["params"]:
-            yield f"{key}['param_groups'][{index}] numbers other parameters than the model's"
+        if saved["param_groups"][index]["params"] != group["params"]:
+            yield f"{key}['param_groups'][{index}] lists other parameters than the model's"
     params = [p.detach() for group in optimizer.param_groups for p in group["params"]]
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
     # frozen parameters have none, nor have parameters whose every step the scaler skipped
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
     if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:
-        kept = {i: buffer for i, buffer in buffers.items() if i in found["state"] or not partial}
-        yield from unlike(kept, found["state"], f"{key}['state']")
-    if more := [index for index in found["state"] if index not in buffers]:
+        needed = {i: buffer for i, buffer in buffers.items() if i in saved["state"] or not partial}
+        yield from differences(needed, saved["state"], f"{key}['state']")
+    if more := [index for index in saved["state"] if index not in buffers]:
         yield f"{key}['state'] has {more[0]!r}, which is no parameter of the model"
-    yield from not_finite(found, key)
-    yield from unlike([schedule.state_dict()], state["lr_schedulers"], "lr_schedulers")
+    yield from not_finite(saved, key)
+    yield from differences([schedule.state_dict()], state["lr_schedulers"], "lr_schedulers")
     yield from not_finite(state["lr_schedulers"], "lr_schedulers")
 
 
 def _wrong_callbacks(
-    module: Classifier, found: Mapping[str, Any], callbacks: Sequence[pl.Callback]
+    module: Classifier, states: Mapping[str, Any], callbacks: Sequence[pl.Callback]
 ) -> Iterator[str]:
-    states = {callback.state_key: callback.state_dict() for callback in callbacks}
-    yield from unlike({key: kept for key, kept in states.items() if kept}, found, "callbacks")
-    saved, place = found[RunState.__name__], f"callbacks[{RunState.__name__!r}]"
+    expected_states = {c.state_key: state for c in callbacks if (state := c.state_dict())}
+    yield from differences(expected_states, states, "callbacks")
+    saved, place = states[RunState.__name__], f"callbacks[{RunState.__name__!r}]"
     processes = saved.get("random")
     if not isinstance(processes, list) or not processes:
         yield f"{place}['random'] holds no random states"
         return
     notes, names, row = (saved.get(part) for part in ("notes", "recomputed", "row"))
     if not isinstance(notes or {}, dict) or not isinstance(names or [], list):
-        yield f"{place}['notes'] or {place}['recomputed'] is of another type than saved by a run"
+        yield f"{place}['notes'] or {place}['recomputed'] has a wrong type"
     if row is not None:
-        yield from unlike([0, {}], row, f"{place}['row']")
+        yield from differences([0, {}], row, f"{place}['row']")
     expected = {**random_states_of_cpu(), "cuda": None}
-    yield from unlike([expected] * len(processes), processes, f"{place}['random']")
+    yield from differences([expected] * len(processes), processes, f"{place}['random']")
     metrics = {
         name: {"updates": 0, "values": dict(metric.metric_state)}
         for name, metric in module.training_metrics().items()
         if name in saved["metrics"]
     }
-    yield from unlike(metrics, saved["metrics"], f"{place}['metrics']")
-    yield from unlike(dict.fromkeys(saved["figures"], 0.0), saved["figures"], f"{place}['figures']")
+    yield from differences(metrics, saved["metrics"], f"{place}['metrics']")
+    figures = saved["figures"]
+    yield from differences(dict.fromkeys(figures, 0.0), figures, f"{place}['figures']")
 
 
 def _wrong_data(model: Mapping[str, Any], state: Mapping[str, Any], data: str) -> Iterator[str]:
     channels = [0.0] * model["in_chans"]
-    kept = {
+    expected = {
         "classes": [""] * model["num_classes"],
         "normalisation": {"mean": channels, "std": channels},
         "pixel_max": 0,
         "order_seed": 0,
     }
-    yield from unlike({data: kept}, state, "")
+    yield from differences({data: expected}, state, "")
     yield from not_finite(state[data], data)
 
 
-def _looks(value: Any) -> str:
+def _described(value: Any) -> str:
     if isinstance(value, Tensor):
         kind = "floating-point" if value.is_floating_point() else "whole-number"
         return f"a {kind} tensor of shape {list(value.shape)}"
@@ -222,6 +223,6 @@ def _looks(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.40}" if not isinstance(value, dict) else "a mapping"
 
 
-def _refuse(places: Iterator[str]) -> None:
-    for place in places:
-        raise DamagedCheckpoint(place)
+def _raise_first(faults: Iterator[str]) -> None:
+    for fault in faults:
+        raise DamagedCheckpoint(fault)

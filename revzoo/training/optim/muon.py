@@ -1,14 +1,14 @@
-"""Muon: momentum whose update is made orthogonal, for the weights of hidden layers.
+"""Muon: orthogonalised momentum for the weights of hidden layers.
 
-A weight of shape (out, in, ...) is seen as the matrix (out, rest). Its momentum ``B = U S V^T`` is
-replaced by ``U V^T``, so that all directions of the layer learn at one speed; a few Newton-Schulz
-steps do that with matrix products alone. Norms and biases are no matrices, and a
-classifier's rows are classes: SGD with Nesterov momentum trains
-these parameters in the same optimiser.
+A weight of shape (out, in, ...) counts as the matrix (out, rest). Muon replaces its momentum
+``B = U S V^T`` by ``U V^T``, so all directions of a layer learn at the same speed. A few
+Newton-Schulz steps compute this with matrix products only. SGD with Nesterov momentum trains the
+other parameters in the same optimiser: norms and biases, which are no matrices, and the classifier,
+whose rows are classes.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,
-https://kellerjordan.github.io/posts/muon. ``torch.optim.Muon`` takes matrices only, hence neither
-convolutions nor the rest of a network.
+https://kellerjordan.github.io/posts/muon. Why not ``torch.optim.Muon``: it takes matrices only, so
+no convolutions and no other parameters.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ STEPS = 5
 
 
 class Muon(Optimizer):
-    """Muon on the parameter groups with ``orthogonal=True``, Nesterov SGD on the others.
+    """Muon for the parameter groups with ``orthogonal=True``, Nesterov SGD for the others.
 
     Args:
-        groups: each ``{"params", "lr", "momentum", "weight_decay", "orthogonal"}``. The weight
-            decay is decoupled: weights shrink by ``lr * weight_decay`` a step.
+        groups: each ``{"params", "lr", "momentum", "weight_decay", "orthogonal"}``. Weight decay
+            is decoupled: weights shrink by ``lr * weight_decay`` per step.
 
     Raises:
-        ValueError: a parameter of an orthogonal group is no matrix.
+        ValueError: a parameter of an orthogonal group has fewer than two dimensions.
     """
 
     def __init__(self, groups: list[dict[str, Any]]) -> None:
@@ -45,13 +45,13 @@ class Muon(Optimizer):
             for p in group["params"]:
                 if group["orthogonal"] and p.ndim < 2:
                     raise ValueError(
-                        f"a parameter of shape {tuple(p.shape)} cannot be made orthogonal: "
-                        "expected a weight of two or more dimensions; put it into another group"
+                        f"a parameter of shape {tuple(p.shape)} cannot be orthogonalised: expected "
+                        "a weight of two or more dimensions; put it into another group"
                     )
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step; returns what ``closure``, if given, returned."""
+        """Take one step; return the loss of ``closure``, or None without one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -77,7 +77,7 @@ class Muon(Optimizer):
 def muon_groups(
     weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
 ) -> list[dict[str, Any]]:
-    """Hidden weights to be made orthogonal at ``spec.lr``; the rest at ``spec.sgd_lr``."""
+    """One group of hidden weights, orthogonalised, at ``spec.lr``; the rest at ``spec.sgd_lr``."""
     hidden, classifier = weights[:-1], weights[-1:]  # the head is the last part of a network
     orthogonal = {"orthogonal": True, "weight_decay": spec.weight_decay}
     return [
@@ -87,9 +87,9 @@ def muon_groups(
 
 
 def _orthogonal(update: Tensor) -> Tensor:
-    """``update`` as a matrix with all singular values near 1, times ``sqrt(out / in)`` if above 1.
+    """Orthogonalise ``update`` as a matrix (out, in), and scale it by ``max(1, sqrt(out / in))``.
 
-    The factor keeps the change of a layer's output the same for wide and narrow inputs.
+    The factor makes the change of a layer's output independent of the number of inputs.
     """
     matrix = update.flatten(1)
     rows, columns = matrix.shape
@@ -99,9 +99,9 @@ def _orthogonal(update: Tensor) -> Tensor:
 
 
 def newton_schulz(matrix: Tensor) -> Tensor:
-    """``U V^T`` of a wide matrix ``U S V^T``, roughly: singular values end between 0.7 and 1.2.
+    """Approximate ``U V^T`` of a wide matrix ``U S V^T``: its singular values are 0.7 to 1.2.
 
-    Computed in bfloat16, which the iteration tolerates; a zero matrix stays zero.
+    The iteration runs in bfloat16, whose error it tolerates. A zero matrix stays zero.
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()

@@ -1,16 +1,14 @@
-"""Optimisers: SGD as RevNet and its peers are trained with it, AdamW for transformers, Muon for
-short runs.
+"""Optimisers: SGD for RevNets and i-RevNets, AdamW for transformers, Muon for short runs.
 
-Weight decay acts on the weights of convolutions and linear layers only:
-norms and biases are scale and offset, and decaying them changes the function instead of
-regularising it. Torch decays every parameter of a group, so the parameters are divided into two
-groups here, by the type of the module that owns them, not by their name or shape. Recipes that
-decay everything say so (``decay_all``).
+Weight decay acts on the weights of convolutions and linear layers only. Norms and biases are scales
+and offsets; decaying them changes the function instead of regularising it. Torch decays every
+parameter of a group, so we divide the parameters into two groups, by the type of their module, not
+by name or shape. ``decay_all`` decays all parameters.
 
-For fine-tuning, rates may fall from the classifier to the stem, by a factor ``layer_decay`` for
-each part of the network (layer-wise decay: Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
+For fine-tuning, ``layer_decay`` lowers the learning rate from the classifier to the stem, by a
+factor for each part of the network (Howard and Ruder 2018, arXiv 1801.06146, section 3.2).
 
-Defaults: momentum 0.9 and weight decay 2e-4 of Gomez et al. 2017 (arXiv 1707.04585).
+Defaults: momentum 0.9 and weight decay 2e-4 from Gomez et al. 2017 (arXiv 1707.04585).
 """
 
 from __future__ import annotations
@@ -39,17 +37,17 @@ class OptimSpec:
 
     Attributes:
         name: ``sgd``, ``adamw`` (for transformers), ``muon`` (see
-            :mod:`revzoo.training.optim.muon`) or a registered one.
-        lr: the peak learning rate; with Muon, of the weights that it makes orthogonal.
+            :mod:`revzoo.training.optim.muon`) or a registered optimiser.
+        lr: the peak learning rate; with Muon, for the hidden weights.
         sgd_lr: with Muon, the peak rate of all other parameters.
-        momentum: in [0, 1); AdamW and registered optimisers have their own.
-        nesterov: look ahead; needs momentum above 0. Muon always does.
-        weight_decay: of convolution and linear weights; with Muon decoupled (``lr * weight_decay``
-            a step) and of the weights that it makes orthogonal alone.
-        decay_all: also of norms and biases, as ``SGD(model.parameters())`` does; not with Muon.
+        momentum: in [0, 1); AdamW and registered optimisers ignore it.
+        nesterov: use Nesterov momentum; needs momentum above 0. Muon always uses it.
+        weight_decay: for convolution and linear weights; with Muon, for the hidden weights only,
+            and decoupled (``lr * weight_decay`` per step).
+        decay_all: decay norms and biases too, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
-        layer_decay: in (0, 1]; multiplies the rates of the last stage once, of the
-            stage before it twice, and so on to the stem.
+        layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
+            it twice, and so on to the stem.
         schedule: ``{"name": "step" | "onecycle" | "cosine" | "constant", **options}``.
     """
 
@@ -69,12 +67,12 @@ class OptimSpec:
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
-                "muon, for the parameters that are no hidden weights, and null with sgd"
+                "muon, for all parameters but the hidden weights, and null with other optimisers"
             )
         if not isinstance(self.decay_all, bool) or (self.decay_all and self.name == "muon"):
             raise ValueError(
                 f"optim.decay_all={self.decay_all!r} with optim.name={self.name}: expected true or "
-                "false with sgd, and false with muon, which decays what it makes orthogonal"
+                "false, and false with muon, which decays hidden weights only"
             )
         if self.sgd_lr is not None:
             check_number("optim.sgd_lr", self.sgd_lr, open_low=True, open_high=True)
@@ -89,7 +87,7 @@ class OptimSpec:
 
     @classmethod
     def of(cls, spec: OptimSpec | Mapping[str, Any] | None) -> OptimSpec:
-        """The spec itself, or one built from a plain mapping (None: the defaults).
+        """``spec``, or an OptimSpec built from a mapping; None for the defaults.
 
         Raises:
             ValueError: for an unknown key or a value out of range.
@@ -99,7 +97,7 @@ class OptimSpec:
         return build_dataclass(cls, spec or {}, where="optim")
 
     def plain(self) -> dict[str, Any]:
-        """As plain containers, which a checkpoint can hold and ``weights_only`` can load."""
+        """This spec as plain containers, which a checkpoint can hold."""
         return {**asdict(self), "schedule": dict(self.schedule)}
 
 
@@ -123,7 +121,7 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
 
     Raises:
         ValueError: no parameter of the model is trainable, or ``spec.layer_decay`` is below 1 and
-            the model is none of the zoo.
+            the model is not from the zoo.
     """
     divide, build = OPTIMIZERS[spec.name]
     groups = divide(*divided(model), spec)
@@ -131,37 +129,34 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
         groups = by_depth(model, groups, spec.layer_decay)
     groups = [group for group in groups if group["params"]]
     if not groups:
-        raise ValueError("no parameter of the model requires a gradient: nothing to train")
+        raise ValueError("no parameter of the model requires a gradient: unfreeze some of them")
     return build(groups)
 
 
 def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
-    """Each of ``groups`` divided by the model's parts, rates times ``decay ** depth``.
+    """Divide each of ``groups`` by the model's parts, and multiply rates by ``decay ** depth``.
 
     The classifier has depth 0, the last stage depth 1.
     """
-    found = []
+    divided_groups = []
     for depth, part in enumerate(reversed(parts(model))):
-        own = {id(p) for p in part.parameters()}
+        ids = {id(p) for p in part.parameters()}
         for i, group in enumerate(groups, start=1):
-            params = [p for p in group["params"] if id(p) in own]
-            rate = group["lr"] * decay**depth
-            found.append({**group, "params": params, "lr": rate, "name": f"{part.name}/pg{i}"})
-    return found
+            params = [p for p in group["params"] if id(p) in ids]
+            changed = {"lr": group["lr"] * decay**depth, "name": f"{part.name}/pg{i}"}
+            divided_groups.append({**group, "params": params, **changed})
+    return divided_groups
 
 
 def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
-    shared = {"lr": spec.lr, "momentum": spec.momentum, "nesterov": spec.nesterov}
-    return [
-        {"params": weights, "weight_decay": spec.weight_decay, **shared},
-        {"params": others, "weight_decay": spec.weight_decay * spec.decay_all, **shared},
-    ]
+    shared = {"momentum": spec.momentum, "nesterov": spec.nesterov}
+    return [{**group, **shared} for group in plain_groups(weights, others, spec)]
 
 
 def plain_groups(
     weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec
 ) -> list[Group]:
-    """Rate and weight decay of two groups; the others decay with ``decay_all`` alone."""
+    """Two groups with rate and weight decay; the second one decays only with ``decay_all``."""
     return [
         {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
         {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
@@ -171,7 +166,7 @@ def plain_groups(
 Divide = Callable[[list[nn.Parameter], list[nn.Parameter], OptimSpec], list[Group]]
 Build = Callable[[list[Group]], Optimizer]
 
-# name: how the parameters are divided into groups, and what trains the groups
+# name: the function that divides parameters into groups, and the optimiser of the groups
 OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
     "sgd": (_sgd, SGD),
     "adamw": (plain_groups, AdamW),
@@ -180,10 +175,10 @@ OPTIMIZERS: dict[str, tuple[Divide, Build]] = {
 
 
 def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_groups) -> None:
-    """Let ``optim.name=name`` choose an optimiser.
+    """Add an optimiser, which ``optim.name=NAME`` selects.
 
     Args:
-        name: a name that is free.
+        name: a name that no optimiser has.
         builder: takes the parameter groups, returns the optimiser.
         groups: ``groups(weights, others, spec)``: the groups of the weights of convolutions and
             linear layers, and of the other parameters.

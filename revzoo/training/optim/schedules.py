@@ -1,11 +1,11 @@
-"""Learning-rate schedules as small value objects that build torch's own schedulers.
+"""Learning-rate schedules as dataclasses that build torch's schedulers.
 
-Torch counts in steps, a recipe in parts of a run: each object here holds fractions of the run and
-builds the torch scheduler once the number of optimiser steps is known. All of them are stepped
-after every optimiser step, not every epoch, so that a recipe means the same at any data set size.
+Torch counts in steps, a recipe in fractions of a run. Each class here holds fractions, and builds
+the torch scheduler when the number of optimiser steps is known. All schedulers advance after every
+optimiser step, not every epoch, so a recipe does not depend on the size of the data set.
 
-* ``step``: divide at fixed parts of the run. RevNet (Gomez et al. 2017, arXiv 1707.04585) divides
-  by 10 at 40k and 60k of 80k steps, that is at 1/2 and 3/4.
+* ``step``: multiply at fixed fractions of the run. RevNet (Gomez et al. 2017, arXiv 1707.04585)
+  divides by 10 at 40k and 60k of 80k steps, that is at 1/2 and 3/4.
 * ``onecycle``: rise, then anneal (Smith and Topin 2017, arXiv 1708.07120).
 * ``cosine``: linear warm-up, then half a cosine (Loshchilov and Hutter 2017, arXiv 1608.03983).
 * ``constant``: for debugging.
@@ -64,7 +64,7 @@ class StepSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class OneCycleSchedule:
-    """Rise from ``lr * start`` to ``lr`` over the part ``warmup`` of the run, then anneal."""
+    """Rise from ``lr * start`` to ``lr`` in the fraction ``warmup`` of the run, then anneal."""
 
     warmup: float = 0.25
     start: float = 0.04
@@ -79,7 +79,7 @@ class OneCycleSchedule:
         check_choice("schedule.anneal", self.anneal, ("cos", "linear"))
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
-        # torch divides by warmup * total_steps - 1: a rise of a single step is left out
+        # torch divides by warmup * total_steps - 1, so a warm-up of one step is impossible
         rises = self.warmup * total_steps > 1
         return OneCycleLR(
             optimizer,
@@ -89,13 +89,13 @@ class OneCycleSchedule:
             div_factor=1 / self.start,
             final_div_factor=self.start / self.end,
             anneal_strategy=self.anneal,  # type: ignore[arg-type]  # checked in __post_init__
-            cycle_momentum=False,  # the recipe's momentum is meant as written
+            cycle_momentum=False,  # keep the recipe's momentum
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class CosineSchedule:
-    """Linear rise over the part ``warmup`` of the run, then half a cosine down to ``lr * end``."""
+    """Linear rise in the fraction ``warmup`` of the run, then half a cosine to ``lr * end``."""
 
     warmup: float = 0.05
     end: float = 0.0
@@ -121,7 +121,7 @@ class CosineSchedule:
 
 @dataclass(frozen=True, kw_only=True)
 class ConstantSchedule:
-    """Leave the learning rate as it is."""
+    """Keep the learning rate."""
 
     name: ClassVar[str] = "constant"
 

@@ -19,8 +19,8 @@ trial count, since the run has them too: the same 64 images took 169 MB, of whic
 (58 MB with ``MALLOC_MMAP_THRESHOLD_=65536``, which leaves no gaps but doubles the time of a step;
 32x32 pixels, glibc 2.36).
 
-Known limits: memory that other processes take in the meantime; gaps of the heap differ from trial
-to trial, so small limits (some 100 MiB) give batches that are too small.
+Known limits: the search ignores memory that other processes take later. Gaps in the heap differ
+from trial to trial, so small limits (some 100 MiB) give batches that are too small.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def find_batch_size(
     search = _Search(module, data, options, max_bytes=max_bytes)
     with random_states_kept():  # counting builds models, which draws weights
         per_image = counted(module, data, options) if search.device.type == "cpu" else {}
-    largest = {name: search.images_in_room(each) for name, each in per_image.items()}
+    largest = {name: search.images_in_room(size) for name, size in per_image.items()}
     bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
     bounds["training images"] = data.train_count
     limited_by = min(bounds, key=lambda name: bounds[name])
@@ -127,7 +127,7 @@ def find_batch_size(
 
 
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:
-    """Bytes that a step may take on top of present use; None for no limit but the device's."""
+    """Bytes that a step may take beyond present use; None if only the device limits it."""
     if device.type != "cpu":
         return None if max_bytes is None else int(max_bytes)
     resident, free = resident_bytes(), free_bytes(device)
@@ -146,14 +146,10 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
 
     Counted in float32: autocast to a narrower dtype takes no more.
     """
-    wide = 2 if options.get("precision") == "64-true" else 1
-    found = {}
-    for mode in COUNTED:
-        spec = {**dict(module.hparams["model"]), "memory": mode}
-        each = bytes_per_image(spec, data.image_size)
-        if each is not None:
-            found[mode] = wide * each
-    return found
+    factor = 2 if options.get("precision") == "64-true" else 1
+    spec = dict(module.hparams["model"])
+    counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
+    return {mode: factor * count for mode, count in counts.items() if count is not None}
 
 
 class _Search:
@@ -177,7 +173,10 @@ class _Search:
             self.device = runner.strategy.root_device
         self._before, self._tried, self._measures = 0, 0, False
         if not self._trains(SMALLEST):
-            raise NoRoomError("not even a batch of two images fits into memory: free some")
+            raise NoRoomError(
+                "not even a batch of two images fits into memory: free some, or choose a smaller "
+                "model or memory mode"
+            )
         give_back()
         self.room = room_on(self.device, max_bytes)
         self._before, self._tried = resident_bytes() or 0, 0
@@ -193,7 +192,7 @@ class _Search:
         size = max(SMALLEST, largest // FIRST)
         with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
             data = self._data(size)
-            found = Tuner(runner).scale_batch_size(
+            best = Tuner(runner).scale_batch_size(
                 _Guarded(self.module, self),
                 datamodule=data,
                 mode="binsearch",
@@ -203,10 +202,10 @@ class _Search:
                 margin=0.0,
                 max_val=largest,
             )
-        assert found is not None, "no fast_dev_run"
-        while found > SMALLEST and not self._trains(found):
-            found = max(SMALLEST, int(0.9 * found))
-        return found
+        assert best is not None, "only fast_dev_run returns None"
+        while best > SMALLEST and not self._trains(best):
+            best = max(SMALLEST, int(0.9 * best))
+        return best
 
     def taken(self) -> int | None:
         """Growth of the process at its peak, in bytes; see :class:`BatchSize`."""

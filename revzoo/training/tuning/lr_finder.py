@@ -1,4 +1,4 @@
-"""The learning-rate range test: train while the rate rises, and see where the loss falls fastest.
+"""The learning-rate range test: train at a rising rate, and find where the loss falls fastest.
 
 Leslie Smith 2017, arXiv 1506.01186, section 3.3. The sweep works as Lightning's ``Tuner``, on a
 copy of the module (see :mod:`revzoo.training.tuning.trial`). It differs in four points:
@@ -115,7 +115,7 @@ def find_lr(
     _check_moves(module, min_lr, max_lr)
     sweep = _Sweep(module)
     with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
-        found = Tuner(runner).lr_find(
+        sweep_result = Tuner(runner).lr_find(
             sweep,
             datamodule=data_copy(data),
             min_lr=min_lr,
@@ -123,12 +123,12 @@ def find_lr(
             num_training=steps,
             update_attr=False,
         )
-    assert found is not None, "no fast_dev_run"
-    return _curve(found.results["lr"], found.results["loss"])
+    assert sweep_result is not None, "only fast_dev_run returns None"
+    return _curve(sweep_result.results["lr"], sweep_result.results["loss"])
 
 
 def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> None:
-    """Raise a ValueError for a range or a number of steps that makes no sweep."""
+    """Raise a ValueError for a wrong range or number of steps."""
     check_number("min_lr", min_lr, open_low=True, open_high=True)
     check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
     if not isinstance(steps, int) or steps < LEAST_STEPS:
@@ -141,7 +141,7 @@ def _check_moves(module: Classifier, *rates: float) -> None:
     if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
         raise ValueError(
             f"optim.lr is the rate of no trained parameter: with optim.name={spec.name} and the "
-            f"frozen layers, all have optim.sgd_lr={spec.sgd_lr}. Choose optim.sgd_lr by hand, "
+            f"frozen layers, all use optim.sgd_lr={spec.sgd_lr}. Choose optim.sgd_lr by hand, "
             "search with SGD (optim=onecycle), or unfreeze more at the start "
             "(callbacks.finetuning.unfreeze=[0])"
         )
@@ -156,11 +156,11 @@ def _curve(rates: list[float], means: list[float]) -> LRCurve:
 
 
 class _Sweep(Trial):
-    """A classifier whose groups of parameters follow the sweep with their own rates."""
+    """A classifier whose groups of parameters follow the sweep at their rates."""
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        # Lightning would draw its bar into log files
+        # otherwise Lightning draws its progress bar into log files
         self.trainer.callbacks[0].progress_bar_refresh_rate = 0  # type: ignore[attr-defined]
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -179,7 +179,7 @@ class _Sweep(Trial):
             log.info("the sweep ends at step %d: %s", self.trainer.global_step, reason)
 
     def on_before_optimizer_step(self, optimizer: Optimizer) -> None:
-        lr = optimizer.param_groups[0]["lr"]  # Lightning's schedule gives all of them the same
+        lr = optimizer.param_groups[0]["lr"]  # Lightning's schedule sets one rate for all groups
         for group, rate in zip(
             optimizer.param_groups, rates_at(self, replace(self.optim, lr=lr)), strict=True
         ):

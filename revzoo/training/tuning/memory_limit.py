@@ -58,10 +58,10 @@ def _of_machine(proc: Path = PROC) -> int | None:
 
 def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
     """The free memory in this process's control group and the groups around it (version 2)."""
-    own = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
-    if not own:
+    paths = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
+    if not paths:
         return None
-    group = root / own[0].lstrip("/")
+    group = root / paths[0].lstrip("/")
     folders = [group, *group.parents] if group.is_relative_to(root) else [root]
     free = [_of_group(folder) for folder in folders if folder.is_relative_to(root)]
     return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)

@@ -1,4 +1,4 @@
-"""An out-of-memory error lists the memory used and what each memory mode would need.
+"""An out-of-memory error lists the used memory and the needs of each memory mode.
 
 We count the needs in one training step of the same model with few images on the CPU: the peak of
 all tensors alive at the same time. An evaluation keeps no activations in any mode, so there only a
@@ -35,10 +35,10 @@ PLAN = "the plan"  # the memory modes of a planned run, as one row beside the pu
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory has run out, on a device or on the host."""
+    """Whether ``error`` reports that a device or the host is out of memory."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
-    # torch has no such type for the host
+    # torch has no error type for the host
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
@@ -85,7 +85,7 @@ def memory_errors(
 
 
 def _drop_frames(error: BaseException) -> None:
-    """Free the failed step: the error holds its frames, and the frames hold its activations."""
+    """Free the failed step: the error refers to its frames, and the frames to its activations."""
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
@@ -96,41 +96,41 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def memory_of(module: Classifier) -> str:
-    """The memory mode of a module; ``store`` for ``offload``, which is equal on the CPU."""
+    """The memory mode of a module; ``store`` for ``offload``, which is the same on the CPU."""
     mode = dict(module.hparams["model"]).get("memory") or module.model.default_memory or "store"
     return "store" if mode == "offload" else str(mode)
 
 
 def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
-    """The peak of memory, the activations of each memory mode, and what to change.
+    """A message: the peak memory, the activations in each memory mode, and a remedy.
 
     Args:
         module: the trained module, after its failed step was freed.
         data: its data module.
-        device: where it was trained.
+        device: the device of the training.
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
     plan = modes_of(module.model)
     mode = spec.get("memory") or memory_of(module)
-    said = f"{_used(device)}, with memory={mode}"
+    used = f"{_used(device)}, with memory={mode}"
     if device.type == "cpu":
         mode = memory_of(module)
     if mixed := len(set(plan.values())) > 1:
         mode = PLAN
-        said = f"{_used(device)}, with a plan of {' and '.join(sorted(set(plan.values())))}"
+        used = f"{_used(device)}, with a plan of {' and '.join(sorted(set(plan.values())))}"
     needs: dict[str, float] = {}
-    # the model may be broken, or too little memory is left to count
+    # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
         counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
         if mixed:
             counts = {PLAN: bytes_per_image(spec, data.image_size, plan), **counts}
         needs = {m: count * batch_size for m, count in counts.items() if count is not None}
     if mode not in needs:
-        return f"{said}; lower data.batch_size ({batch_size})"
+        return f"{used}; lower data.batch_size ({batch_size})"
     counted = ", ".join(f"{name} {need / GIB:.3f} GiB" for name, need in needs.items())
     return (
-        f"{said}. Counted for {batch_size} images in float32, activations take: {counted}. "
-        + _choice(needs, free_bytes(device), mode, batch_size)
+        f"{used}. Counted for {batch_size} images in float32, activations take: {counted}. "
+        + _remedy(needs, free_bytes(device), mode, batch_size)
     )
 
 
@@ -139,18 +139,18 @@ def _used(device: torch.device) -> str:
     return f"out of memory at a peak of {peak / GIB:.2f} GiB" if peak else "out of memory"
 
 
-def _choice(needs: dict[str, float], free: int | None, present: str, batch_size: int) -> str:
-    modes = [mode for mode in reversed(needs) if mode != PLAN]
-    least = next(mode for mode in modes if LESS * needs[mode] <= min(needs.values()))
-    if needs[least] >= LESS * needs[present]:
-        return f"No mode takes less than {present}: lower data.batch_size ({batch_size})"
+def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size: int) -> str:
+    modes = {mode: need for mode, need in reversed(needs.items()) if mode != PLAN}
+    best = next(mode for mode, need in modes.items() if LESS * need <= min(modes.values()))
+    if needs[best] >= LESS * needs[current]:
+        return f"No mode takes less than {current}: lower data.batch_size ({batch_size})"
     if free is None:
-        return f"Use memory={least}"
-    if needs[least] < 0.9 * free:
-        return f"memory={least} would fit: {free / GIB:.3f} GiB are free without the step"
+        return f"Use memory={best}"
+    if needs[best] < 0.9 * free:
+        return f"memory={best} would fit: {free / GIB:.3f} GiB are free without the step"
     return (
-        f"memory={least} needs least, but {free / GIB:.3f} GiB are free without the step: lower "
-        f"data.batch_size ({batch_size}) as well"
+        f"memory={best} needs least, but only {free / GIB:.3f} GiB are free without the step: "
+        f"lower data.batch_size ({batch_size}) as well"
     )
 
 

@@ -45,16 +45,18 @@ class Trial(Classifier):
         return []
 
     def on_train_start(self) -> None:
-        """Answer signals here, as Lightning's finders remove the callbacks."""
-        if (stop := GracefulStop.listens) is not None:
+        """Handle signals in the module, because Lightning's finders remove all callbacks."""
+        if (stop := GracefulStop.active) is not None:
             stop.on_train_start(self.trainer, self)
 
     def on_train_batch_end(self, *args: Any) -> None:
-        if (stop := GracefulStop.listens) is not None:
-            stop.on_validation_batch_end(self.trainer, self)  # ends at once: a trial saves nothing
+        if (stop := GracefulStop.active) is not None:
+            stop.on_validation_batch_end(
+                self.trainer, self
+            )  # stops at once: a trial saves no state
 
     def on_train_end(self) -> None:
-        if (stop := GracefulStop.listens) is not None:
+        if (stop := GracefulStop.active) is not None:
             stop.on_train_end(self.trainer, self)
 
     def configure_optimizers(self) -> Any:
@@ -78,7 +80,7 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
     Restores the random states afterwards.
 
     Args:
-        options: of the run's trainer; only those named in :data:`KEPT` apply.
+        options: of the run's trainer; only the options in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
     with (

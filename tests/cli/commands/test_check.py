@@ -38,7 +38,9 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
 
 def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test" / "a").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="all 4 images can be read, but not as a set"):
+    with pytest.raises(
+        SystemExit, match="all 4 images can be read, but their folders are no data set"
+    ):
         main(["check", "data", str(root), "--workers", "1"])
     assert "different classes" in capsys.readouterr().out
 
@@ -52,7 +54,7 @@ def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
 
 
 def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
-    """Python's strict output ended the list at the first one with a UnicodeEncodeError."""
+    """A UnicodeEncodeError of Python's strict output ended the list at the first such name."""
     (root / os.fsdecode(b"train/a/\xff.png")).write_bytes(b"no image")
     code = f"from revzoo.cli.main import main; main(['check', 'data', {str(root)!r}])"
     env = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}
@@ -64,6 +66,6 @@ def test_names_that_are_not_utf8_are_shown(root: Path) -> None:
 
 
 def test_a_split_alone_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``revzoo check data DIR/train`` said that train/train is missing."""
+    """``revzoo check data DIR/train`` reported train/train as missing."""
     main(["check", "data", str(image_folder(tmp_path) / "train"), "--workers", "1"])
     assert capsys.readouterr().out == "all 40 images can be read\n"

@@ -1,4 +1,4 @@
-"""``revzoo convert``: the folder it writes makes the model again; failures leave nothing."""
+"""``revzoo convert``: its folder loads as the same model; failures leave no files."""
 
 import pytest
 import torch
@@ -33,7 +33,7 @@ def checkpoint(tmp_path):
     return path, model.eval()
 
 
-def test_the_folder_makes_the_model_again(checkpoint, tmp_path, capsys):
+def test_the_folder_loads_as_the_same_model(checkpoint, tmp_path, capsys):
     path, model = checkpoint
     main(["convert", "memcnn", str(path), str(tmp_path / "r")])
     assert capsys.readouterr().out == f"{tmp_path / 'r'}: resnet32_memcnn, 10 classes\n"
@@ -55,7 +55,7 @@ def test_overrides_reach_the_description(checkpoint, tmp_path):
         ("memcnn", "gone.pt", "No such file"),
     ],
 )
-def test_failures_say_why_and_leave_nothing(source, name, message, checkpoint, tmp_path):
+def test_failures_name_the_reason_and_leave_no_files(source, name, message, checkpoint, tmp_path):
     with pytest.raises(SystemExit, match=message):
         main(["convert", source, str(tmp_path / name), str(tmp_path / "r")])
     assert [path.name for path in tmp_path.iterdir()] == ["60000.pt"]

@@ -51,7 +51,7 @@ def config(*overrides: str) -> dict[str, Any]:
 
 
 def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
-    """Test digits as files of 8 bits, in class folders of these names; train/ and test/ alike."""
+    """Test digits as 8-bit files in class folders of these names; train/ equals test/."""
     data = Digits()
     data.setup("test")
     images = data.test_dataloader().dataset
@@ -66,10 +66,10 @@ def folder_of_digits(root: Path, classes: list[str], *, count: int = 4) -> Path:
     return root
 
 
-def test_the_memory_format_is_that_of_the_precision(
+def test_the_precision_determines_the_memory_format(
     run: tuple[Path, dict[str, float]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Under bfloat16 another format rounds otherwise: one image in 10,000 changed sides."""
+    """Another format rounds differently under bfloat16: one image in 10,000 changed its class."""
     restored = restore(run[0])
     monkeypatch.setattr("revzoo.cli.run.evaluate.restore", lambda _: restored)
     weight = next(p for p in restored.module.model.parameters() if p.dim() == 4 and p.shape[1] > 1)
@@ -80,7 +80,7 @@ def test_the_memory_format_is_that_of_the_precision(
 
 
 @pytest.mark.parametrize("split", ["test", "val"])
-def test_the_figures_are_those_of_the_run(split: str, run: Any) -> None:
+def test_the_figures_equal_the_runs(split: str, run: Any) -> None:
     path, expected = run
     figures = evaluate(config(f"ckpt={path}", f"split={split}"))
     assert set(figures) == {f"{split}/{name}" for name in ("loss", "acc", "acc5")}
@@ -106,10 +106,10 @@ def test_the_first_of_several_processes_prints(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("revzoo.cli.run.evaluate.evaluate", lambda _: {"test/acc": 0.5})
-    for rank, told in (("0", "test/acc 0.5000\n"), ("1", "")):
+    for rank, expected in (("0", "test/acc 0.5000\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
         main(["eval", "ckpt=some.ckpt"])
-        assert capsys.readouterr().out == told
+        assert capsys.readouterr().out == expected
 
 
 def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
     found = [Path(path).parent.name == next(iter(classes)) for path, classes in predictions]
     assert len(found) == 40
     assert figures["test/acc"] == pytest.approx(np.mean(found))
-    shutil.rmtree(root / "train")  # of no use to the evaluation
+    shutil.rmtree(root / "train")  # the evaluation does not need it
     arguments = [f"ckpt={run[0]}", "data=imagefolder", f"data.root={root}", "data.in_chans=1"]
     assert evaluate(config(*arguments)) == figures
     data = Digits()
@@ -137,28 +137,28 @@ def test_other_data_are_normalised_as_in_training(run: Any, tmp_path: Path) -> N
 
 def test_a_validation_split_with_training_images_is_refused(run: Any) -> None:
     given = config(f"ckpt={run[0]}", "split=val", "data=digits", "data.val_fraction=0.2")
-    with pytest.raises(ConfigError, match=r"with data\.val_fraction=0\.1; .* give data\.val_fr"):
+    with pytest.raises(ConfigError, match=r"has data\.val_fraction=0\.1; give data\.val_fr"):
         evaluate(given)
 
 
-def test_a_validation_split_of_other_data_is_free(
+def test_any_validation_split_of_other_data_is_allowed(
     run: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=10)
     options = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "split=val"]
     evaluate(config(f"ckpt={run[0]}", *options, "data.val_fraction=0.3"))
-    (root / "train").rename(root / "val")  # a split of its own: nothing is held back
+    (root / "train").rename(root / "val")  # a separate split: no training image can be in it
     evaluate(config("ckpt=irevnet13.digits", *options))
-    assert "held back" not in caplog.text
+    assert "validation split" not in caplog.text
 
 
-def test_weights_that_do_not_say_what_was_held_back_are_warned_of(
+def test_weights_without_a_record_of_their_split_cause_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     for split, warned in (("test", False), ("val", True)):
         caplog.clear()
         evaluate(config("ckpt=irevnet13.digits", "data=digits", f"split={split}"))
-        assert ("does not say which images were held back" in caplog.text) == warned
+        assert ("has no record of its validation split" in caplog.text) == warned
 
 
 def test_other_classes_are_refused(run: Any, tmp_path: Path) -> None:
@@ -183,10 +183,10 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
         (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
-        (["model=revnet38.cifar10"], "give ckpt=revnet38.cifar10"),
+        (["model=revnet38.cifar10"], "expected ckpt=revnet38.cifar10"),
     ],
 )
-def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str, run: Any) -> None:
+def test_wrong_arguments_are_refused(overrides: list[str], message: str, run: Any) -> None:
     given = overrides if any("ckpt" in o for o in overrides) or not overrides else None
     arguments = given if given is not None else [f"ckpt={run[0]}", *overrides]
     with pytest.raises(SystemExit) as end:
@@ -197,7 +197,7 @@ def test_what_cannot_be_evaluated_is_refused(overrides: list[str], message: str,
 
 def test_a_lone_checkpoint_needs_data(run: Any, tmp_path: Path) -> None:
     lone = Path(shutil.copy(run[0], tmp_path / "a.ckpt"))
-    with pytest.raises(SystemExit, match="does not lie in the folder of a run"):
+    with pytest.raises(SystemExit, match="is not in the folder of a run"):
         main(["eval", f"ckpt={lone}", "trainer=cpu"])
     assert "test/acc" in evaluate(config(f"ckpt={lone}", "data=digits"))
 
@@ -228,7 +228,7 @@ def test_predictions_as_table_json_and_csv(
 @pytest.mark.parametrize(
     ("name", "message"), [("nowhere.png", "there is no image"), ("empty", "no images in")]
 )
-def test_what_is_no_image_is_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
+def test_missing_images_are_refused(name: str, message: str, run: Any, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=message):
         main(["predict", f"ckpt={run[0]}", str(tmp_path / name)])
@@ -240,7 +240,7 @@ def test_a_text_is_no_image(run: Any, tmp_path: Path) -> None:
         main(["predict", f"ckpt={run[0]}", str(tmp_path / "a.png")])
 
 
-def test_averaged_weights_are_what_is_saved_and_tested(tmp_path: Path) -> None:
+def test_averaged_weights_are_saved_and_tested(tmp_path: Path) -> None:
     averaged = (*SMALL, "callbacks.ema={decay: 0.9}", "trainer.max_epochs=2")
     figures = train(to_plain(compose_checked(averaged)), run_dir=tmp_path)
     path = tmp_path / "checkpoints" / "best.ckpt"
@@ -280,8 +280,8 @@ def test_shipped_weights_reproduce_their_figures(
         assert float(found[name]) == pytest.approx(value, abs=1e-4)
 
 
-def test_weights_are_given_pixels_as_in_training(tmp_path: Path) -> None:
-    """Files hold 0 to 255 where the digits hold 0 to 16: an entry's numbers are of neither."""
+def test_weights_get_pixels_as_in_training(tmp_path: Path) -> None:
+    """Files hold 0 to 255, the digits 0 to 16, and mean and std of an entry refer to 0 to 1."""
     root = folder_of_digits(tmp_path, [str(n) for n in range(10)], count=3)
     data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1"]
     figures = evaluate(config(f"ckpt={ENTRY.name}", *data))
@@ -310,14 +310,14 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
         ("nothing.safetensors", "there is no checkpoint"),
     ],
 )
-def test_weights_that_are_not_there_are_told(ckpt: str, message: str) -> None:
+def test_missing_weights_end_with_a_message(ckpt: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["eval", f"ckpt={ckpt}", "trainer=cpu"])
 
 
-def test_weights_that_do_not_say_their_classes_are_refused(tmp_path: Path) -> None:
+def test_weights_without_classes_are_refused(tmp_path: Path) -> None:
     create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, mean=(0.3,), std=(0.4,))
-    with pytest.raises(SystemExit, match="do not say their classes: add"):
+    with pytest.raises(SystemExit, match="lacks classes: add"):
         main(["eval", f"ckpt={tmp_path}", "data=digits", "trainer=cpu"])
 
 

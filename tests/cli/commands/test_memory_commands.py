@@ -18,7 +18,7 @@ def rows_of(path):
         return list(csv.DictReader(file))
 
 
-def test_audit_tells_every_mode(capsys, tmp_path):
+def test_audit_lists_every_mode(capsys, tmp_path):
     main(["audit", *SMALL, "--csv", str(tmp_path / "a.csv"), "--plot", str(tmp_path / "a.png")])
     printed = capsys.readouterr().out
     model = revzoo.create_model("revnet38", memory="store")
@@ -61,7 +61,7 @@ def test_the_largest_batch_that_fits(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["audit", "revnet38", "--batch", "0"], "expected a positive whole number"),
+        (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
         (["audit", "revnet38", "--image", "33"], "33"),
         (["audit", "revnet38", "--memory", "stor"], "unknown memory mode 'stor'"),
         (["plan", "revnet38", "--budget", "lots"], "expected a positive number of bytes"),
@@ -73,7 +73,7 @@ def test_the_largest_batch_that_fits(capsys):
         (["bench", *SMALL, "--rounds", "1"], "expected 2 or more"),
     ],
 )
-def test_what_cannot_be_ends_with_a_message(arguments, message):
+def test_wrong_arguments_end_with_a_message(arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments)
 

@@ -14,13 +14,13 @@ from revzoo.training.callbacks.registry import CALLBACKS
 CONFIGS = Path(__file__).parents[3] / "configs"
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def output_of(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     main(["options", *arguments])
     return capsys.readouterr().out
 
 
 def test_all_groups_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = told(capsys).splitlines()
+    lines = output_of(capsys).splitlines()
     for group in (path.name for path in CONFIGS.iterdir() if list(path.glob("*.yaml"))):
         assert any(line.startswith(f"{group} ") for line in lines), group
 
@@ -28,27 +28,27 @@ def test_all_groups_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_callback_and_option_is_shown_with_a_comment(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text = told(capsys, "callbacks/default")
+    text = output_of(capsys, "callbacks/default")
     assert set(yaml.safe_load(text.replace("== ", "# "))) <= set(CALLBACKS)
     assert set(CALLBACKS) <= set(re.findall(r"^(\w+):", text, re.MULTILINE))
     bare = [line for line in text.splitlines() if re.match(r"\w+:", line) and "#" not in line]
     assert bare == []
 
 
-def test_a_choice_brings_the_options_it_is_made_of(capsys: pytest.CaptureFixture[str]) -> None:
-    text = told(capsys, "model=revvit_cifar")
+def test_a_choice_shows_the_options_of_its_base(capsys: pytest.CaptureFixture[str]) -> None:
+    text = output_of(capsys, "model=revvit_cifar")
     assert text.index("== model/base/attention\n") < text.index("== model/revvit_cifar\n")
-    assert "drop_path_rate: 0.0  # probability" in text
-    assert "@package" not in told(capsys, "debug/smoke", "experiment")
+    assert "drop_path_rate: 0.0  # stochastic depth" in text
+    assert "@package" not in output_of(capsys, "debug/smoke", "experiment")
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("calbacks", "no group 'calbacks' .*did you mean 'callbacks'"),
-        ("data/cifar", "data has no 'cifar' .*did you mean 'cifar1"),
+        ("calbacks", "no group 'calbacks'.*did you mean 'callbacks'"),
+        ("data/cifar", "data has no 'cifar'.*did you mean 'cifar1"),
     ],
 )
-def test_other_names_get_the_nearest(name: str, message: str) -> None:
+def test_unknown_names_suggest_the_nearest(name: str, message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         main(["options", name])

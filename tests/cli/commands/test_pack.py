@@ -1,4 +1,4 @@
-"""From a run's folder to weights that can be published."""
+"""``revzoo pack``: from a run's folder to published weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """What Lightning leaves: the checkpoint of a classifier, and the state of its data."""
+    """A folder with Lightning's checkpoint of a classifier and the state of its data."""
     torch.manual_seed(0)
     module = Classifier(TINY)
     run = tmp_path / "run"
@@ -76,7 +76,7 @@ def test_a_checkpoint_becomes_weights_with_their_entry(
         (("--url", "ftp://x"), "revnet38.halves", "expected https"),
     ],
 )
-def test_what_is_not_valid_writes_nothing(
+def test_wrong_arguments_write_no_file(
     run_dir: Path, tmp_path: Path, options: tuple[str, ...], name: str, message: str
 ) -> None:
     with pytest.raises(SystemExit, match=message):

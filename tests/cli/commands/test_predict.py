@@ -19,7 +19,7 @@ DESCRIPTION = ["--license", "MIT", "--recipe", "python train.py", "--measured-on
 
 
 @pytest.mark.parametrize(("cache_bytes", "crop_pct"), [(0, IMAGENET_CROP_PCT), (2**30, 1.0)])
-def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
+def test_images_are_cropped_as_in_training(
     cache_bytes: int, crop_pct: float, compose: Any, tmp_path: Path
 ) -> None:
     root = image_folder(tmp_path / "images", side=12)
@@ -52,25 +52,25 @@ def test_a_checkpoint_and_its_weights_are_given_images_cut_as_in_training(
         assert classes["dark"] == pytest.approx(float(row[0]), rel=1e-4)
 
 
-def test_a_device_that_is_not_here_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_device_is_refused(tmp_path: Path) -> None:
     image = str(image_folder(tmp_path))
     with pytest.raises(SystemExit, match=r"--device foo \("):
         main(["predict", "ckpt=irevnet13.digits", image, "--device", "foo"])
 
 
-def test_the_checkpoint_comes_first_in_either_form(
+def test_the_checkpoint_may_be_written_as_ckpt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     image = str(image_folder(tmp_path, side=8) / "test")
-    told = []
+    outputs = []
     for source in ("irevnet13.digits", "ckpt=irevnet13.digits"):
         main(["predict", source, image, "--device", "cpu"])
-        told.append(capsys.readouterr().out)
-    assert told[0] == told[1]
-    assert "dark" in told[0]
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+    assert "dark" in outputs[0]
 
 
-def test_an_output_that_is_no_number_is_no_prediction(tmp_path: Path) -> None:
+def test_an_output_of_nan_is_refused(tmp_path: Path) -> None:
     root = image_folder(tmp_path, side=8)
     restored = restore("irevnet13.digits")
     with torch.no_grad():

@@ -61,7 +61,7 @@ def stopped(
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
 ) -> Path:
-    """A run that SIGTERM has stopped in the middle of its second epoch; a parameter overrides."""
+    """A run that SIGTERM stopped in the middle of its second epoch; a parameter overrides."""
     overrides = (*SMALL, *getattr(request, "param", ()))
 
     class StopsInStep5(GracefulStop):
@@ -88,7 +88,7 @@ def without_times(figures: dict[str, float]) -> dict[str, float]:
     return {name: value for name, value in figures.items() if name not in TIMES}
 
 
-def test_a_stopped_run_ends_as_one_that_was_not(
+def test_a_resumed_run_equals_one_that_was_not_stopped(
     stopped: Path, compose: Any, tmp_path: Path
 ) -> None:
     summary = json.loads((stopped / "summary.json").read_text())
@@ -109,7 +109,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(
     assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
-def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
+def test_pictures_of_finished_epochs_are_kept(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class StopsAtEpochEnd(GracefulStop):
@@ -133,7 +133,7 @@ def test_what_was_shown_at_the_end_of_an_epoch_is_kept(
         assert [image.step for image in events.Images(tag)] == [2, 5], tag
 
 
-def test_it_goes_on_from_the_state_before_a_damaged_one(
+def test_a_run_resumes_from_the_state_before_a_damaged_one(
     stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     last = stopped / "checkpoints" / LAST
@@ -144,7 +144,7 @@ def test_it_goes_on_from_the_state_before_a_damaged_one(
 
 
 def change(path: Path, key: str, value: Any) -> None:
-    """Replace what a checkpoint has at ``key``, a path of keys divided by ``/``."""
+    """Replace the value of a checkpoint at ``key``, a path of keys separated by ``/``."""
     state = read_checkpoint(path)
     *parents, name = key.split("/")
     reduce(getitem, parents, state)[name] = value
@@ -160,7 +160,7 @@ def files(run_dir: Path) -> dict[str, bytes]:
 DAMAGE = ("state_dict/model.fc.bias", torch.full((10,), float("nan")))
 
 
-def test_a_state_that_is_no_state_is_damaged(
+def test_a_state_with_wrong_parts_is_damaged(
     stopped: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     last, previous = (stopped / "checkpoints" / name for name in (LAST, PREVIOUS))
@@ -170,7 +170,7 @@ def test_a_state_that_is_no_state_is_damaged(
     before = files(stopped)
     message = refused(stopped)
     assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
-    assert f"the one before it is no better: {previous} is damaged (global_step is 99" in message
+    assert f"so is the one before it: {previous} is damaged (global_step is 99" in message
     assert len(message.splitlines()) == 1
     assert files(stopped) == before
     previous.write_bytes(good)
@@ -201,7 +201,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(
     assert files(stopped) == before
 
 
-def test_another_number_of_classes_is_told(compose: Any, tmp_path: Path) -> None:
+def test_another_number_of_classes_is_refused(compose: Any, tmp_path: Path) -> None:
     data = image_folder(tmp_path / "data")
     overrides = ("debug=smoke", "trainer=cpu", "data=imagefolder", f"data.root={data}")
     options = ("+model.units=[1,1,1]", "data.batch_size=8")
@@ -215,7 +215,7 @@ def test_another_number_of_classes_is_told(compose: Any, tmp_path: Path) -> None
     assert files(run_dir) == before
 
 
-def test_the_time_is_that_of_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_time_covers_all_sessions(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = stopped / "summary.json"
     summary = json.loads(path.read_text())
     assert 0 < summary["train_seconds"] < 100
@@ -223,11 +223,11 @@ def test_the_time_is_that_of_all_sessions(stopped: Path, caplog: pytest.LogCaptu
     go_on(stopped)
     first = json.loads(path.read_text())["train_seconds"]
     assert 1000 < first < 1100
-    go_on(stopped)  # with nothing left to train
+    go_on(stopped)  # all epochs are trained
     assert first <= json.loads(path.read_text())["train_seconds"] < 1100
     path.write_text("{}")
     go_on(stopped)
-    assert f"{path} does not say the training time so far" in caplog.text
+    assert f"{path} lacks the training time so far" in caplog.text
     assert 0 <= json.loads(path.read_text())["train_seconds"] < 100
 
 
@@ -255,7 +255,7 @@ def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFi
     assert config_of(stopped)["memory"] == {"mode": "auto", "bytes": None, "plan": plan}
 
 
-def test_the_precision_only_where_it_is_asked_for(stopped: Path) -> None:
+def test_the_precision_changes_only_with_its_option(stopped: Path) -> None:
     before = (stopped / "config.yaml").read_bytes()
     assert "add --allow-precision-change" in refused(stopped, "precision=bf16")
     assert (stopped / "config.yaml").read_bytes() == before
@@ -279,13 +279,13 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
     assert sorted(p.name for p in stopped.rglob("*")) == before
 
 
-def test_another_model_in_the_configuration_is_noticed(stopped: Path) -> None:
+def test_another_model_in_the_configuration_is_refused(stopped: Path) -> None:
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
     assert "differ in model" in refused(stopped)
 
 
-def test_another_length_in_the_configuration_is_noticed(stopped: Path) -> None:
+def test_another_length_in_the_configuration_is_refused(stopped: Path) -> None:
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace("max_epochs: 2", "max_epochs: 3"))
     before = (stopped / "metrics.csv").read_bytes(), path.read_bytes()
@@ -293,9 +293,7 @@ def test_another_length_in_the_configuration_is_noticed(stopped: Path) -> None:
     assert ((stopped / "metrics.csv").read_bytes(), path.read_bytes()) == before
 
 
-def test_options_that_came_after_a_checkpoint_are_no_difference(
-    compose: Any, tmp_path: Path
-) -> None:
+def test_options_newer_than_the_checkpoint_are_ignored(compose: Any, tmp_path: Path) -> None:
     config = compose()
     model = {**config["model"], "num_classes": 10, "in_chans": 1}
     optim = {key: value for key, value in config["optim"].items() if key != "decay_all"}
@@ -328,7 +326,7 @@ def test_a_folder_without_a_configuration_is_refused(
     "name", ["config.yaml", "sessions.jsonl", "summary.json", "metrics.csv", "train.log", ".lock"]
 )
 def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
-    """To open one waits for ever: ``--resume`` hung."""
+    """Opening a FIFO waits for ever: ``--resume`` hung."""
     os.mkfifo(tmp_path / name)
     assert f"{tmp_path / name} is no regular file" in refused(tmp_path)
     with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is no regular file")):
@@ -341,20 +339,20 @@ def test_a_target_in_the_configuration_is_not_imported(stopped: Path) -> None:
     assert "data._target_=antigravity.open: expected one of" in refused(stopped)
 
 
-def test_a_run_that_saved_nothing_begins_from_the_start(
+def test_a_run_without_a_checkpoint_starts_from_the_beginning(
     stopped: Path, compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for path in (stopped / "checkpoints").iterdir():
         path.unlink()
     figures = go_on(stopped, "memory=store")
-    assert "the run begins from the start" in caplog.text
+    assert "the run starts from the beginning" in caplog.text
     whole = train(compose(*SMALL, "memory=store"), run_dir=tmp_path / "whole")
     assert without_times(figures) == without_times(whole)
     assert rows(stopped) == rows(tmp_path / "whole")
     assert config_of(stopped) == config_of(tmp_path / "whole")
 
 
-def test_a_stop_before_anything_is_saved_says_so(
+def test_a_stop_before_the_first_checkpoint_says_so(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class StopsInValidation(GracefulStop):
@@ -367,7 +365,7 @@ def test_a_stop_before_anything_is_saved_says_so(
         train(compose(*SMALL), run_dir=tmp_path)
     assert end.value.code == 143
     assert list(tmp_path.glob("checkpoints/*.ckpt")) == []
-    assert f"--resume {tmp_path} (nothing is saved yet: from the start)" in caplog.text
+    assert f"--resume {tmp_path} (no checkpoint yet: from the start)" in caplog.text
 
 
 def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:

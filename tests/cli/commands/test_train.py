@@ -22,7 +22,7 @@ CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = ("debug=smoke", "trainer=cpu", "+model.units=[1,1,1]", "memory=exact")
 
 
-def test_a_run_leaves_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:
+def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path) -> None:
     config = compose(*SMALL, "memory=auto")
     figures = train(config, run_dir=tmp_path)
     assert {"train/loss", "val/acc", "test/acc", "test/acc5", "test/loss"} <= set(figures)
@@ -94,7 +94,7 @@ def test_the_best_checkpoint_is_tested(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     differ = []
-    for mode in ("min", "max"):  # the last epoch cannot be the best in both senses
+    for mode in ("min", "max"):  # the last epoch cannot be both the minimum and the maximum
         monkeypatch.setitem(checks.MONITORED, "val/loss", mode)
         monitor = (
             "callbacks.best_checkpoint.monitor=val/loss",
@@ -132,14 +132,14 @@ def test_a_folder_of_images_trains(compose: Any, tmp_path: Path) -> None:
 
 
 def ending(config: dict[str, Any], run_dir: Path) -> str:
-    """The message a refused run ends with."""
+    """The message of a refused run."""
     message = failing(config, run_dir)
     assert not (run_dir / "summary.json").exists()
     return message
 
 
 def failing(config: dict[str, Any], run_dir: Path) -> str:
-    """The message a run ends with that is refused or fails."""
+    """The message of a run that is refused or fails."""
     with pytest.raises(SystemExit) as end:
         train(config, run_dir=run_dir)
     assert str(end.value).startswith("revzoo: ")
@@ -173,7 +173,7 @@ def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     assert summary["steps"] == 1
 
 
-def test_what_is_refused_writes_no_summary(
+def test_a_refused_run_writes_no_summary(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = compose(*SMALL)
@@ -229,7 +229,7 @@ def test_overfit_learns_two_batches_by_heart(compose: Any, tmp_path: Path) -> No
         ["-m", "hydra.sweeper._target_=evil.f", "seed=0,1"],
     ],
 )
-def test_bad_command_lines_end_before_anything(arguments: list[str]) -> None:
+def test_wrong_command_lines_end_before_torch_is_imported(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["train", *arguments])
     assert str(end.value).startswith("revzoo: ")

@@ -36,7 +36,7 @@ def assert_same_run(one: Path, other: Path, *, extra: set[str]) -> None:
     assert names[1] - names[0] == extra
 
 
-def test_a_run_after_a_sweep_is_the_run_without(compose: Any, tmp_path: Path) -> None:
+def test_a_run_after_a_search_equals_one_without(compose: Any, tmp_path: Path) -> None:
     figures = train(compose(*SMALL), run_dir=tmp_path / "without")
     config = compose(*SMALL, *SWEEP, "tuner.then=train")
     assert train(config, run_dir=tmp_path / "with") == figures
@@ -44,7 +44,7 @@ def test_a_run_after_a_sweep_is_the_run_without(compose: Any, tmp_path: Path) ->
     assert_same_run(tmp_path / "without", tmp_path / "with", extra=extra)
 
 
-def test_a_rate_is_used_where_that_is_asked_for(compose: Any, tmp_path: Path) -> None:
+def test_then_use_trains_with_the_suggested_rate(compose: Any, tmp_path: Path) -> None:
     config = compose(*SMALL, *SWEEP, "tuner.then=use", "tuner.min_lr=1.0e-3", "tuner.steps=25")
     figures = train(config, run_dir=tmp_path / "found")
     lr = yaml.safe_load((tmp_path / "found" / "config.yaml").read_text())["optim"]["lr"]
@@ -54,7 +54,7 @@ def test_a_rate_is_used_where_that_is_asked_for(compose: Any, tmp_path: Path) ->
     assert_same_run(tmp_path / "given", tmp_path / "found", extra=extra)
 
 
-def test_a_search_alone_trains_nothing(
+def test_then_stop_does_not_train(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", logger="revzoo"):
@@ -65,13 +65,13 @@ def test_a_search_alone_trains_nothing(
         "config.yaml",
         "sessions.jsonl",
     }
-    told = "\n".join(record.getMessage() for record in caplog.records)
-    assert "data.batch_size: 20 fit in memory=exact, limited by max_size" in told
-    assert "memory=exact: " in told
-    assert "to train with it: data.batch_size=20, or tuner.then=use" in told
+    logged = "\n".join(record.getMessage() for record in caplog.records)
+    assert "data.batch_size: 20 fit in memory=exact, limited by max_size" in logged
+    assert "memory=exact: " in logged
+    assert "to train with it: data.batch_size=20, or tuner.then=use" in logged
 
 
-def test_the_batch_size_found_is_trained_with(compose: Any, tmp_path: Path) -> None:
+def test_the_run_uses_the_suggested_batch_size(compose: Any, tmp_path: Path) -> None:
     config = compose(*SMALL, "tuner=batch_size", "tuner.max_size=20", "tuner.then=use")
     figures = train(config, run_dir=tmp_path / "found")
     assert figures == train(compose(*SMALL, "data.batch_size=20"), run_dir=tmp_path / "given")
@@ -82,16 +82,20 @@ def test_the_batch_size_found_is_trained_with(compose: Any, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("kind", "unfreeze", "first"),
     [
-        ("lr", "[[1,stages.2],[3,stages.0]]", "fc"),  # a rate is that of the first epoch
+        ("lr", "[[1,stages.2],[3,stages.0]]", "fc"),  # the rate for the first epoch
         ("lr", "[0,3]", "stages.2"),
-        ("batch_size", "[[1,stages.2],[3,stages.0]]", "stages.0"),  # what fits has to fit always
+        (
+            "batch_size",
+            "[[1,stages.2],[3,stages.0]]",
+            "stages.0",
+        ),  # the batch must fit in every epoch
         ("batch_size", "null", "fc"),
     ],
 )
-def test_what_is_searched_with_is_trained(
+def test_a_search_trains_the_parts_that_the_run_trains(
     kind: str, unfreeze: str, first: str, compose: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    """A batch size was searched with the classifier alone, which may train the rest later."""
+    """A batch size was searched with the classifier only, although the rest trains later."""
     trained: set[str] = set()
 
     def search(module: Any, *args: Any, **options: Any) -> tuple[None, list[Path]]:
@@ -120,8 +124,6 @@ def test_what_is_searched_with_is_trained(
         (("tuner=lr", "trainer.devices=2"), "searches on one device"),
     ],
 )
-def test_what_cannot_be_searched_is_refused(
-    compose: Any, overrides: tuple[str, ...], message: str
-) -> None:
+def test_wrong_searches_are_refused(compose: Any, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_config(compose("trainer=cpu", *overrides))

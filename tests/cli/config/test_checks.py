@@ -22,7 +22,7 @@ def cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def no_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Any attempt at data fails the test."""
+    """Fail the test if it reads data."""
 
     def touched(*args: object, **kwargs: object) -> None:
         raise AssertionError("data were touched")
@@ -39,7 +39,7 @@ def test_pretrained_weights_must_be_known(
         check_config(compose("model.pretrained=true"))
     write_entry(tmp_path)
     monkeypatch.setattr(pretrained, "SHIPPED", WeightsTable(tmp_path))
-    (tmp_path / "revnet38.small.safetensors").unlink()  # the check does not fetch them
+    (tmp_path / "revnet38.small.safetensors").unlink()  # the check does not download them
     check_config(compose("model.pretrained=true"))
 
 
@@ -54,7 +54,7 @@ def test_pretrained_weights_must_be_known(
         (["+memory.x=1"], r"memory\.x: no such option \(there is mode, bytes, plan\)"),
         (["memory=budget"], r"memory\.bytes is needed: give memory\.bytes=4GiB"),
         (["memory=budget", "memory.bytes=lots"], r"memory\.bytes='lots': expected a positive"),
-        (["memory.bytes=4GiB"], r"give memory=budget with it"),
+        (["memory.bytes=4GiB"], r"add memory=budget"),
         (["+memory.plan=store"], r"memory\.plan='store': expected a mapping"),
         (["model.name=revnet39"], "revnet38"),
         (["+model.dropuot=0.1"], "did you mean 'dropout'"),
@@ -75,14 +75,14 @@ def test_pretrained_weights_must_be_known(
         (["~model"], "model is missing"),
         (["callbacks.best_checkpoint.monitor=val_acc"], "did you mean 'val/acc'"),
         (["callbacks.early_stopping={monitor: val/auc}"], r"early_stopping\.monitor=val/auc"),
-        (["callbacks.early_stopping={monitor: val/loss}"], "give .*early_stopping.mode=min"),
-        (["callbacks.best_checkpoint.mode=maximum"], "give .*best_checkpoint.mode=max"),
+        (["callbacks.early_stopping={monitor: val/loss}"], "set .*early_stopping.mode=min"),
+        (["callbacks.best_checkpoint.mode=maximum"], "set .*best_checkpoint.mode=max"),
         (["callbacks.ema=true"], r"callbacks\.ema=True: expected options in braces and quotes"),
         (["callbacks.ema={decay: 2}"], r"callbacks\.ema\.decay=2"),
         (["callbacks.early_stopping={patience: -1}"], r"early_stopping\.patience=-1"),
         (["trainer.check_val_every_n_epoch=0"], "check_val_every_n_epoch=0: expected a whole"),
         (["trainer.limit_train_batches=0"], "limit_train_batches=0: there would be no batch"),
-        (["trainer.limit_test_batches=0"], "test=false leaves the test out"),
+        (["trainer.limit_test_batches=0"], "test=false skips the test"),
         (["trainer.gradient_clip_val=-1"], "gradient_clip_val=-1: expected a number"),
         (["trainer.gradient_clip_val=abc"], "gradient_clip_val='abc': expected a number"),
         (["trainer.profiler={_target_: os.system}"], "trainer.profiler=.*: expected one of simple"),
@@ -104,7 +104,7 @@ def test_pretrained_weights_must_be_known(
         (["test=1"], "config.test=1: expected true or false"),
         (["trainer.limit_val_batches=[1]"], "limit_val_batches=.*: expected a number or a whole"),
         (["+trainer.detect_anomaly=1"], "trainer.detect_anomaly=1: expected true or false"),
-        (["+trainer.val_check_interval=0"], "trainer.val_check_interval=0: expected a share"),
+        (["+trainer.val_check_interval=0"], "trainer.val_check_interval=0: expected a fraction"),
         (["+trainer.max_time=[1]"], "trainer.max_time=.*: expected a word or a mapping or null"),
         (["trainer.gradient_clip_algorithm=1"], "gradient_clip_algorithm=1: expected a word"),
         (
@@ -115,25 +115,25 @@ def test_pretrained_weights_must_be_known(
         (["optim.schedule.name={a: 1}"], r"schedule\.name=\{'a': 1\}: expected one of"),
         (["data.augment=''"], "data.augment='': expected a mapping or null"),
         (["data.num_workers=0.0"], r"data\.num_workers=0\.0: expected a whole number or null"),
-        (["~precision.trainer"], "missing or of the wrong kind .KeyError: 'trainer'"),
+        (["~precision.trainer"], "missing or has the wrong type .KeyError: 'trainer'"),
         (["callbacks.early_stopping={monitor: [a]}"], "early_stopping.monitor=.*: expected a word"),
         (["data._target_=[a]"], r"data._target_=\['a'\]: expected one of"),
         (["data.split_seed=0.0"], "data.split_seed=0.0: expected a whole number"),
         (["data.augment.chunk=null"], "augment.chunk=None: expected a whole number"),
-        (["+model.activation={a: 1}"], "of the wrong kind .TypeError: unhashable type: 'dict'"),
+        (["+model.activation={a: 1}"], "has the wrong type .TypeError: unhashable type: 'dict'"),
         (["+model.checkpoint_path=1.5"], "model.checkpoint_path=1.5: expected a word"),
         (["data=imagefolder"], r"give data\.root="),
         (["data._target_=os.system"], r"data\._target_=os\.system: expected one of revzoo\.data"),
         (["data._target_=revzoo.data.Digit"], "did you mean 'revzoo.data.Digits'"),
     ],
 )
-def test_what_cannot_be_run_is_refused(overrides: list[str], message: str, compose: Any) -> None:
+def test_wrong_configurations_are_refused(overrides: list[str], message: str, compose: Any) -> None:
     with pytest.raises(ValueError, match=message) as error:
         check_config(compose(*overrides))
     assert len(str(error.value).splitlines()) <= 2
 
 
-def test_what_can_be_run_passes(compose: Any) -> None:
+def test_good_configurations_pass(compose: Any) -> None:
     check_config(compose())
     check_config(compose("precision=bf16", "trainer=cpu", "model=resnet32", "memory=recompute"))
     check_config(compose("data=cifar10", "data.root=nowhere"))
@@ -150,7 +150,7 @@ def available(monkeypatch: pytest.MonkeyPatch, accelerator: Any) -> None:
     monkeypatch.setattr(accelerator, "is_available", staticmethod(lambda: True))
 
 
-def test_auto_takes_the_gpu_that_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_selects_a_gpu_if_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert device_kind("auto") == "cpu"
     available(monkeypatch, checks.MPSAccelerator)
     assert (device_kind("auto"), device_kind("gpu"), device_kind("cpu")) == ("mps", "mps", "cpu")
@@ -164,5 +164,5 @@ def test_precision_depends_on_the_device() -> None:
     check_precision({**half, "trainer": "32-true", "tf32": True}, "cuda")
     with pytest.raises(ValueError, match=r"precision\.tf32=true changes float32 only"):
         check_precision({**half, "trainer": "64-true", "tf32": True}, "cuda")
-    with pytest.raises(ValueError, match="precision=fp64 is not there on mps"):
+    with pytest.raises(ValueError, match="precision=fp64 is not supported on mps"):
         check_precision({**half, "trainer": "64-true"}, "mps")

@@ -17,7 +17,7 @@ def test_good_overrides_are_applied(override: str, value: str) -> None:
     assert compose_checked([override]).model.name == value
 
 
-def test_a_group_choice_brings_its_keys() -> None:
+def test_a_group_choice_adds_its_keys() -> None:
     overrides = ["optim.schedule.milestones=[0.9]", "optim=step"]
     cfg = compose_checked(overrides)
     assert list(cfg.optim.schedule.milestones) == [0.9]
@@ -26,9 +26,7 @@ def test_a_group_choice_brings_its_keys() -> None:
 
 
 def test_an_unknown_model_without_a_near_name_points_at_import() -> None:
-    with pytest.raises(
-        ConfigError, match=r"there is irevnet13, .*; --import MODULE loads your own"
-    ):
+    with pytest.raises(ConfigError, match=r"there is irevnet13, .*; --import MODULE adds yours"):
         compose_checked(["model=mine"])
 
 
@@ -55,16 +53,19 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("++sede=1", "did you mean 'seed'"),
         ("+optm.lr=1", r"did you mean 'optim\.lr'"),
         ("optim.learning_rate=1", r"\(there is name, lr, .*\); \+optim\.learning_rate=VALUE adds"),
-        ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds one"),
+        ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds another"),
         ("trainer.lr=1", r"did you mean 'optim\.lr'"),
         ("callbacks.early_stopping={patience:", "is cut off: quote the whole argument"),
         ("optim.lr=tag(log,", "is cut off: quote the whole argument"),
         ("+model.checkpoint_path=epoch=1-step=2.ckpt", "KEY='\"a=b\"'$"),
         ("~optim.lrr", r"did you mean 'optim\.lr'"),
-        ("+hydra.callbacks.x._target_=evil.f", "callbacks.x._target_=evil.f: of Hydra's own keys"),
-        ("hydra.job_logging.handlers.console.class=evil.f", "of Hydra's own keys"),
-        ("hydra.searchpath=[file://evil]", "of Hydra's own keys"),
-        ("+hydra.launcher={_target_: evil.f}", "of Hydra's own keys"),
+        (
+            "+hydra.callbacks.x._target_=evil.f",
+            "callbacks.x._target_=evil.f: expected one of Hydra's keys",
+        ),
+        ("hydra.job_logging.handlers.console.class=evil.f", "expected one of Hydra's keys"),
+        ("hydra.searchpath=[file://evil]", "expected one of Hydra's keys"),
+        ("+hydra.launcher={_target_: evil.f}", "expected one of Hydra's keys"),
         ("hydra.rn.dir=x", r"did you mean 'hydra\.run\.dir'"),
         ("trainer.max_epochs=many", "trainer.max_epochs=many: expected a whole number"),
         ("trainer.max_epochs=1.5", "expected a whole number"),
@@ -96,7 +97,7 @@ def test_sweeps_are_checked_choice_by_choice() -> None:
         check_sweep(["optim.lrr=0.1,0.2"])
 
 
-def test_hydra_keys_are_left_to_hydra() -> None:
+def test_hydras_keys_pass() -> None:
     compose_checked(["hydra.run.dir=/tmp/x"])
 
 
@@ -112,7 +113,7 @@ def test_hydra_keys_are_left_to_hydra() -> None:
     ],
 )
 def test_a_key_of_another_option_names_that_option(override: str, message: str) -> None:
-    """``data.root`` of the digits was answered with a way to add a key that they do not know."""
+    """For ``data.root`` of the digits, the message suggested to add the key, which cannot work."""
     with pytest.raises(ConfigError, match=message):
         compose_checked([override])
 

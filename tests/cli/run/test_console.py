@@ -1,4 +1,4 @@
-"""The first lines of a run, the last ones, and the form of all."""
+"""The first and last lines of a run, and their format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from revzoo.cli.run.console import LogFormat, kept_bytes, near
+from revzoo.cli.run.console import LogFormat, kept_bytes, short_path
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.profiling.costs import activation_bytes
@@ -24,37 +24,37 @@ def record(level: int) -> logging.LogRecord:
     return logging.LogRecord("revzoo.a.long.name", level, "f.py", 1, "step %d", (3,), None)
 
 
-def test_the_prefix_is_short_and_names_what_is_no_news() -> None:
+def test_the_prefix_is_short_and_names_levels_above_info() -> None:
     line = LogFormat(date=False).format(record(logging.INFO))
     assert len(line) == len("08:01:30 step 3")
     assert LogFormat(date=False).format(record(logging.WARNING)).endswith(" warning: step 3")
     assert len(LogFormat(date=True).format(record(logging.INFO))) == 26
 
 
-def test_a_run_tells_what_it_is_and_what_came_out(
+def test_a_run_logs_its_description_and_its_figures(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="revzoo"):
         figures = train(compose(*SMALL, "seed=7"), run_dir=tmp_path / "run")
     lines = [r.getMessage() for r in caplog.records if r.levelno == logging.INFO]
-    told = {line[:8].strip(): line[9:] for line in lines if len(line) > 9 and line[8] == " "}
-    assert told["model"].startswith("revnet38, ")
-    assert told["data"] == "Digits, 10 classes, images of 1x8x8"
+    opening = {line[:8].strip(): line[9:] for line in lines if len(line) > 9 and line[8] == " "}
+    assert opening["model"].startswith("revnet38, ")
+    assert opening["data"] == "Digits, 10 classes, images of 1x8x8"
     assert "1,293 to train, 144 to validate" in lines[2]
-    assert told["memory"].startswith("exact, ")
-    assert told["memory"].endswith("KiB of activations an image")
-    assert told["device"].startswith("cpu, float32, ")
-    assert told["train"] == "1 epoch, 64 images a step, sgd with lr 0.2, seed 7"
-    assert told["trained"].startswith("1 epoch, 3 steps in ")
-    assert f"acc {figures['test/acc']:.4f}" in told["test"]
-    assert "best checkpoint" in told["test"]
-    assert told["curves"].endswith(f"tensorboard --logdir {tmp_path / 'run'}")
-    assert shutil.which(told["curves"].split()[0])  # a program that is there
-    assert told["predict"].endswith("best.ckpt IMAGES")
+    assert opening["memory"].startswith("exact, ")
+    assert opening["memory"].endswith("KiB of activations per image")
+    assert opening["device"].startswith("cpu, float32, ")
+    assert opening["train"] == "1 epoch, 64 images per step, sgd with lr 0.2, seed 7"
+    assert opening["trained"].startswith("1 epoch, 3 steps in ")
+    assert f"acc {figures['test/acc']:.4f}" in opening["test"]
+    assert "best checkpoint" in opening["test"]
+    assert opening["curves"].endswith(f"tensorboard --logdir {tmp_path / 'run'}")
+    assert shutil.which(opening["curves"].split()[0])  # an existing program
+    assert opening["predict"].endswith("best.ckpt IMAGES")
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
 
 
-def test_activations_are_counted_without_memory_or_random_numbers() -> None:
+def test_counting_activations_takes_no_memory_and_no_random_numbers() -> None:
     spec = {"name": "revnet38", "units": (1, 1, 1), "in_chans": 1, "num_classes": 10}
     module, data = Classifier({**spec, "memory": "store"}), Digits()
     data.setup("fit")
@@ -65,17 +65,17 @@ def test_activations_are_counted_without_memory_or_random_numbers() -> None:
     assert found == activation_bytes(module.model, torch.randn(2, 1, 8, 8))
 
 
-def test_a_plan_is_told_by_its_modes(
+def test_a_plan_is_logged_by_its_modes(
     compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The first line said auto's modes, the next one only invert."""
+    """The first line listed auto's modes, the second one only invert."""
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, "memory=auto", "test=false"), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("memory  ")]
     assert re.match(r"memory   auto \((\d+ \w+(, )?)+\), [\d,]+ KiB", line), line
 
 
-def test_threads_are_those_asked_for_until_the_run_ends(compose: Any, tmp_path: Path) -> None:
+def test_threads_are_set_until_the_run_ends(compose: Any, tmp_path: Path) -> None:
     seen: list[int] = []
     before = torch.get_num_threads()
     wanted = before + 1
@@ -97,5 +97,5 @@ def test_paths_are_short_below_the_working_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert near(tmp_path / "outputs" / "a") == Path("outputs/a")
-    assert near(Path("/etc")) == Path("/etc")
+    assert short_path(tmp_path / "outputs" / "a") == Path("outputs/a")
+    assert short_path(Path("/etc")) == Path("/etc")

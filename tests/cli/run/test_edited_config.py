@@ -1,4 +1,4 @@
-"""An edited ``config.yaml`` is refused in one line that names it, whatever the edit is."""
+"""Any wrong edit of ``config.yaml`` is refused in one line that names the file."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def places(node: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def edits(config: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each value missing, or replaced by others in turn, so that every kind meets every section."""
+    """Remove each value, or replace it by values of other types in turn."""
     for index, at in enumerate(places(config)):
-        # sections and what selects code meet every kind, single values some of them
+        # sections and names of classes get every type, single values some of them
         count = len(OTHERS) if len(at) == 1 else 1
         for other in (..., *(OTHERS[(index + k) % len(OTHERS)] for k in range(count))):
             edited = copy.deepcopy(config)
@@ -58,9 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.timeout(300)
-def test_no_edit_raises_anything_but_the_users_error(
-    run_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``memory: {}``, ``model: 1.5``, missing sections and lists for maps showed tracebacks."""
     path = run_dir / "config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -74,7 +72,7 @@ def test_no_edit_raises_anything_but_the_users_error(
     monkeypatch.setattr("revzoo.cli.run.resume.train", stop)
     monkeypatch.setattr("revzoo.cli.run.evaluate.build_data", stop)
     last = run_dir / "checkpoints" / "last.ckpt"
-    state = read_checkpoint(last)  # once: edits do not change it
+    state = read_checkpoint(last)  # read once: edits do not change it
 
     def read(_: Path, check: Callable[[dict[str, Any]], None]) -> tuple[Path, dict[str, Any]]:
         try:

@@ -21,7 +21,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_the_second_program_is_told_who_the_first_is_until_that_dies(tmp_path: Path) -> None:
+def test_a_second_program_names_the_holder_until_it_ends(tmp_path: Path) -> None:
     command = [sys.executable, "-c", HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -30,13 +30,13 @@ def test_the_second_program_is_told_who_the_first_is_until_that_dies(tmp_path: P
             with pytest.raises(SystemExit) as end, locked(tmp_path):
                 pass
         finally:
-            holder.kill()  # as it would end out of memory: nothing is cleaned up
+            holder.kill()  # SIGKILL, as out of memory: no clean-up runs
         assert f"in use by process {holder.pid} on " in str(end.value)
     with locked(tmp_path):
         assert str(holder.pid) not in (tmp_path / LOCK_FILE).read_text()
 
 
-def test_it_is_not_passed_on_to_programs_that_are_started(tmp_path: Path) -> None:
+def test_child_programs_do_not_inherit_the_lock(tmp_path: Path) -> None:
     with locked(tmp_path):
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
     with locked(tmp_path):
@@ -56,7 +56,7 @@ with locked(Path(sys.argv[1])):
 """
 
 
-def test_a_fork_of_the_holder_does_not_keep_it(tmp_path: Path) -> None:
+def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FORKING, str(tmp_path)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
         assert holder.stdout is not None
@@ -74,7 +74,7 @@ def test_a_fork_of_the_holder_does_not_keep_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"])
-def test_the_processes_of_one_run_share_it(
+def test_the_processes_of_one_run_share_the_lock(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with locked(tmp_path):
@@ -83,8 +83,8 @@ def test_the_processes_of_one_run_share_it(
             pass
 
 
-def test_nothing_is_written_into_a_folder_in_use(tmp_path: Path) -> None:
-    """A second program, refused by the lock, had overwritten ``.hydra/`` and the log."""
+def test_a_folder_in_use_stays_unchanged(tmp_path: Path) -> None:
+    """A second program had overwritten ``.hydra/`` and the log before the lock refused it."""
     run_dir = tmp_path / "run"
     (run_dir / ".hydra").mkdir(parents=True)
     files = {run_dir / ".hydra" / "config.yaml": "first", run_dir / "train.log": "begun"}

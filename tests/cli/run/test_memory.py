@@ -1,4 +1,4 @@
-"""``memory=auto`` and ``memory=budget``: planned for the run's batch, told, kept in its folder."""
+"""``memory=auto`` and ``memory=budget``: planned for the run's batch, logged and recorded."""
 
 import logging
 from pathlib import Path
@@ -18,7 +18,7 @@ FEW = ("debug=smoke", "trainer=cpu", "test=false", "logger=csv", "data.batch_siz
 
 @pytest.fixture
 def trained(monkeypatch: pytest.MonkeyPatch) -> list[Classifier]:
-    """The classifiers that runs have trained."""
+    """The trained classifiers."""
     found: list[Classifier] = []
     begin = Classifier.on_train_start
 
@@ -34,7 +34,7 @@ def modes_of(module: Classifier) -> set[str]:
     return {m.memory for m in module.model.modules() if isinstance(m, Step)}
 
 
-def test_auto_tells_its_plan_and_keeps_it(
+def test_auto_logs_its_plan_and_records_it(
     compose: Any, tmp_path: Path, trained: list[Classifier], caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -47,7 +47,7 @@ def test_auto_tells_its_plan_and_keeps_it(
     assert modes_of(trained[0]) == set(kept["plan"].values()) == {"recompute", "exact", "store"}
     caplog.clear()
     config = {**compose(*FEW), "memory": {"mode": "auto", "plan": {"stages": "recompute"}}}
-    train(config, run_dir=tmp_path / "again")  # the plan of a configuration counts
+    train(config, run_dir=tmp_path / "again")  # a plan in the configuration is used
     assert "memory=auto" not in caplog.text
     assert modes_of(trained[1]) == {"exact", "recompute"}
 
@@ -60,14 +60,14 @@ def test_auto_of_narrow_types_is_exact(
     assert "invert" not in modes_of(trained[0])
 
 
-def test_auto_leaves_a_resnet_as_it_is(
+def test_auto_does_not_change_a_resnet(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
     train(compose(*FEW, "model=resnet32"), run_dir=tmp_path)
     assert modes_of(trained[0]) == {"store"}
 
 
-def test_a_budget_holds_with_the_optimisers_state(
+def test_a_budget_includes_the_optimisers_state(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
     train(compose(*FEW, "memory=budget", "memory.bytes=12MiB"), run_dir=tmp_path)
@@ -78,7 +78,7 @@ def test_a_budget_holds_with_the_optimisers_state(
     assert 0.8 * bytes_from("12MiB") < peak <= bytes_from("12MiB")
 
 
-def test_a_budget_below_the_least_ends_the_run_before_it_begins(
+def test_a_budget_that_is_too_small_ends_the_run_before_training(
     compose: Any, tmp_path: Path
 ) -> None:
     config = compose(*FEW, "memory=budget", "memory.bytes=1MiB")

@@ -9,7 +9,7 @@ from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run import multirun
 
 
-def test_jobs_have_the_configuration_that_was_named(
+def test_jobs_use_the_configuration_of_the_command_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")

@@ -1,7 +1,7 @@
-"""Stands in for revzoo train where the search around it is tested: same files, no training.
+"""A fake revzoo train for tests of sweeps: it writes the same files without training.
 
-The figure is best at optim.lr=0.1. What goes wrong is said in the file ``plot`` of the sweep's
-folder: ``fail`` above 0.3, ``fail_all``, ``slow`` where it is far off, ``wait`` once for a signal.
+The figure is best at optim.lr=0.1. The file ``plot`` in the sweep's folder names a fault to
+simulate: ``fail`` above 0.3, ``fail_all``, ``slow`` for bad figures, ``wait`` once for a signal.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ with (run_dir.parent / "starts").open("a") as file:
     file.write(f"{run_dir.name} {sys.argv[1]}\n")
 lr = next(float(o.removeprefix("optim.lr=")) for o in overrides if o.startswith("optim.lr="))
 plot = run_dir.parent / "plot"
-told = plot.read_text() if plot.exists() else ""
-if told == "wait":
+fault = plot.read_text() if plot.exists() else ""
+if fault == "wait":
     plot.write_text("")
     (run_dir.parent / "waiting").touch()
     time.sleep(60)
-if told == "fail_all" or (told == "fail" and lr > 0.3):
+if fault == "fail_all" or (fault == "fail" and lr > 0.3):
     sys.exit("revzoo: lower optim.lr")
 value = -abs(math.log10(lr) + 1)
-if told == "slow" and value < -0.3:
+if fault == "slow" and value < -0.3:
     (run_dir / "metrics.csv").write_text("step,val/acc\n1,-9\n2,-9")
     time.sleep(60)
 (run_dir / "metrics.csv").write_text(f"step,val/acc\n1,{value}\n")

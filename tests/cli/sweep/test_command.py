@@ -32,7 +32,7 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def search(folder: Path, *arguments: str) -> list[dict[str, str]]:
-    """The table of the trials."""
+    """Run a sweep and return the table of its trials."""
     main(["sweep", f"dir={folder}", *arguments])
     return table(folder)
 
@@ -52,7 +52,9 @@ def figures(rows: list[dict[str, str]]) -> list[tuple[str, ...]]:
     return [tuple(row[k] for k in ("trial", "state", "val/acc", "optim.lr")) for row in rows]
 
 
-def test_the_best_trial_is_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_best_trial_is_logged_and_recorded(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level("INFO"):
         rows = search(tmp_path, *SPACE, "trials=4", "seed=3")
     assert [row["state"] for row in rows] == ["complete"] * 4
@@ -66,16 +68,16 @@ def test_the_best_trial_is_told_and_kept(tmp_path: Path, caplog: pytest.LogCaptu
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
 
 
-def test_a_sweep_goes_on_as_if_never_stopped(tmp_path: Path) -> None:
+def test_a_stopped_sweep_continues_with_the_same_trials(tmp_path: Path) -> None:
     whole = search(tmp_path / "whole", *SPACE, "trials=13")
     search(tmp_path / "parts", *SPACE, "trials=3")
     search(tmp_path / "parts", "trials=12")
     assert figures(search(tmp_path / "parts", "trials=13")) == figures(whole)
     assert len({row["optim.lr"] for row in whole}) == 13
-    assert search(tmp_path / "parts") == table(tmp_path / "parts")  # nothing is left to do
+    assert search(tmp_path / "parts") == table(tmp_path / "parts")  # all trials are done
 
 
-def test_ctrl_c_between_two_trials_says_how_to_go_on(
+def test_ctrl_c_between_two_trials_names_the_command_to_continue(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sweep.Search, "next_trial", Mock(side_effect=KeyboardInterrupt))
@@ -109,7 +111,7 @@ def test_a_damaged_study_is_one_line(damage: bytes | None, tmp_path: Path) -> No
     assert damage is None or file.read_bytes() == damage
 
 
-def test_failed_trials_are_recorded_and_the_search_goes_on(tmp_path: Path) -> None:
+def test_failed_trials_are_recorded_and_the_search_continues(tmp_path: Path) -> None:
     (tmp_path / "plot").write_text("fail")
     rows = search(tmp_path, *SPACE, "trials=8")
     states = {row["state"] for row in rows}
@@ -120,22 +122,22 @@ def test_failed_trials_are_recorded_and_the_search_goes_on(tmp_path: Path) -> No
         assert (row["state"] == "fail") == failed
 
 
-def test_it_gives_up_where_the_first_trials_all_fail(tmp_path: Path) -> None:
+def test_it_gives_up_if_the_first_trials_all_fail(tmp_path: Path) -> None:
     (tmp_path / "plot").write_text("fail_all")
     assert "first 3 trials have failed" in refused(tmp_path, *SPACE, "trials=8")
     assert len(table(tmp_path)) == 3
     (tmp_path / "plot").unlink()
-    rows = search(tmp_path, "trials=8")  # what was wrong is mended
+    rows = search(tmp_path, "trials=8")  # the fault is repaired
     assert [row["state"] for row in rows] == ["fail"] * 3 + ["complete"] * 5
 
 
 @pytest.mark.parametrize("metric", ["val/f1", "val/loss"])
-def test_a_figure_that_is_not_there_fails(metric: str, tmp_path: Path) -> None:
+def test_a_missing_figure_fails(metric: str, tmp_path: Path) -> None:
     refused(tmp_path, *SPACE, f"metric={metric}")
     assert metric in table(tmp_path)[0]["error"]
 
 
-def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_trials_are_pruned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         jobs.run_program, "__kwdefaults__", {**jobs.run_program.__kwdefaults__, "poll": 0.05}
     )
@@ -152,7 +154,7 @@ def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("trainer=cpu",), "nothing to search"),
+        (("trainer=cpu",), "the sweep has no range"),
         ((*SPACE, "trails=2"), "did you mean 'trials'"),
         ((*SPACE, "optim.lrr=1"), r"did you mean 'optim.lr'"),
         ((*SPACE, "trials=0"), "trials=0: expected a whole number >= 1"),
@@ -162,7 +164,7 @@ def test_hopeless_trials_are_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ((*SPACE, "metric=test/acc"), "val/acc"),
     ],
 )
-def test_bad_plans_are_refused_and_leave_nothing(
+def test_wrong_plans_are_refused_and_leave_no_files(
     arguments: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     assert message in refused(tmp_path / "new", *arguments)
@@ -171,10 +173,10 @@ def test_bad_plans_are_refused_and_leave_nothing(
 
 def test_one_process_searches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
-    assert "leave out torchrun or srun" in refused(tmp_path / "new", *SPACE)
+    assert "without torchrun and srun" in refused(tmp_path / "new", *SPACE)
 
 
-def test_without_optuna_it_says_what_to_install(
+def test_without_optuna_the_message_names_the_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
@@ -182,7 +184,7 @@ def test_without_optuna_it_says_what_to_install(
 
 
 def program(folder: Path) -> subprocess.Popen[str]:
-    """A sweep in a process of its own, in its first trial."""
+    """A sweep in another process, during its first trial."""
     script = Path(__file__).parent / "run_of_no_time.py"
     code = (
         "import sys; from revzoo.cli.main import main; from revzoo.cli.sweep import search; "
@@ -205,13 +207,13 @@ def program(folder: Path) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
-def test_a_trial_that_was_cut_off_goes_on(signum: int, tmp_path: Path, capfd: Any) -> None:
+def test_an_interrupted_trial_is_resumed(signum: int, tmp_path: Path, capfd: Any) -> None:
     with program(tmp_path) as process:
         process.send_signal(signum)
-        told, _ = process.communicate(timeout=30)
+        output, _ = process.communicate(timeout=30)
     if signum == signal.SIGTERM:
         assert process.returncode == 143
-        assert f"revzoo sweep dir={tmp_path}" in told
+        assert f"revzoo sweep dir={tmp_path}" in output
     rows = search(tmp_path)
     assert [row["state"] for row in rows] == ["complete", "complete"]
     starts = [line.split()[:2] for line in (tmp_path / "starts").read_text().splitlines()]

@@ -32,7 +32,7 @@ def test_hydras_grammar_gives_parameters(override: str, parameter: Parameter) ->
     assert type(space[0].low) is type(parameter.low)
 
 
-def test_the_end_of_a_range_is_reached() -> None:
+def test_the_end_of_a_range_is_included() -> None:
     _, (parameter,) = split_space(["a.b=range(0.1,0.5,0.1)"])
     assert parameter.outermost == (0.1, pytest.approx(0.4))
 
@@ -44,12 +44,12 @@ def test_the_end_of_a_range_is_reached() -> None:
         ("optim.lr=tag(log,interval(0,1))", "0 < first number"),
         ("optim.lr=tag(log,range(1,9))", "int\\(interval"),
         ("optim=tag(log,choice(a,b))", "goes with interval"),
-        ("optim.lr=tag(big,interval(0,1))", "only tag is log"),
+        ("optim.lr=tag(big,interval(0,1))", "no tag but log"),
         ("model=glob(*)", "name the options"),
         ("optim.lr=interval(1", "optim.lr=interval"),
     ],
 )
-def test_what_makes_no_space_is_refused(override: str, message: str) -> None:
+def test_wrong_ranges_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         split_space([override])
 
@@ -60,11 +60,11 @@ def test_what_makes_no_space_is_refused(override: str, message: str) -> None:
         ("optim.lrr=interval(0,1)", r"did you mean 'optim\.lr'"),
         ("optim=onecycle,mu", "optim=mu: no such option"),
         ("trainer.max_epochs=interval(1,5)", "expected a whole number"),
-        ("optim.momentum=interval(0,1.5)", "momentum"),  # the far end of it
-        ("tuner=lr,batch_size", r"leave the tuner out, or give tuner\.then=use"),
+        ("optim.momentum=interval(0,1.5)", "momentum"),  # its upper end
+        ("tuner=lr,batch_size", r"remove the tuner, or give tuner\.then=use"),
     ],
 )
-def test_what_no_trial_could_run_is_refused_before_any(override: str, message: str) -> None:
+def test_a_space_that_no_trial_can_run_is_refused(override: str, message: str) -> None:
     fixed, space = split_space(["trainer=cpu", override])
     with pytest.raises(ValueError, match=message):
         check_space(fixed, space)

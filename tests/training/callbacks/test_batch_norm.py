@@ -16,7 +16,7 @@ OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 
 
 class Momenta(pl.Callback):
-    """The momenta of all BatchNorms at each training batch."""
+    """Records the momenta of all BatchNorms at each training batch."""
 
     def __init__(self, kind: type[nn.BatchNorm2d | nn.SyncBatchNorm] = nn.BatchNorm2d) -> None:
         self.kind = kind
@@ -29,7 +29,7 @@ class Momenta(pl.Callback):
         self.values.append({norm.momentum for norm in norms})
 
 
-def test_with_all_its_weight_the_statistics_are_those_of_the_last_batch(tmp_path: Path) -> None:
+def test_momentum_one_keeps_the_statistics_of_the_last_batch(tmp_path: Path) -> None:
     module = Classifier(TinyNet(), optim=OPTIM)
     net: Any = module.model
     with torch.no_grad():
@@ -42,7 +42,7 @@ def test_with_all_its_weight_the_statistics_are_those_of_the_last_batch(tmp_path
 
 
 @pytest.mark.parametrize("memory", ["store", "invert"])
-def test_every_normalisation_follows(tmp_path: Path, memory: str) -> None:
+def test_every_batch_norm_gets_the_momentum(tmp_path: Path, memory: str) -> None:
     module = Classifier({**TINY, "memory": memory}, optim=OPTIM)
     norms = [m for m in module.modules() if isinstance(m, nn.BatchNorm2d)]
     seen = Momenta()
@@ -50,9 +50,9 @@ def test_every_normalisation_follows(tmp_path: Path, memory: str) -> None:
     trainer(tmp_path, max_epochs=1, callbacks=callbacks).fit(module, loader())
     assert seen.values == [{0.1}] * 4
     for norm in norms:
-        assert norm.momentum == 0.01  # put back
+        assert norm.momentum == 0.01  # restored
         assert norm.running_var is not None
-        # four batches, each once: of the variance it began with at least 0.9 ** 4 is left
+        # after four batches, at least 0.9 ** 4 of the initial variance is left
         assert (norm.running_var >= 0.9**4 - 1e-6).all()
         assert not torch.allclose(norm.running_var, torch.ones(()), atol=1e-3)
 
@@ -61,7 +61,7 @@ def test_every_normalisation_follows(tmp_path: Path, memory: str) -> None:
     ("momentum", "expected"),
     [(None, [9 / (10 + t) for t in range(8)]), (0.7, [0.9, 9 / 11, 0.75, *[0.7] * 5])],
 )
-def test_a_warm_up_leads_to_the_momentum(
+def test_a_warm_up_ends_at_the_momentum(
     tmp_path: Path, momentum: float | None, expected: list[float]
 ) -> None:
     module, seen = Classifier(TINY, optim=OPTIM), Momenta()
@@ -70,7 +70,7 @@ def test_a_warm_up_leads_to_the_momentum(
     assert seen.values == [{value} for value in expected]
 
 
-def test_a_warm_up_goes_on_with_the_run(tmp_path: Path) -> None:
+def test_a_resumed_run_continues_its_warm_up(tmp_path: Path) -> None:
     first = trainer(tmp_path, max_epochs=1, callbacks=[BatchNormMomentum()])
     first.fit(Classifier(TINY, optim=OPTIM), loader())
     first.save_checkpoint(tmp_path / "last.ckpt")
@@ -95,11 +95,11 @@ def test_compiled_branches_have_no_warm_up(
     assert inside
     assert outside
     assert seen.values == [{0.01, 0.9}]
-    assert "BatchNorms of compiled branches are not warmed up" in caplog.text
+    assert "BatchNorms of compiled branches get no warm-up" in caplog.text
 
 
-def test_normalisations_that_the_strategy_puts_in_are_followed(tmp_path: Path) -> None:
-    """As ``sync_batchnorm`` does between the callbacks' setup and the start of the training."""
+def test_synchronised_batch_norms_get_the_momentum(tmp_path: Path) -> None:
+    """``sync_batchnorm`` inserts them after the callbacks' setup."""
 
     class Converts(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -112,7 +112,7 @@ def test_normalisations_that_the_strategy_puts_in_are_followed(tmp_path: Path) -
     assert {m.momentum for m in module.modules() if isinstance(m, nn.SyncBatchNorm)} == {0.1}
 
 
-def test_an_average_over_all_batches_stays_one(tmp_path: Path) -> None:
+def test_a_batch_norm_that_averages_all_batches_is_unchanged(tmp_path: Path) -> None:
     module, seen = Classifier(TinyNet(), optim=OPTIM), Momenta()
     for norm in module.modules():
         if isinstance(norm, nn.BatchNorm2d):
@@ -123,7 +123,7 @@ def test_an_average_over_all_batches_stays_one(tmp_path: Path) -> None:
     assert seen.values == [{None}] * 4
 
 
-def test_the_momentum_is_put_back_when_a_run_fails(tmp_path: Path) -> None:
+def test_the_momentum_is_restored_when_a_run_fails(tmp_path: Path) -> None:
     module = Classifier(TINY, optim=OPTIM)
     run = trainer(tmp_path, max_epochs=1, callbacks=[BatchNormMomentum(momentum=0.5), Fails()])
     with pytest.raises(RuntimeError, match="on purpose"):
@@ -133,6 +133,6 @@ def test_the_momentum_is_put_back_when_a_run_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("momentum", [0, -0.1, 1.5, True])
-def test_nonsense_is_refused(momentum: Any) -> None:
+def test_a_wrong_momentum_is_refused(momentum: Any) -> None:
     with pytest.raises(ValueError, match=r"momentum=.*expected a number in"):
         BatchNormMomentum(momentum=momentum)

@@ -20,7 +20,7 @@ from revzoo.training.checkpoint.state import RunState
 def saved_steps(
     tmp_path: Path, *, minutes: float, seconds_a_step: float, **options: Any
 ) -> list[int]:
-    """The steps at which a run of two epochs of four batches saves, on a clock of the test's."""
+    """The steps at which a run saves: two epochs of four batches, with a simulated clock."""
     clock, steps = [0.0], []
 
     class Tick(pl.Callback):
@@ -49,30 +49,30 @@ def saved_steps(
     [
         (10, 1, [4, 8]),  # short epochs: at their ends
         (10, 25, [3, 4, 7, 8]),  # longer ones: before the validation, too
-        (1, 45, [2, 4, 6, 8]),  # every minute; 2 and 6 are followed by too little to save again
+        (1, 45, [2, 4, 6, 8]),  # every minute; 3 and 7 come 45 s after a save
         (0.5, 31, [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
 )
-def test_how_often_is_saved(
+def test_the_steps_that_are_saved(
     minutes: float, seconds: float, expected: list[int], tmp_path: Path
 ) -> None:
     assert saved_steps(tmp_path, minutes=minutes, seconds_a_step=seconds) == expected
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [(7, [2, 4]), (8, [1, 2, 3, 4])])
-def test_long_steps_of_gathered_gradients_are_saved_each(
+def test_each_long_step_of_accumulated_gradients_is_saved(
     seconds: float, expected: list[int], tmp_path: Path
 ) -> None:
     options = {"minutes": 10, "seconds_a_step": seconds, "accumulate_grad_batches": 2}
     assert saved_steps(tmp_path, **options) == expected
 
 
-def test_no_time_is_refused(tmp_path: Path) -> None:
+def test_zero_minutes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="minutes=0"):
         LastCheckpoint(tmp_path, minutes=0)
 
 
-def test_the_best_one_is_known_after_the_folder_has_moved(tmp_path: Path) -> None:
+def test_a_moved_folder_keeps_its_best_checkpoint(tmp_path: Path) -> None:
     def best(folder: Path) -> BestCheckpoint:
         return BestCheckpoint(
             dirpath=folder,
@@ -97,7 +97,7 @@ def test_the_best_one_is_known_after_the_folder_has_moved(tmp_path: Path) -> Non
 
 
 class Scripted(pl.LightningModule):
-    """Logs figures and losses as they are given, one of each in every validation."""
+    """Logs the given figures and losses, one of each per validation."""
 
     def __init__(self, figures: list[float], losses: list[float]) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class Scripted(pl.LightningModule):
         ([0.9, 0.5, 0.95, 0.95, 0.9], [0.1, 0.2, 0.8, 0.7, 0.0], 3),
     ],
 )
-def test_of_equally_good_ones_that_of_the_least_loss_is_kept(
+def test_ties_go_to_the_lowest_loss(
     figures: list[float], losses: list[float], expected: int, tmp_path: Path
 ) -> None:
     def fit(epochs: int, path: Path | None = None) -> int:
@@ -143,15 +143,15 @@ def test_of_equally_good_ones_that_of_the_least_loss_is_kept(
         return int(read_checkpoint(best.best_model_path)["epoch"])
 
     assert fit(5) == expected
-    fit(2)  # and in a run that goes on, it is not forgotten
+    fit(2)  # a resumed run still knows it
     assert fit(5, tmp_path / "last.ckpt") == expected
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
-def test_a_best_state_that_was_not_written_is_no_best_one(
+def test_a_best_checkpoint_that_was_not_written_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """best.ckpt gone at the end."""
+    """The run ended without a best.ckpt."""
     monkeypatch.setattr(files, "RETRY_AFTER", ())
     write = files._write
 
@@ -177,10 +177,10 @@ def test_a_best_state_that_was_not_written_is_no_best_one(
     assert best_checkpoint_path(runner) is None
 
 
-def test_a_run_whose_last_state_cannot_be_written_continues(
+def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Raw tracebacks where the checkpoint folder cannot be written or is gone."""
+    """A read-only or deleted checkpoint folder ended the run with a traceback."""
     monkeypatch.setattr(files, "RETRY_AFTER", ())
     (tmp_path / "checkpoints").write_text("no folder")
     (last,) = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)

@@ -1,4 +1,4 @@
-"""Compiled branches train as eager ones do, under the same keys, and are eager again afterwards."""
+"""Compiled branches train like eager ones, keep their keys, and are eager again after training."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def trained(run_dir: Path, model: dict[str, Any], *callbacks: Any, batches: int 
     [{**TINY, "memory": "invert", "dropout": 0.2}, {**IREVNET, "memory": "exact"}],
     ids=["revnet", "irevnet"],
 )
-def test_the_weights_are_those_of_an_eager_run(tmp_path: Path, model: dict[str, Any]) -> None:
+def test_the_weights_equal_an_eager_runs(tmp_path: Path, model: dict[str, Any]) -> None:
     compiled = trained(tmp_path, model, CompiledBranches(backend="aot_eager"))
     assert torch._dynamo.utils.counters["frames"]["ok"] > 0
     eager = trained(tmp_path, model)
@@ -62,7 +62,7 @@ def test_the_weights_are_those_of_an_eager_run(tmp_path: Path, model: dict[str, 
     assert all(branch._compiled_call_impl is None for branch in branches)
 
 
-def test_every_branch_is_compiled_also_beyond_torchs_limit(tmp_path: Path) -> None:
+def test_every_branch_is_compiled_beyond_torchs_limit(tmp_path: Path) -> None:
     limit = torch.compiler.config.recompile_limit
     seen = []
 
@@ -88,7 +88,7 @@ def test_branches_are_eager_again_when_a_run_fails(tmp_path: Path) -> None:
     assert torch.compiler.config.recompile_limit == limit
 
 
-def test_an_average_of_the_weights_goes_with_it(tmp_path: Path) -> None:
+def test_it_works_with_a_weight_average(tmp_path: Path) -> None:
     callbacks = CompiledBranches(backend="eager"), AveragedWeights(decay=0.5)
     module = trained(tmp_path, {**TINY, "memory": "invert"}, *callbacks)
     assert all(torch.isfinite(value).all() for value in module.state_dict().values())
@@ -100,7 +100,7 @@ def test_models_of_the_zoo_have_branches() -> None:
     assert found == counts
 
 
-def test_what_cannot_be_compiled_is_refused(tmp_path: Path) -> None:
+def test_models_without_branches_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"backend='inductr'.*did you mean 'inductor'"):
         CompiledBranches(backend="inductr")
     runner = trainer(tmp_path, callbacks=[CompiledBranches(backend="eager")])

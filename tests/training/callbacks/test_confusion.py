@@ -28,7 +28,7 @@ def table(path: Path) -> tuple[list[str], list[list[int]]]:
 
 
 def counted(module: Classifier, batches: DataLoader[Any]) -> list[list[int]]:
-    """How often each class was taken for each, by hand."""
+    """The confusion matrix, counted in a loop."""
     count: list[list[int]] = [[0, 0], [0, 0]]
     with torch.no_grad():
         for images, labels in batches:
@@ -37,7 +37,7 @@ def counted(module: Classifier, batches: DataLoader[Any]) -> list[list[int]]:
     return count
 
 
-def test_counts_are_those_of_the_last_weights(tmp_path: Path) -> None:
+def test_counts_come_from_the_last_weights(tmp_path: Path) -> None:
     confusion = ConfusionMatrix(tmp_path / "run" / "confusion.csv", every_n_epochs=2)
     module = Classifier(TinyNet(), optim=OPTIM)
     val = loader(40, seed=1)
@@ -60,7 +60,7 @@ def test_classes_have_their_names(tmp_path: Path) -> None:
     assert sum(map(sum, counts)) == 144
 
 
-def test_shares_of_classes_count_for_the_largest(tmp_path: Path) -> None:
+def test_mixed_labels_count_as_their_largest_class(tmp_path: Path) -> None:
     class Shares(torch.utils.data.Dataset[Any]):
         def __len__(self) -> int:
             return 6
@@ -97,7 +97,7 @@ def _one_of_two(rank: int, port: int, folder: str) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_two_processes_count_each_image_once_and_the_first_alone_writes(tmp_path: Path) -> None:
+def test_two_processes_count_each_image_once_and_only_the_first_writes(tmp_path: Path) -> None:
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

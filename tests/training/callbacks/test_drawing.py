@@ -8,16 +8,16 @@ from revzoo.training.callbacks.pictures import (
     LINE,
     NAMED,
     SIDE,
-    Words,
+    TextLine,
     captioned,
-    longest,
     matrix,
+    text_width,
 )
 
 
-def test_images_are_enlarged_pixel_by_pixel_above_their_words() -> None:
+def test_images_are_enlarged_pixel_by_pixel_above_their_captions() -> None:
     images = torch.rand(3, 3, 8, 8)
-    picture = captioned(images, [[Words("a", "red"), Words("b")]] * 3, columns=2)
+    picture = captioned(images, [[TextLine("a", "red"), TextLine("b")]] * 3, columns=2)
     height, width = SIDE + 2 * LINE, SIDE
     assert picture.shape == (3, 2 * (height + GAP) + GAP, 2 * (width + GAP) + GAP)
     tile = picture[:, GAP : GAP + height, GAP : GAP + SIDE]
@@ -36,12 +36,12 @@ def test_grey_images_and_large_ones_stay_as_they_are() -> None:
     )
 
 
-def test_long_words_are_not_cut() -> None:
-    """``said automobile: 0.97`` ended at the edge of its image."""
+def test_long_captions_are_not_cut() -> None:
+    """``said automobile: 0.97`` was cut at the edge of its image."""
     text = "said automobile: 0.97, of all things"
-    wide = captioned(torch.zeros(2, 3, 8, 8), [[Words("a")], [Words(text)]], columns=2)
-    assert wide.shape[2] == 2 * (longest([text]) + GAP) + GAP
-    assert longest([text]) > SIDE
+    wide = captioned(torch.zeros(2, 3, 8, 8), [[TextLine("a")], [TextLine(text)]], columns=2)
+    assert wide.shape[2] == 2 * (text_width([text]) + GAP) + GAP
+    assert text_width([text]) > SIDE
     last = wide[:, :, -GAP - 12 : -GAP - 4].int()
     assert (last.sum(0) < 100).any()  # its last letter
 
@@ -49,11 +49,11 @@ def test_long_words_are_not_cut() -> None:
 def test_long_names_of_classes_are_not_cut() -> None:
     name = "a class with a long name, of which some end alike"
     picture = matrix(torch.eye(2).long(), [name, "b"])
-    assert picture.shape[1] == longest([name]) + 2 * CELL + 1 > LINE * 8 + 2 * CELL + 1
+    assert picture.shape[1] == text_width([name]) + 2 * CELL + 1 > LINE * 8 + 2 * CELL + 1
 
 
 def cells(picture: torch.Tensor, count: int) -> torch.Tensor:
-    """A colour (3,) of each cell, from its corner."""
+    """The colour (3,) of each cell, read at its corner."""
     margin = LINE * 8
     places = [margin + i * CELL + 4 for i in range(count)]
     return picture[:, places][:, :, places]

@@ -45,15 +45,15 @@ def test_every_replayed_step_has_a_curve(tmp_path: Path) -> None:
     assert all(name.startswith(("model.stem.", "model.stages.")) for name in figures)
 
 
-def test_steps_of_several_batches_are_logged_once(tmp_path: Path) -> None:
+def test_a_step_of_several_batches_is_logged_once(tmp_path: Path) -> None:
     _, curves = train(tmp_path, "invert", accumulate_grad_batches=2)
     assert curves["drift/max"] == [1, 3]
 
 
-def test_nothing_is_logged_where_nothing_is_replayed(tmp_path: Path) -> None:
+def test_stored_steps_log_no_drift(tmp_path: Path) -> None:
     assert train(tmp_path, "store")[1] == {}
 
 
-def test_refusals() -> None:
+def test_a_wrong_interval_is_refused() -> None:
     with pytest.raises(ValueError, match="every_n_steps=0: expected a whole number >= 1"):
         DriftLogger(every_n_steps=0)

@@ -50,10 +50,10 @@ def fit(
 
 
 @pytest.mark.parametrize("values", [(0.5, 0.4), (0.5, float("nan"))])
-def test_a_run_that_was_ended_is_not_trained_further(
+def test_a_run_that_stopped_early_does_not_train_again(
     values: tuple[float, ...], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A resumed run trained until the next validation."""
+    """The resumed run used to train until the next validation."""
     figure = Figure(*values, 0.9, 0.9, 0.9, 0.9)
     with caplog.at_level("INFO"):
         ended, weights = fit(tmp_path, figure)
@@ -65,7 +65,7 @@ def test_a_run_that_was_ended_is_not_trained_further(
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_a_run_that_is_to_last_longer_goes_on_for_as_long(tmp_path: Path) -> None:
+def test_min_epochs_still_apply_to_a_run_that_stopped_early(tmp_path: Path) -> None:
     values = (0.5, 0.4, 0.6, 0.7, 0.8, 0.9)
     whole, weights = fit(tmp_path / "whole", Figure(*values), min_epochs=4)
     with pytest.raises(ZeroDivisionError):
@@ -75,14 +75,14 @@ def test_a_run_that_is_to_last_longer_goes_on_for_as_long(tmp_path: Path) -> Non
     assert all(torch.equal(found[name], value) for name, value in weights.items())
 
 
-def test_a_run_that_was_not_ended_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_did_not_stop_early_trains_on(tmp_path: Path) -> None:
     values = (0.5, 0.6, 0.7, 0.6, 0.8, 0.8)
     with pytest.raises(ZeroDivisionError):
         fit(tmp_path, Figure(*values, kill_after=2))
     assert fit(tmp_path, Figure(*values), resume=True)[0].current_epoch == 4
 
 
-def test_a_second_training_is_not_ended_by_what_was_loaded_for_the_first(tmp_path: Path) -> None:
+def test_a_second_fit_ignores_the_state_loaded_for_the_first(tmp_path: Path) -> None:
     figure = Figure(0.5, 0.4, 0.9, 0.9, 0.9, 0.9)
     fit(tmp_path, figure)
     callbacks = [figure, *stopping(tmp_path)]

@@ -1,4 +1,4 @@
-"""The moving average against its formula, step by step."""
+"""The moving average equals its formula at every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from revzoo.training.callbacks.ema import AveragedWeights
 
 
 class States(pl.Callback):
-    """The state after every optimiser step, and the average's at the end."""
+    """Records the state after every optimiser step, and the average at the end."""
 
     def __init__(self) -> None:
         self.after: list[dict[str, Tensor]] = []
@@ -55,7 +55,7 @@ def test_weights_and_statistics_follow_the_formula_and_counts_are_copied(
     assert moved >= 4
 
 
-def test_the_decay_rises_to_what_was_asked_for() -> None:
+def test_the_decay_warms_up() -> None:
     average = AveragedWeights(decay=0.99)
     decays = [float(average.decay_after(t)) for t in range(2000)]
     assert decays[:2] == pytest.approx([0.1, 2 / 11])
@@ -82,7 +82,7 @@ def fast(seed: int = 0) -> Classifier:
 
 
 class Validated(pl.Callback):
-    """What the last validation was of; may end it by an exception."""
+    """Records the weights of the last validation; can end it with an exception."""
 
     def __init__(self, *, fails: bool = False) -> None:
         self.fails = fails
@@ -94,8 +94,8 @@ class Validated(pl.Callback):
 
 
 @pytest.mark.parametrize("how", ["module", "checkpoint"])
-def test_after_a_training_what_is_given_is_validated_and_saved(tmp_path: Path, how: str) -> None:
-    """It was the average of the training, whatever was given."""
+def test_after_training_the_module_itself_is_validated_and_saved(tmp_path: Path, how: str) -> None:
+    """Lightning validated the average of the earlier training, whatever the module."""
     validated, module, other = Validated(), fast(), fast(1)
     runner = trainer(tmp_path, callbacks=[AveragedWeights(), validated])
     runner.fit(module, loader(), loader())
@@ -111,7 +111,7 @@ def test_after_a_training_what_is_given_is_validated_and_saved(tmp_path: Path, h
 
 
 def test_a_second_training_is_averaged_from_its_start(tmp_path: Path) -> None:
-    """Nothing was averaged until the steps of the first one were passed."""
+    """Lightning did not average before the second fit passed the steps of the first."""
     found = []
     average = AveragedWeights(decay=0.5)
     for callback in (average, average, AveragedWeights(decay=0.5)):
@@ -136,8 +136,8 @@ def test_a_validation_that_fails_leaves_the_weights_of_training(tmp_path: Path) 
     assert torch.equal(validated.of, vector(module))
 
 
-def test_a_finished_run_that_goes_on_ends_with_the_average(tmp_path: Path) -> None:
-    """Lightning leaves out the end of a training that has no step to make."""
+def test_a_finished_run_that_resumes_ends_with_the_average(tmp_path: Path) -> None:
+    """Lightning skips the end of a training loop that has no step left."""
     path = tmp_path / "last.ckpt"
 
     class Save(pl.Callback):

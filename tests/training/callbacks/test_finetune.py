@@ -34,7 +34,7 @@ def part_of(name: str) -> str:
 
 
 class Watch(pl.Callback):
-    """The parts whose entries, parameters or statistics, changed in each epoch."""
+    """Records the parts whose parameters or statistics changed in each epoch."""
 
     def __init__(self) -> None:
         self.changed: list[set[str]] = []
@@ -70,7 +70,7 @@ def test_parts_hold_every_parameter_once_and_end_with_the_classifier(name: str) 
     ],
 )
 @pytest.mark.parametrize("val_check_interval", [1.0, 0.5])
-def test_what_is_frozen_stays_bit_for_bit_statistics_included(
+def test_frozen_parameters_and_statistics_stay_bit_for_bit(
     tmp_path: Path, unfreeze: Any, expected: list[set[str]], val_check_interval: float
 ) -> None:
     watch = Watch()
@@ -84,7 +84,7 @@ def test_what_is_frozen_stays_bit_for_bit_statistics_included(
 
 def test_nothing_is_left_frozen_after_a_run(tmp_path: Path) -> None:
     module = tiny()
-    for _ in range(2):  # and the second run finds every parameter
+    for _ in range(2):  # the second run must get every parameter, too
         trainer(tmp_path, max_epochs=1, callbacks=[Finetuning()]).fit(module, loader())
         assert all(p.requires_grad for p in module.parameters())
         assert all(m.training for m in module.modules())
@@ -98,7 +98,7 @@ def test_nothing_is_left_frozen_when_a_run_fails(tmp_path: Path) -> None:
     assert all(p.requires_grad for p in module.parameters())
 
 
-def test_what_was_frozen_by_hand_is_unfrozen_in_its_turn(tmp_path: Path) -> None:
+def test_parts_that_the_user_froze_are_unfrozen_too(tmp_path: Path) -> None:
     module, watch = tiny(), Watch()
     module.requires_grad_(False)
     trainer(tmp_path, callbacks=[Finetuning(unfreeze=[1]), watch]).fit(module, loader())
@@ -121,7 +121,7 @@ def test_frozen_stages_are_evaluated_once_and_trained_ones_replayed(tmp_path: Pa
 
 
 def kept(first: str, *, depth: int, memory: str) -> int:
-    """Bytes that a forward pass leaves behind for the backward pass."""
+    """Bytes that a forward pass keeps for the backward pass."""
     module = tiny(units=[depth, depth, 1], memory=memory)
     runner = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
     tuning = Finetuning(unfreeze={0: first, 1: "stem"})
@@ -135,7 +135,9 @@ def kept(first: str, *, depth: int, memory: str) -> int:
 
 @pytest.mark.parametrize("memory", ["store", "recompute", "invert"])
 def test_frozen_stages_keep_no_activations(memory: str) -> None:
-    kept("stages.0", depth=1, memory=memory)  # the guard keeps its places for later steps
+    kept(
+        "stages.0", depth=1, memory=memory
+    )  # warm-up: the guard keeps its sampled positions for later steps
     shallow, deep = (kept("stages.2", depth=depth, memory=memory) for depth in (1, 4))
     assert shallow == deep
     assert kept("stages.0", depth=4, memory=memory) > deep
@@ -198,15 +200,15 @@ def test_a_run_resumed_inside_an_epoch_is_frozen_as_before(tmp_path: Path) -> No
     assert changed == {"fc", "stages.2"}
 
 
-def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_unfreezing_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tuning = Finetuning(unfreeze={1: "stages.2", 7: "stem"})
     with caplog.at_level(logging.INFO, logger="revzoo"):
         trainer(tmp_path, callbacks=[tuning]).fit(tiny(), loader())
     lines = [record.getMessage() for record in caplog.records if record.name.startswith("revzoo")]
     assert lines == [
         "the run ends after 2 epochs, before unfreeze=[7]",
-        "trains fc and what follows it, from epoch 1/2 on",
-        "trains stages.2 and what follows it, from epoch 2/2 on",
+        "from epoch 1/2, trains fc and all later parts",
+        "from epoch 2/2, trains stages.2 and all later parts",
     ]
 
 
@@ -215,11 +217,11 @@ def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
     [
         (
             {1: "stage.2"},
-            "no part 'stage.2'.*expected some of stem, stages.0.*did you mean 'stages",
+            "no part 'stage.2'.*expected one of stem, stages.0.*did you mean 'stages",
         ),
-        ({1: "fc"}, "no part 'fc' to unfreeze .the classifier is always trained"),
-        ({1: "stages.1", 2: "stages.2"}, "takes in those after it; expected.*stages.2 to stem"),
-        ({1: "stages.1", 2: "stages.1"}, "each once"),
+        ({1: "fc"}, "no part 'fc' to unfreeze .the classifier always trains"),
+        ({1: "stages.1", 2: "stages.2"}, "must name an earlier part; expected.*stages.2 to stem"),
+        ({1: "stages.1", 2: "stages.1"}, "must name an earlier part"),
         ({2: "stages.1", 1: "stages.2"}, "rising order"),
         ([[1, "stages.2"], [1, "stages.1"]], "rising order"),
         ([[1, "stages.2", 3]], "whole numbers"),
@@ -231,15 +233,15 @@ def test_the_epochs_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         ({"stages.2": 5}, "whole numbers"),
         (5, "expected epochs, such as"),
         ("stages.2", "expected epochs, such as"),
-        ([1, 2, 3, 4, 5], "got 5 epochs, the network has 4 parts"),
-        ({0: "stem"}, "whole network from epoch 0.*leave the callback out"),
+        ([1, 2, 3, 4, 5], "got 5 epochs, expected at most 4"),
+        ({0: "stem"}, "whole network from epoch 0.*remove the callback"),
     ],
 )
-def test_nonsense_is_refused(unfreeze: Any, message: str) -> None:
+def test_wrong_epochs_and_parts_are_refused(unfreeze: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Finetuning(unfreeze=unfreeze).first_trained(create_model("revnet38"), epoch=0)
 
 
-def test_a_model_of_ones_own_is_refused(tmp_path: Path) -> None:
+def test_a_model_without_known_parts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"TinyNet is no ImageNetwork.*by hand"):
         trainer(tmp_path, callbacks=[Finetuning()]).fit(Classifier(TinyNet()), loader())

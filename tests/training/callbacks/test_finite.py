@@ -15,7 +15,7 @@ from revzoo.training.checkpoint.state import RunState
 
 
 class Spoil(pl.Callback):
-    """Spoils the loss, or after the step a weight, of one step."""
+    """Makes the loss of one step NaN, or a weight after it."""
 
     def __init__(self, step: int, *, weight: bool = False) -> None:
         self.step, self.weight = step, weight
@@ -43,7 +43,9 @@ def fit(tmp_path: Path, spoil: Spoil) -> None:
 
 
 @pytest.mark.parametrize(("step", "epoch"), [(4, 1), (6, 1), (9, 2)])
-def test_the_step_is_named_and_the_last_state_kept(step: int, epoch: int, tmp_path: Path) -> None:
+def test_the_error_names_the_step_and_the_last_checkpoint_stays(
+    step: int, epoch: int, tmp_path: Path
+) -> None:
     message = rf"loss is not finite at step {step}, in epoch {epoch}: .*lower optim\.lr"
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, Spoil(step))
@@ -54,16 +56,16 @@ def test_the_step_is_named_and_the_last_state_kept(step: int, epoch: int, tmp_pa
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     with pytest.raises(FloatingPointError, match=r"parameter model\.head\.bias .* step 8"):
-        fit(tmp_path, Spoil(8, weight=True))  # the last step of an epoch: no later loss tells
+        fit(tmp_path, Spoil(8, weight=True))  # the last step of an epoch: no later loss shows it
     assert read_checkpoint(tmp_path / "checkpoints" / LAST)["global_step"] == 4
 
 
-def test_a_device_notes_the_first_step(tmp_path: Path) -> None:
-    """What is done on a GPU, done here with tensors of the host."""
+def test_a_device_records_the_first_step(tmp_path: Path) -> None:
+    """The code for a GPU, run on CPU tensors."""
     watch, module = FiniteLoss(), Classifier(TinyNet())
     losses = [1.0, 2.0, float("nan"), 3.0, float("inf")]
     for step, loss in enumerate(losses):
-        watch._note(torch.isfinite(torch.tensor(loss)), step, 7)
+        watch._record(torch.isfinite(torch.tensor(loss)), step, 7)
         if step == 1:
             watch._read(module)
     with pytest.raises(FloatingPointError, match="at step 2, in epoch 7"):
@@ -80,23 +82,25 @@ def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for step in range(4):
-            watch._note(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
+            watch._record(torch.ones((), dtype=torch.bool, device="cuda"), step, 0)
             watch._poll(module)
     finally:
         torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize(("factor", "warned"), [(1e16, True), (1.0, False)])
-def test_a_loss_that_has_diverged_is_told_once(
+def test_a_diverged_loss_is_warned_of_once(
     factor: float, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A loss of 1e16 for three epochs ends with status 0 and no warning."""
+    """A loss of 1e16 for three epochs ended with status 0 and no warning."""
     module = Classifier(TinyNet(), optim={"lr": 1e-12 / factor})
     with torch.no_grad():
         module.model.head.weight.mul_(factor)  # type: ignore[union-attr, operator]
     runner = trainer(tmp_path, max_epochs=3)
     runner.fit(module, loader())
-    told = [m for m in caplog.messages if "more than 10 times a guess's" in m]
-    assert len(told) == warned
+    warnings = [
+        m for m in caplog.messages if "more than 10 times the loss of uniform guessing" in m
+    ]
+    assert len(warnings) == warned
     (state,) = RunState.of(runner)
     assert ("loss" in state.notes) == warned

@@ -25,7 +25,7 @@ def test_host_peak_is_unknown_without_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(peak_host_bytes() is None, reason="no /proc/self/status on this system")
-def test_host_peak_grows_by_what_is_touched() -> None:
+def test_host_peak_grows_with_the_memory_that_is_written() -> None:
     before = peak_bytes(torch.device("cpu"))
     ballast = torch.ones(64 * 2**20, dtype=torch.uint8)
     after = peak_bytes(torch.device("cpu"))
@@ -37,7 +37,7 @@ def test_host_peak_grows_by_what_is_touched() -> None:
 
 
 class Slow(pl.Callback):
-    """By a clock of its own, a batch of training takes 5 ms and validation 0.4 s."""
+    """On a simulated clock, a training batch takes 5 ms and a validation 0.4 s."""
 
     now = 0.0
 
@@ -62,8 +62,8 @@ def test_figures_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert peak / 2 < float(figures["footprint/peak_bytes"]) <= peak
 
 
-@pytest.mark.filterwarnings("ignore")  # of callbacks and data that cannot go on
-def test_an_epoch_that_is_gone_on_in_counts_from_there(
+@pytest.mark.filterwarnings("ignore")  # about callbacks and data that cannot resume
+def test_a_resumed_epoch_counts_from_the_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saving = pl.callbacks.ModelCheckpoint(tmp_path / "saved", "{step}", every_n_train_steps=5)
@@ -90,7 +90,7 @@ def test_without_a_source_no_memory_is_logged(
 
 
 @pytest.mark.gpu
-def test_gpu_peak_is_that_of_the_epoch(tmp_path: Path) -> None:
+def test_gpu_peak_is_per_epoch(tmp_path: Path) -> None:
     ballast = torch.empty(2**30, dtype=torch.uint8, device="cuda")
     del ballast
     runner = trainer(tmp_path, max_epochs=1, accelerator="gpu", devices=1, callbacks=[Footprint()])
@@ -99,7 +99,7 @@ def test_gpu_peak_is_that_of_the_epoch(tmp_path: Path) -> None:
 
 
 class Sized(nn.Module):
-    """It works on 500 copies of its images, so that activations outweigh all else."""
+    """Works on 500 copies of its images, so that activations outweigh all other memory."""
 
     num_classes = 4
 
@@ -114,22 +114,22 @@ class Sized(nn.Module):
 
 
 class Looking(Sized):
-    """It reads values, which fake tensors lack."""
+    """Reads values, which fake tensors lack."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x) * bool(x.sum() != 7)
 
 
-def test_activations_are_counted_beside_the_process(tmp_path: Path) -> None:
+def test_activations_are_counted_as_well(tmp_path: Path) -> None:
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(Sized()), loader(128), loader(16))
     found = float(runner.callback_metrics["footprint/activation_bytes"])
     batch = len(next(iter(loader(128)))[0])
-    # the copies, their tanh, one gradient and what is made of it
+    # the copies, their tanh, one gradient and its result
     assert found == pytest.approx(4 * 500 * batch * 64 * 4, rel=0.05)
 
 
-def test_a_model_that_cannot_be_counted_trains_all_the_same(tmp_path: Path) -> None:
+def test_a_model_that_cannot_be_counted_still_trains(tmp_path: Path) -> None:
     runner = trainer(tmp_path, max_epochs=1, callbacks=[Footprint()])
     runner.fit(Classifier(Looking()), loader(128), loader(16))
     assert "footprint/activation_bytes" not in runner.callback_metrics

@@ -54,7 +54,7 @@ def test_the_batch_is_finished(signum: int, status: int, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize(("patience", "validated"), [(60.0, 4), (0.0, 1)])
-def test_a_validation_is_finished_or_cut_off_after_a_while(
+def test_a_validation_is_finished_unless_it_takes_too_long(
     patience: float, validated: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(stop_module, "PATIENCE", patience)
@@ -62,7 +62,7 @@ def test_a_validation_is_finished_or_cut_off_after_a_while(
     assert (sender.batches, sender.validated, ended) == (4, validated, 143)
 
 
-def test_gathered_gradients_are_waited_for_no_longer(
+def test_accumulated_gradients_are_dropped_after_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     batches = []
@@ -75,7 +75,7 @@ def test_gathered_gradients_are_waited_for_no_longer(
     assert batches == [3, 1]
 
 
-def test_outside_of_loops_the_end_is_at_once() -> None:
+def test_outside_of_loops_the_run_stops_at_once() -> None:
     with GracefulStop().listening(), pytest.raises(RunStopped, match="SIGTERM"):
         os.kill(os.getpid(), signal.SIGTERM)
 
@@ -84,7 +84,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     stop = GracefulStop()
-    stop._waits = True
+    stop._in_loop = True
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)  # as batch systems do
@@ -93,7 +93,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert statuses == [130]
 
 
-def test_the_handlers_from_before_come_back() -> None:
+def test_the_old_handlers_are_restored() -> None:
     before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
     with GracefulStop().listening():
         assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] != before
@@ -105,7 +105,7 @@ from ctypes import CDLL
 from revzoo.training.callbacks import graceful_stop
 graceful_stop.DEADLINE = 1.0
 stop = graceful_stop.GracefulStop()
-stop._waits = True
+stop._in_loop =  True
 with stop.listening():
     print("ready", flush=True)
     while True:
@@ -115,19 +115,19 @@ with stop.listening():
 
 @pytest.mark.parametrize(("signum", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_blocked_process_is_ended_by_the_watchdog(signum: int, status: int) -> None:
-    """A hung rank: SIGTERM waits for ever in gloo (claimed: 30 s)."""
+    """With a hung peer, SIGTERM waited for ever in gloo."""
     with subprocess.Popen(
         [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         process.send_signal(signum)
-        _, told = process.communicate(timeout=60)
+        _, errors = process.communicate(timeout=60)
     assert process.returncode == status
-    assert "the last checkpoint is intact" in told
+    assert "the last checkpoint is intact" in errors
 
 
-def test_the_watchdog_leaves_with_the_run() -> None:
+def test_the_watchdog_ends_with_the_run() -> None:
     threads = threading.active_count()
     before = signal.set_wakeup_fd(-1)
     with GracefulStop().listening():

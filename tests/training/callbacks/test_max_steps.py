@@ -15,7 +15,7 @@ BATCHES = 4  # of an epoch
 
 
 class Validated(pl.Callback):
-    """The steps after which there was a validation."""
+    """Records the steps after which a validation ran."""
 
     def __init__(self) -> None:
         self.steps: list[int] = []
@@ -38,7 +38,7 @@ class Validated(pl.Callback):
         ({"max_steps": 6, "limit_val_batches": 0}, []),
     ],
 )
-def test_the_end_of_a_run_of_so_many_steps_is_validated(
+def test_a_run_of_max_steps_ends_with_a_validation(
     options: dict[str, Any], steps: list[int], tmp_path: Path
 ) -> None:
     validated = Validated()

@@ -1,4 +1,4 @@
-"""What TensorBoard gets to see of a run, read back from its event files."""
+"""The pictures of a run, read back from TensorBoard's event files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from revzoo.data import Digits
 from revzoo.training import Classifier, ConfusionMatrix, Reconstructions, Samples
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import RunStopped
-from revzoo.training.callbacks.pictures import COLUMNS, GAP, LINE, SIDE, places
+from revzoo.training.callbacks.pictures import COLUMNS, GAP, LINE, SIDE, chosen_images
 
 OPTIM = {"lr": 0.05, "schedule": {"name": "constant"}}
 IREVNET = {"name": "irevnet13", "num_classes": 10, "in_chans": 1, "units": [1, 1]}
@@ -120,7 +120,7 @@ def test_reconstructions_are_the_images_again(digits: Any) -> None:
     assert all(event.value < 1e-5 for event in found.Scalars("reconstruction/error"))
 
 
-def test_differences_are_told_and_drawn(tmp_path: Path) -> None:
+def test_differences_are_logged_and_drawn(tmp_path: Path) -> None:
     module, data = Classifier(IREVNET, optim=OPTIM), Digits()
     network: Any = module.model
     inverse = network.inverse
@@ -142,19 +142,19 @@ def test_differences_are_told_and_drawn(tmp_path: Path) -> None:
     assert torch.equal(drawn, expected)
 
 
-def test_in_exact_nothing_is_lost(tmp_path: Path) -> None:
+def test_exact_mode_has_no_error(tmp_path: Path) -> None:
     module = Classifier({**IREVNET, "memory": "exact"}, optim=OPTIM)
     found = fit(tmp_path, module, Digits(), max_epochs=1, precision="bf16-mixed")
     assert [event.value for event in found.Scalars("reconstruction/error")] == [0]
 
 
-def test_of_a_network_that_loses_information_nothing_is_shown(tmp_path: Path) -> None:
+def test_a_network_that_loses_information_has_no_picture(tmp_path: Path) -> None:
     found = fit(tmp_path, Classifier(TINY, optim=OPTIM))
     assert set(found.Tags()["images"]) == {"watch/samples", "watch/confusion"}
     assert "reconstruction/error" not in found.Tags()["scalars"]
 
 
-def test_what_is_shown_are_the_weights_that_are_validated(tmp_path: Path) -> None:
+def test_pictures_come_from_the_validated_weights(tmp_path: Path) -> None:
     class Last(pl.Callback):
         def on_validation_batch_end(self, *arguments: Any) -> None:
             self.logits = arguments[2]
@@ -172,7 +172,7 @@ def test_what_is_shown_are_the_weights_that_are_validated(tmp_path: Path) -> Non
 
 
 class Calls:
-    """The epochs in which a network was asked to encode four images, and to give back any."""
+    """Records the epochs in which a network encodes four images, and in which it inverts."""
 
     def __init__(self, module: Classifier) -> None:
         self.made: dict[str, list[int]] = {"encode": [], "inverse": []}
@@ -208,13 +208,13 @@ def test_inverses_are_computed_only_where_they_are_shown(tmp_path: Path) -> None
     assert [event.step for event in found.Scalars("reconstruction/error")] == [1, 3, 4]
 
 
-def test_of_a_network_that_loses_information_nothing_is_computed(tmp_path: Path) -> None:
+def test_a_network_that_loses_information_computes_no_inverse(tmp_path: Path) -> None:
     calls, _ = fit_counted(tmp_path, {**TINY, "num_classes": 10}, max_epochs=2)
     assert calls.made["inverse"] == []
 
 
 class Ended(pl.Callback):
-    """Ends a run after its third epoch, as early stopping does, or while it trains on."""
+    """Ends a run after its third epoch, like early stopping, or inside the next one."""
 
     def __init__(self, way: str) -> None:
         self.way = way
@@ -238,7 +238,7 @@ class Ended(pl.Callback):
     ("way", "batches", "step", "now"),
     [("early stopping", 1, 2, 2), ("time", 1, 2, 2), ("signal", 2, 3, 4), ("error", 2, 0, 0)],
 )
-def test_an_end_that_nobody_knew_of_is_shown(
+def test_an_unplanned_end_shows_a_picture(
     tmp_path: Path, way: str, batches: int, step: int, now: int
 ) -> None:
     ending: dict[str, Any] = {"max_epochs": 9, "limit_train_batches": batches}
@@ -260,7 +260,7 @@ def test_an_end_that_nobody_knew_of_is_shown(
     assert (tmp_path / "confusion.csv").exists() == (way != "error")
 
 
-def test_a_validation_that_is_broken_off_is_not_shown(tmp_path: Path) -> None:
+def test_an_interrupted_validation_is_not_shown(tmp_path: Path) -> None:
     class Broken(pl.Callback):
         def on_validation_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
             if trainer.current_epoch == 1:
@@ -299,7 +299,9 @@ def test_the_last_reconstruction_is_of_the_average(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("spec", [IREVNET, {**IREVNET, "memory": "exact", "dropout": 0.1}])
 @pytest.mark.parametrize("every", [1, 5])
-def test_a_run_is_bit_for_bit_the_same_without(tmp_path: Path, spec: Any, every: int) -> None:
+def test_a_run_is_bit_for_bit_the_same_without_pictures(
+    tmp_path: Path, spec: Any, every: int
+) -> None:
     def run(name: str, shown: list[pl.Callback]) -> tuple[dict[str, Tensor], Tensor]:
         pl.seed_everything(3, verbose=False)
         module = Classifier(spec, optim=OPTIM)
@@ -320,13 +322,13 @@ def test_a_run_is_bit_for_bit_the_same_without(tmp_path: Path, spec: Any, every:
 
 @pytest.mark.parametrize("options", [{"fast_dev_run": True}, {"limit_val_batches": 0}])
 @pytest.mark.filterwarnings("ignore:.*Running in `fast_dev_run` mode:UserWarning")
-def test_without_a_real_validation_nothing_is_left(tmp_path: Path, options: Any) -> None:
+def test_without_a_real_validation_there_is_no_picture(tmp_path: Path, options: Any) -> None:
     found = fit(tmp_path, Classifier(TINY, optim=OPTIM), **options)
     assert found.Tags()["images"] == []
     assert not (tmp_path / "confusion.csv").exists()
 
 
-def test_validation_and_test_alone_show_nothing(tmp_path: Path) -> None:
+def test_validate_and_test_outside_fit_show_no_picture(tmp_path: Path) -> None:
     log = TensorBoardLogger(tmp_path, name="", version="tb")
     runner = trainer(tmp_path, logger=log, callbacks=callbacks(tmp_path, every=1))
     runner.validate(Classifier(TINY), loader(), verbose=False)
@@ -336,12 +338,12 @@ def test_validation_and_test_alone_show_nothing(tmp_path: Path) -> None:
 
 def test_samples_are_spread_over_all_batches() -> None:
     three: Any = SimpleNamespace(num_val_batches=[3])
-    chosen = [places(three, 8, 50, i) for i in range(3)]
+    chosen = [chosen_images(three, 8, 50, i) for i in range(3)]
     assert chosen == [[0, 25], [0, 16, 33], [0, 16, 33]]
-    assert places(three, 30, 4, 0) == [0, 1, 2, 3]
+    assert chosen_images(three, 30, 4, 0) == [0, 1, 2, 3]
 
 
-def test_a_module_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
+def test_a_module_that_returns_no_logits_is_refused(tmp_path: Path) -> None:
     class Silent(Classifier):
         def validation_step(self, *_: Any) -> None:  # type: ignore[override]
             return None
@@ -351,7 +353,7 @@ def test_a_module_that_gives_no_logits_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, True, None])
-def test_nonsense_is_refused(value: Any, tmp_path: Path) -> None:
+def test_wrong_counts_are_refused(value: Any, tmp_path: Path) -> None:
     for build in (
         lambda: Samples(every_n_epochs=value),
         lambda: Samples(count=value),

@@ -1,4 +1,4 @@
-"""The bar fits its terminal; elsewhere a line comes now and then."""
+"""The bar fits its terminal; without a terminal, log lines appear at intervals."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_a_terminal_too_narrow_for_words_keeps_the_count() -> None:
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0.4, "0:00"), (252, "4:12"), (3852, "1:04:12"), (176652, "2 d 1:04:12")]
 )
-def test_times_are_read_as_on_a_clock(seconds: float, text: str) -> None:
+def test_times_are_written_as_on_a_clock(seconds: float, text: str) -> None:
     assert clock(seconds) == text
 
 
@@ -58,9 +58,7 @@ def test_a_log_file_gets_lines_and_no_bar(
     assert capsys.readouterr().out == ""
 
 
-def test_a_line_comes_every_so_many_seconds(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_log_lines_are_log_seconds_apart(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="revzoo"):
         runner = fit(tmp_path, Progress(log_seconds=60))
         runner.validate(runner.model, loader())
@@ -71,7 +69,7 @@ def test_a_terminal_gets_a_bar(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(progress, "SECONDS", 0)
+    monkeypatch.setattr(progress, "REDRAW_SECONDS", 0)
     monkeypatch.setenv("COLUMNS", "80")
     fit(tmp_path, Progress())
     drawn = [part for part in re.split(r"[\r\n]", capsys.readouterr().out) if part.strip()]
@@ -84,7 +82,7 @@ def test_a_terminal_gets_a_bar(
     ("options", "text"),
     [({"max_epochs": 2}, "2/2"), ({"max_epochs": -1, "max_steps": 6}, "2/2")],
 )
-def test_an_epoch_is_told_of_how_many(tmp_path: Path, options: Any, text: str) -> None:
+def test_the_epoch_and_the_number_of_epochs(tmp_path: Path, options: Any, text: str) -> None:
     seen = []
 
     class Seen(Progress):
@@ -96,7 +94,7 @@ def test_an_epoch_is_told_of_how_many(tmp_path: Path, options: Any, text: str) -
 
 
 def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:
-    """Computed metrics are kept: the epoch's figure would be that of its first batches."""
+    """torchmetrics caches computed values: the epoch's figure would be its first batches'."""
     torch.manual_seed(0)
     plain = fit(tmp_path / "a", Progress(log_seconds=60)).callback_metrics
     torch.manual_seed(0)

@@ -60,7 +60,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
     }
 
 
-def test_none_switches_off(tmp_path: Path) -> None:
+def test_none_removes_a_callback(tmp_path: Path) -> None:
     assert build_callbacks(dict.fromkeys(CALLBACKS), run_dir=tmp_path) == []
 
 
@@ -110,7 +110,7 @@ def test_best_and_last_are_kept(tmp_path: Path, mode: str) -> None:
     assert (last["epoch"], last["global_step"]) == (3, 16)
 
 
-def test_without_a_monitor_there_is_no_best(tmp_path: Path) -> None:
+def test_without_a_monitor_there_is_no_best_checkpoint(tmp_path: Path) -> None:
     callbacks = build_callbacks({"last_checkpoint": {}}, run_dir=tmp_path)
     runner = trainer(tmp_path, enable_checkpointing=True, callbacks=callbacks, max_epochs=1)
     runner.fit(Classifier(TinyNet()), loader(), loader())
@@ -126,7 +126,7 @@ def test_one_line_per_epoch(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     assert [re.sub(figures, "...", line) for line in lines] == ["epoch 1/2  ...", "epoch 2/2  ..."]
 
 
-def test_figures_of_an_earlier_validation_are_not_told_again(
+def test_figures_of_an_earlier_validation_are_not_logged_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     callbacks = build_callbacks({"epoch_log": {}}, run_dir=tmp_path)
@@ -165,7 +165,7 @@ def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
     assert len(ORDER) >= 7
 
 
-def test_a_registered_callback_is_chosen_by_its_name(
+def test_a_registered_callback_is_selected_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def confetti(run_dir: Path, *, every: int = 1) -> pl.Callback:

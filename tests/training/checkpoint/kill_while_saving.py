@@ -1,6 +1,6 @@
-"""Forks a process that saves checkpoints, kills it, looks at what is left, again and again.
+"""Forks a process that saves checkpoints, kills it, and checks the files that are left; repeatedly.
 
-A program of its own: torch is imported once, and no thread is there to be lost in a fork.
+A separate program: it imports torch once and has no threads that a fork would lose.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from revzoo.training.checkpoint.files import LAST, PREVIOUS, read_checkpoint, wr
 
 
 def save_forever(folder: Path, number: int, pipe: int) -> None:
-    """Say after each checkpoint that it is safe."""
+    """Save checkpoints, and report each after it is written."""
     while True:
         weights = torch.full((200_000,), float(number))
         write_checkpoint({"state_dict": {"w": weights}, "number": number}, folder / LAST)
@@ -27,7 +27,7 @@ def save_forever(folder: Path, number: int, pipe: int) -> None:
 
 
 def newest(folder: Path) -> int:
-    """The newest state; whatever has the name of a checkpoint must be complete."""
+    """The newest state; every file with the name of a checkpoint must be complete."""
     numbers = [-1]
     for name in (LAST, PREVIOUS):
         if (folder / name).exists():
@@ -38,7 +38,9 @@ def newest(folder: Path) -> int:
 
 
 def main(folder: Path, kills: int, seed: int) -> None:
-    torch.set_num_threads(1)  # a fork would wait for ever for the threads that it has lost
+    torch.set_num_threads(
+        1
+    )  # a forked process would wait for ever for threads that it does not have
     rng, unfinished = random.Random(seed), 0
     for _ in range(kills):
         before = newest(folder)
@@ -51,8 +53,8 @@ def main(folder: Path, kills: int, seed: int) -> None:
         os.waitpid(child, 0)
         os.close(writing)
         with os.fdopen(reading, "rb") as file:
-            said = file.read()
-        acknowledged = int.from_bytes(said[-4:], "big") if said else before
+            acknowledgements = file.read()
+        acknowledged = int.from_bytes(acknowledgements[-4:], "big") if acknowledgements else before
         found = newest(folder)
         assert found >= acknowledged, (found, acknowledged)
         unfinished += any(folder.glob(".*"))

@@ -39,7 +39,7 @@ def save(path: Path, number: int = 0) -> Path:
     return path
 
 
-def test_what_is_written_is_read(tmp_path: Path) -> None:
+def test_a_written_checkpoint_is_read_back(tmp_path: Path) -> None:
     plain = state(
         nested={"list": [1, 2.5, None, True, ("a", b"b")], 3: torch.ones(2, dtype=torch.bfloat16)},
         milestones=collections.Counter({5: 1}),
@@ -59,7 +59,7 @@ class Word(str):
 @pytest.mark.parametrize(
     "value", [np.float64(1), Path("a"), {1, 2}, len, Word("a"), torch.nn.Parameter(torch.ones(1))]
 )
-def test_anything_else_is_refused_by_its_key(value: Any, tmp_path: Path) -> None:
+def test_other_types_are_refused_by_their_key(value: Any, tmp_path: Path) -> None:
     path = save(tmp_path / LAST, 1)
     with pytest.raises(CheckpointError, match=r"checkpoint\['callbacks'\]\['x'\]\[1\] is a "):
         write_checkpoint(state(2, callbacks={"x": [0, value]}), path)
@@ -67,7 +67,7 @@ def test_anything_else_is_refused_by_its_key(value: Any, tmp_path: Path) -> None
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
 
 
-def test_the_one_before_is_kept(tmp_path: Path) -> None:
+def test_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path / LAST, number)
     assert read_checkpoint(tmp_path / LAST)["number"] == 2
@@ -77,7 +77,7 @@ def test_the_one_before_is_kept(tmp_path: Path) -> None:
     assert {p.name for p in tmp_path.iterdir()} == {LAST, PREVIOUS, "best.ckpt"}
 
 
-def test_without_hard_links_the_one_before_is_kept_too(
+def test_without_hard_links_the_previous_checkpoint_is_kept_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(self: Path, target: Path) -> None:
@@ -90,7 +90,9 @@ def test_without_hard_links_the_one_before_is_kept_too(
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
 
 
-def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = save(tmp_path / LAST, 1)
 
     def full(handle: int) -> None:
@@ -103,9 +105,7 @@ def test_a_full_disk_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.Monk
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
 
 
-def test_the_disk_is_asked_to_keep_file_and_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_file_and_folder_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace
     monkeypatch.setattr(
@@ -126,7 +126,7 @@ def test_the_disk_is_asked_to_keep_file_and_folder(
     ]
 
 
-def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
+def test_unfinished_files_of_a_killed_run_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".best.ckpt.saving").write_bytes(b"half")
     save(tmp_path / LAST)
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
@@ -169,7 +169,7 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
         damaged[place] ^= 1 << rng.randrange(8)
         path.write_bytes(damaged)
         try:
-            found = read_checkpoint(path)  # a bit between the entries means nothing
+            found = read_checkpoint(path)  # bits between the entries of the archive have no meaning
         except CheckpointError:
             continue
         assert torch.equal(found["state_dict"]["w"], good), place
@@ -177,7 +177,7 @@ def test_every_cut_and_every_flipped_bit_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"", "0 bytes"), (b"<html>", "6 bytes"), ({"a": 1}, r"found: \['a'\]"), ([1], "found: list")],
+    [(b"", "0 bytes"), (b"<html>", "6 bytes"), ({"a": 1}, r"got \['a'\]"), ([1], "got list")],
 )
 def test_other_files_are_refused(content: Any, message: str, tmp_path: Path) -> None:
     path = tmp_path / "a.ckpt"
@@ -196,7 +196,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         read_last(tmp_path)
 
 
-def test_a_damaged_last_one_is_replaced_by_the_one_before(
+def test_the_previous_checkpoint_replaces_a_damaged_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(2):
@@ -211,8 +211,8 @@ def test_a_damaged_last_one_is_replaced_by_the_one_before(
     assert read_checkpoint(tmp_path / PREVIOUS)["number"] == 0
 
 
-def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
-    """A check that finds the states of these numbers damaged, or of another run."""
+def checker(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
+    """A check that refuses states with these numbers as damaged, or as another run's."""
 
     def check(found: dict[str, Any]) -> None:
         if found["number"] in damaged:
@@ -226,18 +226,18 @@ def judge(*, damaged: Sequence[int] = (), refused: Sequence[int] = ()) -> Any:
 @pytest.mark.parametrize(
     ("check", "outcome", "names"),
     [
-        (judge(), LAST, {LAST, PREVIOUS}),
-        (judge(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
+        (checker(), LAST, {LAST, PREVIOUS}),
+        (checker(damaged=[1]), PREVIOUS, {PREVIOUS, f"{LAST}.damaged"}),
         (
-            judge(damaged=[0, 1]),
-            r"1 is bad\): restore .*; the one before it .*previous\.ckpt",
+            checker(damaged=[0, 1]),
+            r"1 is bad\): restore .*; so is the one before it: .*previous\.ckpt",
             {LAST, PREVIOUS},
         ),
-        (judge(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
-        (judge(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
+        (checker(refused=[1]), r"last\.ckpt: of another run$", {LAST, PREVIOUS}),
+        (checker(damaged=[1], refused=[0]), r"previous\.ckpt: of another run$", {LAST, PREVIOUS}),
     ],
 )
-def test_one_that_is_judged_damaged_is_replaced_too(
+def test_the_previous_checkpoint_replaces_one_that_fails_its_check(
     check: Any, outcome: str, names: set[str], tmp_path: Path
 ) -> None:
     for number in range(2):
@@ -272,13 +272,13 @@ def test_kills_lose_no_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("elsewhere", [False, True])
 def test_many_kills_lose_no_checkpoint(tmp_path: Path, elsewhere: bool) -> None:
-    """Also where the folder for temporary files is on another file system."""
+    """Even if the folder for temporary files is on another file system."""
     if elsewhere and not Path("/dev/shm").is_dir():
         pytest.skip("there is no /dev/shm here")
     environment = {"TMPDIR": "/dev/shm"} if elsewhere else {}
-    told = killed_while_saving(tmp_path, kills=100, seed=int(elsewhere), **environment)
-    in_the_middle = int(told.split(",")[2].split()[0])
-    assert in_the_middle >= 10, told
+    report = killed_while_saving(tmp_path, kills=100, seed=int(elsewhere), **environment)
+    in_the_middle = int(report.split(",")[2].split()[0])
+    assert in_the_middle >= 10, report
 
 
 def test_lightning_writes_and_reads_through_it(tmp_path: Path) -> None:
@@ -297,10 +297,10 @@ def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("no_waiting")
 @pytest.mark.parametrize(("failures", "saved"), [(1, 2), (2, 2), (3, 1)])
-def test_an_error_that_passes_is_tried_again(
+def test_a_transient_error_is_retried(
     failures: int, saved: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One transient EIO or ESTALE while saving ends a healthy run."""
+    """One transient EIO or ESTALE while saving ended a healthy run."""
     path, fsync, errors = save(tmp_path / LAST, 1), os.fsync, [5, 116, 5][:failures]
 
     def flaky(handle: int) -> None:
@@ -318,7 +318,7 @@ def test_an_error_that_passes_is_tried_again(
 def test_only_an_hour_of_failed_saves_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A failed save is an error in the log; it ends the run when none has succeeded for an hour."""
+    """A failed save is logged as an error; the run ends if no save succeeds for an hour."""
     clock, io, blocked = [100.0], PlainCheckpointIO(), tmp_path / "file"
     monkeypatch.setattr(files.time, "monotonic", lambda: clock[0])
     blocked.write_text("no folder")
@@ -345,10 +345,10 @@ def nested(levels: int, width: int) -> list[Any]:
 
 @pytest.mark.parametrize(("levels", "width"), [(40, 10), (2000, 1)], ids=["wide", "deep"])
 @pytest.mark.timeout(20)
-def test_lists_that_nest_too_much_are_refused_by_name(
+def test_lists_that_nest_too_deeply_are_refused_by_name(
     levels: int, width: int, tmp_path: Path
 ) -> None:
-    """Nested shared lists in hyperparameters or optimiser state hang `not_plain` and validation."""
+    """Nested shared lists in hyperparameters or optimiser state made validation hang."""
     place = r"\['hyper_parameters'\]\['model'\]\['units'\].* holds more than 2,000,000"
     bad = state(hyper_parameters={"model": {"units": nested(levels, width)}})
     with pytest.raises(CheckpointError, match=place):
@@ -363,7 +363,7 @@ def test_lists_that_nest_too_much_are_refused_by_name(
 
 @pytest.mark.timeout(10)
 def test_a_tensor_larger_than_its_storage_is_refused(tmp_path: Path) -> None:
-    """A tensor larger than its storage is refused before anything is allocated."""
+    """A tensor larger than its storage is refused before memory is allocated."""
     huge = torch.zeros(1).expand(700_000_000_000)
     torch.save(state(optimizer_states=[{"state": {0: {"momentum_buffer": huge}}}]), tmp_path / LAST)
     with pytest.raises(

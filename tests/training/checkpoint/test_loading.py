@@ -1,4 +1,4 @@
-"""Hostile checkpoints: each reader refuses what does not fit, by name and with its own error."""
+"""Hostile checkpoints: each reader refuses wrong content, by name and with its own error."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_no_state_dict_at_all_is_refused(state: Any, tmp_path: Path) -> None:
             read(path)
 
 
-def test_what_is_not_strict_is_held_against_shapes_alone(tmp_path: Path) -> None:
+def test_without_strict_shapes_are_still_checked(tmp_path: Path) -> None:
     state = Classifier(TINY).state_dict()
     bias = state.pop(BIAS) + 1
     path = save(tmp_path / "a.ckpt", state_dict={**state, "model.z": bias})
@@ -84,7 +84,7 @@ def test_what_is_not_strict_is_held_against_shapes_alone(tmp_path: Path) -> None
         Classifier.load_from_checkpoint(path, strict=False)
 
 
-def test_a_state_that_is_no_tensor_is_its_modules_own(tmp_path: Path) -> None:
+def test_extra_state_is_left_to_its_module(tmp_path: Path) -> None:
     class Net(TinyNet):
         word = "new"
 
@@ -108,10 +108,12 @@ def test_a_state_that_is_no_tensor_is_its_modules_own(tmp_path: Path) -> None:
         *[({"num_classes": v}, "num_classes=.* whole number") for v in ("ten", -1)],
         ({"foo": 1}, "takes no keyword 'foo'"),
         ({"units": 5}, "expected whole numbers >= 1, one for each stage"),
-        ({"stem_width": 10**15}, "cannot be made"),
+        ({"stem_width": 10**15}, "cannot be created"),
     ],
 )
-def test_models_that_cannot_be_made_are_told(hyper: Any, message: str, tmp_path: Path) -> None:
+def test_models_that_cannot_be_created_are_refused(
+    hyper: Any, message: str, tmp_path: Path
+) -> None:
     path = save(tmp_path / "a.ckpt", hyper)
     for read in READERS:
         with pytest.raises(CheckpointError, match=message):
@@ -122,7 +124,7 @@ def test_models_that_cannot_be_made_are_told(hyper: Any, message: str, tmp_path:
             from_zoo(path)
 
 
-def test_what_the_caller_gives_is_the_callers_error(tmp_path: Path) -> None:
+def test_a_wrong_argument_is_the_callers_error(tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     with pytest.raises(ValueError, match=r"optim\.lr"):
         Classifier.load_from_checkpoint(path, optim={"lr": "x"})
@@ -141,7 +143,7 @@ def test_what_the_caller_gives_is_the_callers_error(tmp_path: Path) -> None:
         ({"in_chans": 3}, "in_chans is 3, expected 1"),
     ],
 )
-def test_data_that_no_run_has_are_refused(data: Any, message: str, tmp_path: Path) -> None:
+def test_impossible_data_states_are_refused(data: Any, message: str, tmp_path: Path) -> None:
     path = save(tmp_path / "a.ckpt")
     assert restore(path).classes == DATA["classes"]
     save(path, Data={**DATA, **data})

@@ -89,7 +89,7 @@ def test_an_aliased_section_is_checked_too() -> None:
     ("change", "message"),
     [
         (lambda s: s.pop("hyper_parameters"), "no hyperparameters"),
-        (lambda s: s.pop("Digits"), "which classes"),
+        (lambda s: s.pop("Digits"), "does not have the classes"),
         (lambda s: s["state_dict"].clear(), "do not fit the model"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a state to go on from must have: all that a run saves, and nothing that does not fit."""
+"""A run resumes only from a complete state whose parts fit together."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ State = dict[str, Any]
 
 
 def saved(folder: Path, optim: dict[str, Any], names: dict[str, Any], **options: Any) -> State:
-    """The state that a run of two steps leaves."""
+    """The state that a run of two steps saves."""
     runner = trainer(
         folder,
         enable_checkpointing=True,
@@ -69,14 +69,14 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> State:
         (SGD, {name: {} for name in ("footprint", "epoch_log", "drift", "batch_norm")}, {}),
     ],
 )
-def test_what_a_run_saves_is_accepted(
+def test_the_state_of_a_run_is_accepted(
     optim: dict[str, Any], names: dict[str, Any], options: dict[str, Any], tmp_path: Path
 ) -> None:
     names = {**KEPT, **names}
     check(saved(tmp_path, optim, names, **options), names, tmp_path)
 
 
-def test_steps_that_the_scaler_left_out_leave_no_momentum(good: State, tmp_path: Path) -> None:
+def test_parameters_that_the_scaler_skipped_need_no_momentum(good: State, tmp_path: Path) -> None:
     state = copy.deepcopy(good)
     state["MixedPrecision"] = torch.amp.GradScaler("cpu").state_dict()
     state["optimizer_states"][0]["state"] = {}
@@ -86,7 +86,7 @@ def test_steps_that_the_scaler_left_out_leave_no_momentum(good: State, tmp_path:
         check(state, EMA, tmp_path)
 
 
-def test_what_earlier_versions_did_not_save_may_be_missing(good: State, tmp_path: Path) -> None:
+def test_keys_that_earlier_versions_lack_may_be_missing(good: State, tmp_path: Path) -> None:
     state = copy.deepcopy(good)
     for name in ("pixel_max", "order_seed", "crop_pct"):
         del state["Digits"][name]
@@ -116,7 +116,7 @@ def fit_loop(state: State) -> State:
 
 DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: s.pop("global_step"), "global_step is missing"),
-    (lambda s: s.update(global_step=7), "global_step is 7, its loops counted 2"),
+    (lambda s: s.update(global_step=7), "global_step is 7, but its loops say 2"),
     (lambda s: s.update(epoch="0"), "epoch is str '0', expected int"),
     (lambda s: s.pop("loops"), "loops is missing"),
     (lambda s: fit_loop(s).pop("epoch_progress"), r"\['epoch_progress'\] is missing"),
@@ -128,7 +128,10 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: s["state_dict"].pop(WEIGHT), r"fc\.weight'\] is missing"),
     (lambda s: s["state_dict"].update({WEIGHT: torch.ones(3)}), r"of shape \[3\], expected a"),
     (lambda s: s["state_dict"].update({WEIGHT: 1.0}), "is float 1.0, expected a floating-point"),
-    (lambda s: s["state_dict"].update(extra=torch.ones(1)), "'extra', which the model has not"),
+    (
+        lambda s: s["state_dict"].update(extra=torch.ones(1)),
+        "'extra', which the model does not have",
+    ),
     (lambda s: s["state_dict"][WEIGHT].fill_(float("nan")), r"fc\.weight'\] has NaN"),
     (lambda s: s.pop("current_model_state"), "current_model_state is missing"),
     (
@@ -139,7 +142,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: s.pop("optimizer_states"), "optimizer_states is missing"),
     (lambda s: s.update(optimizer_states=[]), "optimizer_states is a list of 0"),
     (lambda s: optimizer(s)["param_groups"].pop(), "a list of 1, expected a list of 2"),
-    (lambda s: optimizer(s)["param_groups"][0]["params"].reverse(), "numbers other parameters"),
+    (lambda s: optimizer(s)["param_groups"][0]["params"].reverse(), "lists other parameters"),
     (lambda s: optimizer(s)["state"].pop(1), r"\['state'\]\[1\] is missing"),
     (lambda s: optimizer(s)["state"][1].clear(), "momentum_buffer'] is missing"),
     (lambda s: optimizer(s)["state"].update({999: {}}), "999, which is no parameter"),
@@ -162,7 +165,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES, ids=[message for _, message in DAMAGES])
-def test_what_is_damaged_is_named(
+def test_the_damaged_part_is_named(
     damage: Callable[[State], object], message: str, good: State, tmp_path: Path
 ) -> None:
     check(good, EMA, tmp_path)

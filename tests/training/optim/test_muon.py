@@ -16,7 +16,7 @@ def test_newton_schulz_makes_all_singular_values_about_one(shape: tuple[int, int
     assert (newton_schulz(matrix).float() * (u @ vh)).sum() > 0.6 * shape[0]  # same directions
 
 
-def test_a_zero_gradient_moves_nothing_but_the_decay() -> None:
+def test_with_a_zero_gradient_only_decay_acts() -> None:
     weight = nn.Parameter(torch.ones(4, 2, 3, 3))
     weight.grad = torch.zeros_like(weight)
     Muon([{"params": [weight], "lr": 0.1, "weight_decay": 0.5, "orthogonal": True}]).step()
@@ -59,6 +59,6 @@ def test_other_groups_move_as_in_torchs_nesterov_sgd() -> None:
     torch.testing.assert_close(ours, torchs)
 
 
-def test_a_bias_cannot_be_made_orthogonal() -> None:
-    with pytest.raises(ValueError, match=r"shape \(5,\) cannot be made orthogonal.*another group"):
+def test_a_bias_cannot_be_orthogonalised() -> None:
+    with pytest.raises(ValueError, match=r"shape \(5,\) cannot be orthogonalised.*another group"):
         Muon([{"params": [nn.Parameter(torch.ones(5))], "lr": 0.1, "orthogonal": True}])

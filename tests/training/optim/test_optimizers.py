@@ -46,7 +46,7 @@ def test_every_parameter_of_a_model_is_in_one_group(name: str) -> None:
     assert all(p.ndim == 1 for p in others["params"])
 
 
-def test_decay_moves_what_it_should_and_nothing_else() -> None:
+def test_decay_moves_only_the_decayed_weights() -> None:
     model = net()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     spec = OptimSpec(lr=0.1, weight_decay=0.5, nesterov=False, momentum=0.0)
@@ -65,7 +65,7 @@ def test_frozen_parameters_are_left_out() -> None:
     groups = build_optimizer(model, OptimSpec()).param_groups
     assert not any(name.startswith("0.") for group in groups for name in names(model, group))
     model.requires_grad_(False)
-    with pytest.raises(ValueError, match="nothing to train"):
+    with pytest.raises(ValueError, match="unfreeze some of them"):
         build_optimizer(model, OptimSpec())
 
 
@@ -117,7 +117,7 @@ def test_spec_from_plain_and_back() -> None:
         ({"schedule": {"name": "x"}}, "schedule.name=x"),
     ],
 )
-def test_nonsense_is_refused(plain: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused(plain: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OptimSpec.of(plain)
 
@@ -188,7 +188,7 @@ def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
         build_optimizer(net(), OptimSpec(layer_decay=0.5))
 
 
-def test_a_registered_optimiser_is_chosen_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_registered_optimiser_is_selected_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizers, "OPTIMIZERS", dict(optimizers.OPTIMIZERS))
     revzoo.register_optimizer("nadam", torch.optim.NAdam)
     spec = OptimSpec(name="nadam", lr=0.01, weight_decay=0.5)
@@ -200,7 +200,7 @@ def test_a_registered_optimiser_is_chosen_by_its_name(monkeypatch: pytest.Monkey
         revzoo.register_optimizer("sgd", torch.optim.NAdam)
 
 
-def test_adamw_is_torchs_and_decays_weights_alone():
+def test_adamw_is_torchs_and_decays_only_weights():
     model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
     twin = copy.deepcopy(model)
     optimizer = build_optimizer(model, OptimSpec(name="adamw", lr=0.01, weight_decay=0.5))

@@ -8,7 +8,7 @@ from revzoo.training.optim.schedules import make_schedule
 
 
 def rates(spec: dict[str, object], steps: int, lr: float = 1.0) -> list[float]:
-    """The rate that each of ``steps`` optimiser steps is taken with."""
+    """The rate of each of ``steps`` optimiser steps."""
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr)
     schedule = make_schedule(spec).build(optimizer, steps)
     seen = []
@@ -37,7 +37,7 @@ def test_onecycle_rises_to_the_rate_and_ends_at_its_end() -> None:
     assert seen[24:] == sorted(seen[24:], reverse=True)
 
 
-def test_onecycle_leaves_the_momentum_alone() -> None:
+def test_onecycle_keeps_the_momentum() -> None:
     optimizer = SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.7)
     schedule = make_schedule({"name": "onecycle"}).build(optimizer, 10)
     for _ in range(10):
@@ -86,6 +86,6 @@ def test_a_run_of_a_few_steps_has_usable_rates(name: str, steps: int) -> None:
         ({"name": "constant", "end": 1}, "there is none"),
     ],
 )
-def test_nonsense_is_refused(spec: dict[str, object], message: str) -> None:
+def test_wrong_options_are_refused(spec: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_schedule(spec)

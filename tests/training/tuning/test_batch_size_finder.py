@@ -54,10 +54,10 @@ def test_the_count_ends_the_search(
     assert found.largest["store"] == int(20.5 * each["invert"] // each["store"])
 
 
-def test_what_a_trial_takes_ends_the_search(
+def test_the_memory_of_a_trial_ends_the_search(
     data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The count says that all would fit; the process grows by more than that."""
+    """By the count all images fit, but the process grows more."""
     with_room(monkeypatch, 45 * 10**6, lambda search: 10**6 * search._tried)
     found = find_batch_size(module, data, **CPU)
     assert (found.batch_size, found.limited_by) == (45, "memory")
@@ -72,17 +72,17 @@ def test_other_limits(data: Digits, module: Classifier, monkeypatch: pytest.Monk
     assert (found.batch_size, found.limited_by) == (11, "training images")
 
 
-def test_no_room_is_told(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_raises(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
     with_room(monkeypatch, fixed(module))
     with pytest.raises(NoRoomError, match=r"raise tuner\.max_bytes"):
         find_batch_size(module, data, **CPU)
     monkeypatch.undo()
     monkeypatch.setattr(batch_size_finder, "free_bytes", lambda device: None)
-    with pytest.raises(NoRoomError, match="on Linux alone"):
+    with pytest.raises(NoRoomError, match="needs Linux"):
         find_batch_size(module, data, **CPU)
 
 
-def test_what_is_given_stays_as_it_was(data: Digits, module: Classifier) -> None:
+def test_arguments_stay_unchanged(data: Digits, module: Classifier) -> None:
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     find_batch_size(module, data, max_size=4, **CPU)
     assert torch.equal(torch.get_rng_state(), random)
@@ -96,7 +96,7 @@ def test_float64_takes_twice_as_much(data: Digits, module: Classifier) -> None:
     assert wide == {mode: 2 * each for mode, each in narrow.items()}
 
 
-def test_the_room_is_what_is_left_of_max_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_room_is_max_bytes_minus_present_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_size_finder, "resident_bytes", lambda: 300)
     assert batch_size_finder.room_on(torch.device("cpu"), 1000) == 700
     assert batch_size_finder.room_on(torch.device("cpu"), 200) == 0

@@ -27,7 +27,7 @@ def data() -> Digits:
     return digits
 
 
-def test_what_is_given_stays_as_it_was(data: Digits) -> None:
+def test_arguments_stay_unchanged(data: Digits) -> None:
     module = Classifier(TEN, optim={"lr": 0.3})
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
     curve = find_lr(module, data, steps=15, trainer=CPU)
@@ -76,7 +76,7 @@ def test_a_sweep_ends_where_training_diverges(data: Digits) -> None:
         {"lr": 0.2, "layer_decay": 0.5},
     ],
 )
-def test_each_group_has_the_rate_of_the_recipe(optim: dict[str, Any]) -> None:
+def test_each_group_follows_the_recipe(optim: dict[str, Any]) -> None:
     """Lightning gave all groups one rate: sgd_lr and layer_decay had no effect in the sweep."""
     sweep = lr_finder._Sweep(Classifier(TEN, optim=optim))
     optimizer = sweep.configure_optimizers()
@@ -95,7 +95,7 @@ def curve_of(losses: list[float]) -> LRCurve:
 
 
 def test_the_steepest_fall_is_suggested() -> None:
-    # by the rate itself, the small fall behind the skipped steps would win
+    # per rate, not per its logarithm, the small fall after the skipped steps would win
     losses = [9.0] * 11 + [8.9, 8.8, 7.0, 5.0, 4.0, 3.9, 6.0]
     assert curve_of(losses).suggestion == pytest.approx(10.0**13)
     assert curve_of([1.0 + i for i in range(18)]).suggestion is None
@@ -112,7 +112,7 @@ def test_a_curve_is_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{"min_lr": 0.0}, {"max_lr": 1e-9}, {"steps": 5}])
-def test_a_sweep_that_cannot_be_made_is_refused(data: Digits, options: dict[str, Any]) -> None:
+def test_a_wrong_range_is_refused(data: Digits, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         find_lr(Classifier(TEN), data, **options)
 
@@ -122,16 +122,16 @@ MUON = {"name": "muon", "lr": 0.03, "sgd_lr": 0.1}
 
 @pytest.mark.filterwarnings("ignore:Found .* in eval mode")
 def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
-    """With Muon, a classifier alone is trained at sgd_lr: any rate was suggested, by noise."""
+    """With Muon, a classifier trains at sgd_lr: the sweep suggested a random rate."""
     module = Classifier(TEN, optim=MUON)
     finetuning = Finetuning(unfreeze=[1])
     finetuning.freeze(module.model, epoch=0)
-    with pytest.raises(ValueError, match=r"no parameter .* optim\.sgd_lr=0\.1\."):
+    with pytest.raises(ValueError, match=r"no trained parameter: .* optim\.sgd_lr=0\.1\."):
         find_lr(module, data, steps=15, trainer=CPU)
     finetuning.freeze(module.model, epoch=1)
     assert len(find_lr(module, data, steps=15, trainer=CPU).rates) == 15
 
 
-def test_a_sweep_to_where_it_began_is_refused(data: Digits) -> None:
+def test_a_sweep_without_a_range_is_refused(data: Digits) -> None:
     with pytest.raises(ValueError, match=r"max_lr=0\.1: expected a number in \(0\.1"):
         find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)

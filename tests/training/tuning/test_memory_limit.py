@@ -48,7 +48,7 @@ def test_the_address_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert memory_limit._of_address_space(tmp_path) is None
 
 
-def test_the_peak_begins_anew(tmp_path: Path) -> None:
+def test_the_peak_is_reset(tmp_path: Path) -> None:
     assert not memory_limit.reset_peak(tmp_path)
     if not memory_limit.reset_peak():
         pytest.skip("this system cannot")
@@ -60,15 +60,15 @@ def test_the_peak_begins_anew(tmp_path: Path) -> None:
     assert (peak_host_bytes() or 0) < grown - 2**25
 
 
-def test_the_least_of_all_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smallest_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = {"_of_machine": 30, "_of_control_groups": None, "_of_address_space": 20}
     for name, value in limits.items():
         monkeypatch.setattr(memory_limit, name, lambda value=value: value)
     assert memory_limit.free_bytes(torch.device("cpu")) == 20
 
 
-def test_pages_that_are_only_kept_are_given_back() -> None:
-    """Freed blocks below one that is alive stay with the process, as in a trial of training."""
+def test_free_pages_of_the_heap_are_returned() -> None:
+    """glibc keeps freed blocks below a live one, as after a trial."""
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "malloc_trim"):
         pytest.skip("not glibc")

@@ -47,7 +47,7 @@ def test_reversible_modes_need_less() -> None:
     ("memory", "free", "batch_size", "message"),
     [
         ("store", 2**30, 128, "memory=invert would fit: 1.000 GiB are free"),
-        ("store", 2**20, 128, "memory=invert needs least, but 0.001 GiB are free without the step"),
+        ("store", 2**20, 128, "memory=invert needs least, but only 0.001 GiB are free"),
         ("store", 2**20, 128, "lower data.batch_size (128) as well"),
         ("invert", 2**30, 64, "No mode takes less than invert: lower data.batch_size (64)"),
         ("store", None, 64, "Use memory=invert"),
@@ -58,9 +58,9 @@ def test_the_advice(
 ) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: free)
     monkeypatch.setattr(out_of_memory, "COUNTED", ("store", "invert"))
-    said = advice(batch_size, memory=memory, units=[1, 1, 1])
-    assert message in said
-    assert f"with memory={memory}" in said
+    text = advice(batch_size, memory=memory, units=[1, 1, 1])
+    assert message in text
+    assert f"with memory={memory}" in text
 
 
 def test_the_advice_to_a_planned_run() -> None:
@@ -68,9 +68,9 @@ def test_the_advice_to_a_planned_run() -> None:
     module = Classifier({**SPEC, "units": [1, 1, 1], "memory": None})
     set_memory(module.model, {"stages.2": "store"})
     data: Any = SimpleNamespace(batch_size=64, image_size=32)
-    said = memory_advice(module, data, device=CPU)
-    assert "with a plan of exact and store" in said
-    assert re.search(r"activations take: the plan [\d.]+ GiB, store [\d.]+ GiB", said)
+    text = memory_advice(module, data, device=CPU)
+    assert "with a plan of exact and store" in text
+    assert re.search(r"activations take: the plan [\d.]+ GiB, store [\d.]+ GiB", text)
 
 
 def advice(batch_size: int, **spec: Any) -> str:
@@ -78,7 +78,7 @@ def advice(batch_size: int, **spec: Any) -> str:
     return memory_advice(Classifier({**SPEC, **spec}), data, device=CPU)
 
 
-def test_a_mode_is_not_advised_that_needs_no_less_or_is_in_use(
+def test_only_a_mode_that_needs_less_is_advised(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(out_of_memory, "bytes_per_image", lambda *args: 2.0**20)
@@ -92,7 +92,7 @@ def fails(*args: Any) -> None:
     raise MemoryError
 
 
-def test_what_failed_is_freed_before_the_advice(
+def test_the_failed_step_is_freed_before_the_advice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept: list[weakref.ref[torch.Tensor]] = []
@@ -135,12 +135,12 @@ def test_what_failed_is_freed_before_the_advice(
         (ValueError(), False),
     ],
 )
-def test_what_counts_as_out_of_memory(error: Exception, expected: bool) -> None:
+def test_errors_that_count_as_out_of_memory(error: Exception, expected: bool) -> None:
     assert is_out_of_memory(error) is expected
 
 
 def module_that_fails(kind: type[Exception], when: Callable[[Classifier], bool]) -> Any:
-    """``build_module`` with a model whose layers run out of memory at a time of its training."""
+    """``build_module`` with a model that runs out of memory in training or in evaluation."""
     original = train_module.build_module
 
     def build(*args: Any) -> Any:
@@ -169,7 +169,7 @@ def test_a_run_ends_with_the_advice(
     message = str(end.value)
     assert message.startswith("revzoo: step 0: out of memory at a peak of ")
     assert "GiB" in message
-    # of images this small the weights need more than the activations
+    # for images this small the weights need more than the activations
     assert re.search("memory=(invert|recompute|exact) would fit", message)
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert message == f"revzoo: {summary['stopped']}"
@@ -179,7 +179,7 @@ EVALUATING = "evaluating 512 images at once: lower "
 
 
 @pytest.mark.parametrize("stage", ["validate", "test"])
-def test_an_evaluation_ends_with_advice_of_its_own(
+def test_an_evaluation_ends_with_advice(
     stage: str, compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build = module_that_fails(
