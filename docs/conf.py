@@ -20,6 +20,8 @@ exclude_patterns = ["_build", "_ext", "guide/README.md"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "revzoo"
+html_static_path = ["_static"]
+html_css_files = ["site.css"]
 html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
 html_sidebars = {"experiments": [], "design": []}
 
