@@ -45,6 +45,9 @@ NOTE [ Slots and the tape ]
     9. A step inside another step (a sequence in a branch) has its own tape. Its known state is an
        activation of the outer step: a slot of the outer step holds it, and is filled when the outer
        step is replayed. So memory does not grow with the number of outer steps.
+   10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
+       of that entry. So its replay stops there, and the guard compares that tensor. A rounded
+       reconstruction is replayed to the end, since the guard compares the reconstructed input.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -111,7 +114,9 @@ def record(
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    entry = Entry(step, state, context, drift_limit)
+    # In floating point the guard compares the reconstructed input.
+    stops = not tape.entries and (not inverts or drift_limit == 0)
+    entry = Entry(step, state, context, drift_limit, stops=stops)
     tape.close()  # steps inside this one must not join this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
@@ -256,21 +261,22 @@ class Tape:
         if position > index + 1:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
-            self._move_to(index + 1, state)
+            self._move_to(index + 1, state, state)
         entry = self.entries[index]
         if position > index:
-            state, replayed = entry.record_from_outputs(state)
-            entry.report(self._guard, state)
-            self._guard.note_uses(replayed.used, state)
+            inputs, noted, replayed = entry.record_from_outputs(state)
+            entry.report(self._guard, noted)
+            self._guard.note_uses(replayed.used, inputs or ())
         else:
-            computed, replayed = entry.record_from_inputs(state)
-            if self._position == 0 and computed:  # rule 7
-                entry.report(self._guard, computed)
+            inputs = state
+            noted, replayed = entry.record_from_inputs(state)
+            if self._position == 0:  # rule 7
+                entry.report(self._guard, noted)
         for ref in self._filled:
             if (slot := ref()) is not None:
                 slot.value = None
         self._filled = replayed.fill()
-        self._move_to(index, state)
+        self._move_to(index, inputs, state)
 
     def _nearest(self, index: int) -> tuple[int, Streams]:
         """The nearest known state behind entry ``index``; at its input for rule 7."""
@@ -282,15 +288,20 @@ class Tape:
         assert self._known is not None
         return self._position, self._known.state(self.entries[-1].name)
 
-    def _move_to(self, index: int, state: Streams) -> None:
-        """Continue from ``state``, the input of entry ``index``: cut (rule 4) or keep (rule 5)."""
+    def _move_to(self, index: int, state: Streams | None, after: Streams) -> None:
+        """Continue from ``state``, the input of entry ``index``: cut (rule 4) or keep (rule 5).
+
+        ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
+        """
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
-            self._cursor = index, state
+            self._cursor = (index + 1, after) if state is None else (index, state)
             return
         del self.entries[index:]
         self.close()
         self._landmarks = [m for m in self._landmarks if m.position < index]
-        self._set_known(state)
+        self._known = None
+        if state is not None:
+            self._set_known(state)
         self._position, self._cursor, self._filled = index, None, []
 
 

@@ -140,8 +140,14 @@ def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
     ]
 
 
-def sample(computed: Streams, known: Streams) -> list[Samples]:
-    """Sample each stream, except streams that the step passes on unchanged."""
+def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[Samples]:
+    """Sample each stream, except streams that the step passes on unchanged.
+
+    Args:
+        computed: the streams that a replay recomputes.
+        known: the streams that the replay starts from.
+        channels: whether to compare each channel's error with the channel's spread.
+    """
     operands = [
         t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
@@ -158,6 +164,7 @@ def sample(computed: Streams, known: Streams) -> list[Samples]:
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
             plan = _draw.choice(_plans(t.shape, t.is_complex(), t.device))
+            plan = plan if channels else _Plan(plan.places, ())
             spread = _spread(operand.numel() << operand.is_complex(), operand.device)
             found.append(Samples(i, _taken(t, plan.places), _taken(operand, spread), plan))
     return found
@@ -405,7 +412,7 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
         kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
-        key = (d.actual.device, len(d.actual), *kinds)
+        key = (d.actual.device, len(d.actual), len(d.samples.operand), *kinds)
         groups.setdefault(key, []).append(d)
     return list(groups.values())
 

@@ -53,8 +53,12 @@ class Recording(Protocol):
         inputs: State,
         needs: tuple[bool, ...],
         context: Mapping[str, Any],
+        *,
+        last: bool = False,
     ) -> State:
         """Run ``fn(*inputs, **context)``; ``needs`` are the ``requires_grad`` of the inputs.
+
+        With ``last``, the outputs are not needed: the run stops once all tensors are recorded.
 
         Returns:
             The outputs as leaves, with their ``requires_grad``.
@@ -120,8 +124,9 @@ class Step(nn.Module):
     drift: float | None = None
     """Relative error of the last reconstruction."""
 
-    early_stop: bool = False
-    """Whether a replay from the inputs stops when it has all tensors that the graph needs."""
+    early_stop: bool = True
+    """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no
+    other use."""
 
     label: str = ""
     """The step's place in its model, for error messages."""
@@ -222,7 +227,7 @@ class Invertible(Step):
         inputs = record.inverted(self.inverse, outputs, context)
         check_inputs(self, inputs, len(record.needs))
         inputs = record.laid_out(inputs)
-        record(self.forward, inputs, record.needs, context)
+        record(self.forward, inputs, record.needs, context, last=True)
         return inputs
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Any, Tensor]:

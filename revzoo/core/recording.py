@@ -447,8 +447,23 @@ class Entry:
     )
 
     def __init__(
-        self, step: Step, inputs: State, context: Mapping[str, Any], drift_limit: float
+        self,
+        step: Step,
+        inputs: State,
+        context: Mapping[str, Any],
+        drift_limit: float,
+        *,
+        stops: bool = False,
     ) -> None:
+        """Capture before the forward pass.
+
+        Args:
+            step: the step.
+            inputs: its streams.
+            context: its keyword arguments.
+            drift_limit: largest relative error of what a replay recomputes.
+            stops: whether a replay may stop after the last tensor that it records.
+        """
         self.step = step
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
@@ -463,7 +478,7 @@ class Entry:
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
         self._aside: Kept | None = None
-        self.witness = _Witness() if step.early_stop else None
+        self.witness = _Witness() if stops and step.early_stop else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
         """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
@@ -478,15 +493,17 @@ class Entry:
     def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
         """Sample the streams that a replay will recompute, and their range, for the guard."""
         taken, returned = fixed_or_not(inputs), fixed_or_not(outputs)
-        if inverts:
+        if self.witness is not None:
+            self.samples = sample(self.witness.take(), taken, channels=False)
+        elif inverts:
             self.samples = sample(taken, returned)
         else:
-            self.samples = sample(returned if self.witness is None else self.witness.take(), taken)
+            self.samples = sample(returned, taken)
         self.peaks = peaks_of(self.step, self.name, returned)
 
     def report(self, guard: Guard, computed: Streams) -> None:
         """Pass the streams of a replay to the guard."""
-        if self.samples:
+        if self.samples and computed:
             guard.compare(self.step, self.name, self.limit, self.samples, computed)
         guard.bound(self.peaks)
 
@@ -559,38 +576,42 @@ class Entry:
 
     def record_from_inputs(self, inputs: Streams) -> tuple[Streams, Replayed]:
         """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
-        stops = self.step.early_stop
-        replayed = Replayed(self, stops=stops)
-        with self.conditions.restored(whole=not stops):
+        replayed = Replayed(self, stops=self.witness is not None)
+        outputs: State = ()
+        with self.conditions.restored(), contextlib.suppress(_EnoughRecordedError):
             outputs = replayed(self._forward, floats(inputs), self.needs, self.context)
         replayed.check()
-        if self.witness is not None:
-            return replayed.value_of(self.witness), replayed
-        return fixed_or_not(outputs), replayed
+        return replayed.noted(fixed_or_not(outputs)), replayed
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:
         return call_on_grid(plain_call, self.step, state, context)
 
-    def record_from_outputs(self, outputs: Streams) -> tuple[Streams, Replayed]:
-        """Replay the step while inverting it; returns its inputs."""
+    def record_from_outputs(self, outputs: Streams) -> tuple[Streams | None, Streams, Replayed]:
+        """Replay the step while inverting it.
+
+        Returns:
+            Its inputs, None if they are not needed; and the streams that :meth:`observe` sampled.
+        """
         step = self.step
         assert isinstance(step, Invertible)
-        replayed = Replayed(self)
+        replayed = Replayed(self, stops=self.witness is not None)
         versions = versions_of(outputs)
-        with self.conditions.restored():
+        inputs: Streams | None = None
+        with self.conditions.restored(), contextlib.suppress(_EnoughRecordedError):
             if step.reads_words:
-                inputs: Streams = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
+                inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
             elif self.moves(outputs):
                 with torch.no_grad(), self.conditions.restored(inverting=True):
                     inputs = self.inverted(outputs)
                 if self.saved:
-                    laid = self.laid_out(inputs)
-                    replayed(step.forward, floats(laid), self.needs, self.context)
+                    laid = floats(self.laid_out(inputs))
+                    replayed(step.forward, laid, self.needs, self.context, last=True)
             else:
                 inputs = fixed_or_not(step.replay(floats(outputs), replayed, self.context))
         refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
-        return self.laid_out(inputs), replayed
+        laid_out = None if inputs is None else self.laid_out(inputs)
+        return laid_out, replayed.noted(laid_out or ()), replayed
 
 
 class _Witness:
@@ -607,9 +628,10 @@ class _Witness:
         self.index, self._tensor, self._version = index, t, version_of(t)
 
     def take(self) -> State:
-        """The tensor; nothing if it was changed in place, since its values are lost."""
+        """The tensor; nothing if it was changed in place or freed, since its values are lost."""
         t, self._tensor = self._tensor, None
-        return () if t is None or version_of(t) != self._version else (t,)
+        gone = t is None or version_of(t) != self._version or not _bytes_of(t)
+        return () if gone or t is None else (t,)
 
 
 class _EnoughRecordedError(BaseException):
@@ -642,6 +664,8 @@ class _Unrecorded:
         inputs: State,
         needs: tuple[bool, ...],
         context: Mapping[str, Any],
+        *,
+        last: bool = False,
     ) -> State:
         return as_state(fn(*inputs, **context))
 
@@ -654,17 +678,22 @@ class Replayed:
         self.aside: Sequence[Tensor] = entry.aside
         self._entry = entry
         self._count = 0
-        self._last = entry.last_wanted() if stops else -1
+        self._last = entry.last_wanted()
+        self._stops = stops
+        self._stopped = False
         self._values: list[tuple[Slot, Resident]] = []
         self.used: list[Tensor] = []  # inputs of parts that saved something
 
     @property
     def complete(self) -> bool:
         """Whether all tensors of the forward pass, or all that the graph needs, were recorded."""
-        return self._count == len(self._entry.saved) or 0 <= self._last < self._count
+        return self._stopped or self._count == len(self._entry.saved)
 
-    def value_of(self, witness: _Witness) -> State:
-        """The recorded value of the witness; nothing if its slot was freed."""
+    def noted(self, computed: Streams) -> Streams:
+        """The streams that the forward pass sampled: its witness if it has one, () if freed."""
+        witness = self._entry.witness
+        if witness is None:
+            return computed
         ref = self._entry.saved[witness.index] if witness.index >= 0 else None
         slot = None if ref is None else ref()
         return tuple(value.tensor for filled, value in self._values if filled is slot)
@@ -686,19 +715,27 @@ class Replayed:
         inputs: State,
         needs: tuple[bool, ...],
         context: Mapping[str, Any],
+        *,
+        last: bool = False,
     ) -> State:
         """See :class:`revzoo.core.invertible.Recording`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
-        before = self._count
-        with (
-            contextlib.suppress(_EnoughRecordedError),
-            torch.enable_grad(),
-            Recording(functools.partial(_pack_in, weakref.ref(self)), _refuse),
-        ):
-            outputs = as_state(fn(*leaves, **context))
-        if self._count > before:
-            self.used += leaves
+        before, stops = self._count, self._stops
+        self._stops |= last
+        try:
+            with (
+                torch.enable_grad(),
+                Recording(functools.partial(_pack_in, weakref.ref(self)), _refuse),
+            ):
+                outputs = as_state(fn(*leaves, **context))
+        except _EnoughRecordedError:
+            if stops:
+                raise
+        finally:
+            self._stops = stops
+            if self._count > before:
+                self.used += leaves
         return tuple(map(_leaf, outputs))
 
     def _pack(self, t: Tensor) -> None:
@@ -708,16 +745,19 @@ class Replayed:
             return  # check() raises
         ref = self._entry.saved[k]
         slot = None if ref is None else ref()
-        if slot is None:
-            return
+        if slot is not None:
+            self._take(k, slot, t)
+        if self._stops and 0 <= self._last <= k and self._entry.conditions.drawn():
+            self._stopped = True
+            raise _EnoughRecordedError
+
+    def _take(self, k: int, slot: Slot, t: Tensor) -> None:
         if t.shape != slot.shape or t.dtype != slot.dtype:
             raise self._mismatch(
                 f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
                 f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
             )
         self._values.append((slot, Resident.of(t)))
-        if k == self._last:
-            raise _EnoughRecordedError
 
     def check(self) -> None:
         """Raise if the replay saved too few or too many tensors, or changed one in place."""

@@ -439,12 +439,11 @@ class Conditions:
         return {address(t) for t in held}
 
     @contextlib.contextmanager
-    def restored(self, *, inverting: bool = False, whole: bool = True) -> Iterator[None]:
+    def restored(self, *, inverting: bool = False) -> Iterator[None]:
         """Restore the conditions of the forward pass; afterwards the caller's, also after errors.
 
         Args:
             inverting: give carried buffers their values after the forward pass.
-            whole: whether the code draws all random numbers of the forward pass.
 
         Raises:
             RuntimeError: a parameter or buffer was changed in place since the forward pass, or
@@ -474,7 +473,7 @@ class Conditions:
                 yield
             for held in self._altered:
                 held.check_copy(copies[id(held.tensor)], self._changes_unseen)
-            if rng and entered and whole and not inverting:
+            if rng and entered and not inverting:
                 self._check_draws(rng)
         finally:
             _thread.depth -= 1
@@ -485,6 +484,12 @@ class Conditions:
             if locked:
                 threads.random_lock.release()
             threads.release(locks)
+
+    def drawn(self) -> bool:
+        """Whether the replay that is under way has drawn all that the forward pass drew."""
+        if not self._rng:
+            return True
+        return all(torch.equal(t, self._after[s]) for s, t in _rng_state(self._rng).items())
 
     def _check_draws(self, before: _States) -> None:
         """Rule 4 of NOTE [ Threads ]."""

@@ -100,7 +100,7 @@ class Coupling(Invertible):
             x1 = (self.recover if done else self.uncombine)(y2, value)
         x1, x2 = record.laid_out((x1, x2))
         if not done:
-            record(self.combine, (x1, value), (need1, value.requires_grad), {})
+            record(self.combine, (x1, value), (need1, value.requires_grad), {}, last=True)
         return x1, x2
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from revzoo import (
     AdditiveCoupling,
+    DriftError,
     ReplayMismatchError,
     ReversibleBlock,
     ReversibleSequence,
@@ -300,8 +301,29 @@ class FirstTimeDifferent(nn.Module):
 )
 @pytest.mark.parametrize("mode", MODES)
 def test_a_replay_that_differs_is_an_error(first, later, what, mode):
-    net = ReversibleSequence([AdditiveCoupling(FirstTimeDifferent(first, later))], memory=mode)
+    couplings = [AdditiveCoupling(nn.Tanh()), AdditiveCoupling(FirstTimeDifferent(first, later))]
+    net = ReversibleSequence(couplings, memory=mode)
+    couplings[1].early_stop = False
     with pytest.raises(ReplayMismatchError, match=what):
+        net(vectors()).sum().backward()
+
+
+def test_a_replay_that_differs_behind_the_last_tensor_it_records_does_no_harm():
+    found = []
+    for later in (lambda x: x.tanh().tanh(), torch.tanh):
+        net = ReversibleSequence([AdditiveCoupling(FirstTimeDifferent(torch.tanh, later))])
+        set_memory(net, "recompute")
+        net(x := vectors()).sum().backward()
+        found.append(x.grad)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_values_that_an_early_stop_recomputes_are_compared(mode):
+    """In a chain of one step, nothing else tells that a branch does not repeat itself."""
+    branch = FirstTimeDifferent(torch.tanh, lambda x: (x + 1).tanh())
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    with pytest.raises(DriftError, match=r"steps\.0"):
         net(vectors()).sum().backward()
 
 

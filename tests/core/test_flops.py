@@ -5,7 +5,8 @@ import torch
 from compare import conv_net, images, twin
 from torch.utils.flop_counter import FlopCounterMode
 
-from revzoo import ReversibleSequence, set_memory
+import revzoo
+from revzoo import AdditiveCoupling, ReversibleSequence, set_memory
 
 
 def flops(fn):
@@ -26,14 +27,59 @@ def branches(net, x):
     return flops(lambda: [coupling.branch(stream) for block in net for coupling in block])[1]
 
 
-@pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
-def test_a_backward_pass_costs_one_evaluation_of_each_branch_more_than_store(mode):
+CONVOLUTIONS = 6 * 2  # of three blocks
+LEFT_OUT = {  # a replay ends with the last tensor that it records, the input of a convolution
+    "offload": CONVOLUTIONS,  # no replay
+    "recompute": 6,  # the last convolution of each branch
+    "invert": 0,  # the branches' values invert the couplings
+    "exact": 1,  # but for the first
+}
+
+
+@pytest.mark.parametrize("mode", LEFT_OUT)
+def test_a_backward_pass_costs_at_most_one_evaluation_of_each_branch_more_than_store(mode):
     net, x = conv_net(depth=3), images().requires_grad_()
     once = branches(net, x)
-    assert once == 6 * 2 * (2 * 4 * 4 * 9) * x[:, 0].numel()  # 2 convolutions 4 -> 4 of 3x3
+    assert once == CONVOLUTIONS * (2 * 4 * 4 * 9) * x[:, 0].numel()  # 4 -> 4 channels, 3x3
     assert forward_and_backward(twin(net, "store"), x) == (once, 2 * once)
-    again = 0 if mode == "offload" else once
+    again = (CONVOLUTIONS - LEFT_OUT[mode]) * once // CONVOLUTIONS
     assert forward_and_backward(twin(net, mode), x) == (once, 2 * once + again)
+
+
+@pytest.mark.parametrize(("early_stop", "left_out"), [(True, 6), (False, 0)])
+def test_a_step_may_be_replayed_to_its_end(early_stop, left_out):
+    net, x = conv_net(depth=3), images().requires_grad_()
+    once = branches(net, x)
+    set_memory(net, "recompute")
+    for m in net.modules():
+        m.early_stop = early_stop
+    again = (CONVOLUTIONS - left_out) * once // CONVOLUTIONS
+    assert forward_and_backward(net, x) == (once, 2 * once + again)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_branch_that_ends_in_dropout_is_replayed_to_its_end(mode):
+    """What it draws is compared with the forward pass's."""
+    torch.manual_seed(0)
+    branch = conv_net(depth=1)[0][0].branch.append(torch.nn.Dropout(0.5))
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    x = images().requires_grad_()
+    forward, backward = forward_and_backward(net, x)
+    assert backward == 3 * forward
+
+
+def test_a_transition_is_not_replayed_to_its_end():
+    """The value of its last convolution, which no gradient needs, costs nothing again."""
+    model = revzoo.create_model("revnet38", units=(1, 1, 1), memory="exact")
+    x = torch.randn(2, 3, 32, 32)
+    total = flops(lambda: model(x).sum().backward())[1]
+    for m in model.modules():
+        if not isinstance(m, AdditiveCoupling):
+            m.early_stop = False
+    whole = flops(lambda: model(x).sum().backward())[1]
+    of_transition = flops(lambda: model.stages[1][0].g.conv2(torch.zeros(2, 32, 16, 16)))[1]
+    last = flops(lambda: model.stages[2][0].g.conv2(torch.zeros(2, 56, 8, 8)))[1]
+    assert whole - total == of_transition + last
 
 
 def test_steps_that_store_are_not_evaluated_again():
@@ -48,7 +94,8 @@ def test_a_retained_graph_costs_one_more_evaluation_each_time():
     net, x = conv_net(depth=3), images().requires_grad_()
     once, y = branches(net, x), net(x)
     for _ in range(2):
-        assert flops(lambda: y.backward(torch.ones_like(y), retain_graph=True))[1] == 3 * once
+        again = flops(lambda: y.backward(torch.ones_like(y), retain_graph=True))[1]
+        assert again == 3 * once - once // CONVOLUTIONS
 
 
 def test_the_inverse_costs_what_the_forward_pass_costs():
@@ -63,4 +110,4 @@ def test_a_frozen_beginning_costs_nothing_in_the_backward_pass():
     once, frozen = branches(net, x), branches(ReversibleSequence([net[0]]), x)
     _, stored = forward_and_backward(twin(net, "store"), x)
     _, inverted = forward_and_backward(net, x)
-    assert inverted == stored + once - frozen
+    assert inverted == stored + once - frozen - once // CONVOLUTIONS
