@@ -28,7 +28,7 @@ from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
-from revzoo.layers.split import HALVES, Merge, Parts, Split
+from revzoo.layers.split import HALVES, Merge, Split
 
 
 class ReversibleSequence(Invertible):
@@ -217,7 +217,7 @@ class ReversibleSequence(Invertible):
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
-            state = merged(state, last, dim=self.dim, split=self.split)
+            state = merged(state, last, Merge(self.dim, self.split))
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -316,9 +316,9 @@ def _advance(
     return outputs[:cut], outputs[cut:end], outputs[end:]
 
 
-def merged(state: State, last: Step, *, dim: int = 1, split: Parts = HALVES) -> State:
+def merged(state: State, last: Step, merge: Merge) -> State:
     """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    return run_step(_like(last, Merge(dim, split)), state)
+    return run_step(_like(last, merge), state)
 
 
 def _like(neighbour: Step, edge: Step) -> Step:

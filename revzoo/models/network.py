@@ -38,7 +38,7 @@ from revzoo.core.invertible import (
 from revzoo.core.modes import set_memory
 from revzoo.layers.pool import GlobalPool
 from revzoo.layers.sequence import ReversibleSequence, merged
-from revzoo.layers.split import halves
+from revzoo.layers.split import Merge, halves
 from revzoo.models.save import Saved, Spec
 
 # Layers that draw in each pass. By name, so that we need not import torchvision; _DropoutNd is the
@@ -110,6 +110,9 @@ class ImageNetwork(Saved, ABC):
         check_probability("drop_rate", drop_rate)
         self.pool = GlobalPool(global_pool, places=self.places)
         self.drop = nn.Dropout(drop_rate)
+        self._merge = (
+            Merge(self.channel_dim),
+        )  # in a tuple: follows the memory mode of the stages
         self.reset_classifier(num_classes)
         label_steps(self)
         if memory is not None:  # raises for modes that do not fit; the default fits
@@ -277,7 +280,8 @@ class ImageNetwork(Saved, ABC):
         state = deque(self.stage_states(x), maxlen=1).pop()
         if len(state) > 1:
             *_, last = self._steps()
-            state = merged(state, last, dim=self.channel_dim)
+            (merge,) = self._merge
+            state = merged(state, last, merge)
         return state[0]
 
     def inverse(self, z: Tensor) -> Tensor:

@@ -218,6 +218,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         number = node._sequence_nr()
         if number < 2**63:  # accumulating a gradient has no number: it belongs to the node before
             self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
+        if not is_replaying():
+            del self._modules[1:]  # a replay that stopped early left its modules by an exception
         replayed = self._modules[-1]
         return replayed or self._node[0], self._node[1]
 

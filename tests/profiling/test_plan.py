@@ -238,5 +238,5 @@ def test_few_traces_give_nearly_the_same_plan():
     assert few.pure("store") == full.pure("store")
     assert few.pure("exact") == pytest.approx(full.pure("exact"), rel=0.1)
     budget = 2 * full.least
-    assert few.plan(budget).seconds <= 1.15 * full.plan(budget).seconds
+    assert few.plan(budget).seconds <= 1.25 * full.plan(budget).seconds
     assert "recompute" in few.plan(few.least + 2**18).values()  # the steps without an inverse
