@@ -13,7 +13,7 @@ import torch
 ROOT = Path(__file__).parents[1]
 README, GUIDE = ROOT / "README.md", ROOT / "docs" / "guide"
 HOW_TO = ROOT / "docs" / "how-to"
-ELSEWHERE = {HOW_TO / "extend.md", HOW_TO / "move-from-memcnn.md"}  # tests/cli, tests/peers
+ELSEWHERE = {HOW_TO / "extend.md", HOW_TO / "move-from-memcnn.md"}  # test_extend, tests/peers
 SITE = [
     ROOT / "docs" / name for name in ("index.md", "tutorial.md", "which-mode.md", "questions.md")
 ]
