@@ -26,6 +26,7 @@ from revzoo.layers.injective import InjectiveLinear, PatchConv
 from revzoo.layers.linear import InvertibleLinear
 from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
+from revzoo.layers.recalibrate import recalibrate_batch_norm
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.side_bits import make_reversible, reversible_blocks
@@ -106,6 +107,7 @@ __all__ = [
     "memory",
     "plan_memory",
     "predict",
+    "recalibrate_batch_norm",
     "register_callback",
     "register_data",
     "register_model",

@@ -23,6 +23,7 @@ from torchmetrics import Metric, MetricCollection
 from revzoo.core.guard import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
+from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.finite import FiniteLoss
@@ -154,6 +155,14 @@ class Classifier(pl.LightningModule):
         states = data_states(state)
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
         return module
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Give reversible blocks the bits that the saved weights were trained with."""
+        model = checkpoint.get("hyper_parameters", {}).get("model") or {}
+        if bits := model.get('x') and model.get("reversible_bits"):
+            for step in self.model.modules():
+                if isinstance(step, SideBits):
+                    step.bits = bits
 
     def setup(self, stage: str) -> None:
         """Compare the number of classes with the data's.

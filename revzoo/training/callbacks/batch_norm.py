@@ -7,14 +7,17 @@ rule of the weight average (:mod:`revzoo.training.callbacks.ema`). It ends after
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo._checks import check_number
+from revzoo._checks import check_count, check_number
+from revzoo.layers.recalibrate import recalibrate_batch_norm
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_run
 
@@ -31,12 +34,18 @@ class BatchNormMomentum(RestoresAfterFit):
     Args:
         momentum: the weight of a batch's statistics; None keeps each BatchNorm's momentum.
         warmup: start with a larger momentum, see above.
+        recalibrate: number of batches of training images that replace the statistics before the
+            first step (:func:`revzoo.recalibrate_batch_norm`).
 
     Raises:
-        ValueError: ``momentum`` is not in (0, 1].
+        ValueError: ``momentum`` is not in (0, 1], or ``recalibrate`` no whole number from 0 on.
     """
 
-    def __init__(self, *, momentum: float | None = None, warmup: bool = True) -> None:
+    def __init__(
+        self, *, momentum: float | None = None, warmup: bool = True, recalibrate: int = 0
+    ) -> None:
+        check_count("recalibrate", recalibrate, least=0)
+        self.recalibrate = recalibrate
         if momentum is not None:
             check_number("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
@@ -59,6 +68,15 @@ class BatchNormMomentum(RestoresAfterFit):
                 "BatchNorms of compiled branches get no warm-up of their momentum; set "
                 "callbacks.batch_norm.momentum=0.1 for runs of a few hundred steps"
             )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if not self.recalibrate or trainer.global_step:
+            return
+        loader: Any = trainer.train_dataloader
+        with torch.random.fork_rng():  # training draws the same numbers with and without
+            batches = itertools.islice(iter(loader), self.recalibrate)
+            moved = (trainer.strategy.batch_to_device(b, pl_module.device, 0) for b in batches)
+            recalibrate_batch_norm(pl_module, (images for images, _ in moved))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -29,6 +29,7 @@ from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
+from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -110,11 +111,18 @@ def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callb
     return AveragedWeights(decay=decay, warmup=warmup)
 
 
-def batch_norm(run_dir: Path, *, momentum: float | None = None, warmup: bool = True) -> pl.Callback:
+def side_bits(run_dir: Path, *, epochs: int, most: int = 8) -> pl.Callback:
+    """More bits of reversible blocks over the last epochs."""
+    return AnnealedBits(epochs=epochs, most=most)
+
+
+def batch_norm(
+    run_dir: Path, *, momentum: float | None = None, warmup: bool = True, recalibrate: int = 0
+) -> pl.Callback:
     """BatchNorm's momentum, with a warm-up; None keeps each BatchNorm's momentum."""
     if momentum is not None:
         check_number("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
-    return BatchNormMomentum(momentum=momentum, warmup=warmup)
+    return BatchNormMomentum(momentum=momentum, warmup=warmup, recalibrate=recalibrate)
 
 
 def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
@@ -162,6 +170,7 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         confusion,
         early_stopping,
         batch_norm,
+        side_bits,
         finetuning,
         compiled_branches,
         private,

@@ -1,0 +1,55 @@
+"""BatchNorm's running statistics, taken anew from a few batches.
+
+A network that was changed (made reversible, pruned, given other weights) has other statistics than
+those it was trained with. ``torch.optim.swa_utils.update_bn`` also switches dropout on, and takes
+all batches of a loader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
+    """Replace the running statistics of all BatchNorms of ``model`` by averages over ``batches``.
+
+    Everything else runs as in evaluation; weights, modes and momenta stay as they are.
+
+    Args:
+        model: called with each batch.
+        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do.
+
+    Raises:
+        ValueError: there is no batch.
+
+    Example:
+        >>> net = revzoo.make_reversible(revzoo.create_model("resnet32"), bits=2)
+        >>> revzoo.recalibrate_batch_norm(net, [torch.randn(8, 3, 32, 32) for _ in range(2)])
+        >>> int(net.stem[0].norm.num_batches_tracked)
+        2
+    """
+    modes = {module: module.training for module in model.modules()}
+    norms = [m for m in modes if isinstance(m, _BatchNorm) and m.track_running_stats]
+    momenta = [norm.momentum for norm in norms]
+    count = 0
+    try:
+        model.eval()
+        for norm in norms:
+            norm.train()
+            norm.reset_running_stats()
+            norm.momentum = None  # the average over all batches
+        with torch.no_grad():
+            for batch in batches:
+                model(batch)
+                count += 1
+    finally:
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+        for module, training in modes.items():
+            module.training = training
+    if not count:
+        raise ValueError("batches is empty: expected at least one batch of images")

@@ -1,0 +1,70 @@
+"""More side bits over the last epochs, so that a converted network ends close to the plain one.
+
+The weight b = 2^-bits of :mod:`revzoo.layers.side_bits` goes towards 0, as Dr2Net's coefficients do
+(Zhao et al., CVPR 2024, arXiv 2401.04105). The epoch alone decides the bits, so a resumed run needs
+no other state. Checkpoints of models by name say the bits of their weights.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytorch_lightning as pl
+
+from revzoo._checks import check_count
+from revzoo.layers.side_bits import MOST_BITS, SideBits
+
+log = logging.getLogger(__name__)
+
+
+class AnnealedBits(pl.Callback):
+    """Raises the bits of a network that :func:`revzoo.make_reversible` has changed.
+
+    Args:
+        epochs: over how many of the last epochs, in equal steps.
+        most: the bits of the last epoch.
+
+    Raises:
+        ValueError: ``epochs`` or ``most`` is out of range.
+    """
+
+    def __init__(self, *, epochs: int, most: int = MOST_BITS) -> None:
+        check_count("epochs", epochs)
+        check_count("most", most)
+        if most > MOST_BITS:
+            raise ValueError(f"most={most}: expected at most {MOST_BITS}")
+        self.epochs, self.most = epochs, most
+        self._first: dict[SideBits, int] = {}
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Note the bits to start from.
+
+        Raises:
+            ValueError: the run has no last epoch, or the network no such blocks.
+        """
+        if stage != "fit":
+            return
+        if (trainer.max_epochs or -1) < 1:
+            raise ValueError("annealed bits need a last epoch: give trainer.max_epochs")
+        self._first = {m: m.bits for m in pl_module.modules() if isinstance(m, SideBits)}
+        if not self._first:
+            raise ValueError(
+                "the network has no blocks with side bits: give model.reversible_bits=4, or call "
+                "revzoo.make_reversible"
+            )
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert trainer.max_epochs is not None, "see setup"
+        passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)
+        share = min(1.0, max(0.0, passed / self.epochs))
+        for step, first in self._first.items():
+            step.bits = first + round(share * max(0, self.most - first))
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        model = checkpoint.get("hyper_parameters", {}).get("model")
+        if model and model.get("reversible_bits"):
+            bits = max(step.bits for step in self._first)
+            checkpoint["hyper_parameters"]["model"] = {**model, "reversible_bits": bits}
