@@ -159,7 +159,7 @@ class Classifier(pl.LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Give reversible blocks the bits that the saved weights were trained with."""
         model = checkpoint.get("hyper_parameters", {}).get("model") or {}
-        if bits := model.get('x') and model.get("reversible_bits"):
+        if bits := model.get("reversible_bits"):
             for step in self.model.modules():
                 if isinstance(step, SideBits):
                     step.bits = bits

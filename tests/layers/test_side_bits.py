@@ -289,6 +289,20 @@ def test_runs_do_not_leave_a_checkpoint(options, length):
     )
 
 
+def test_graphs_of_torch_compute_the_same():
+    net = make_reversible(network(dropout=0.0).eval(), 2)
+    x = pictures()
+    expected = net(x)
+    assert not torch.allclose(make_reversible(copy.deepcopy(net), None)(x), expected, atol=1e-3)
+    found = [
+        torch.export.export(net, (x,)).module()(x),
+        torch.compile(net, backend="eager")(x),
+        torch.func.vmap(lambda image: net(image[None])[0])(x),
+    ]
+    for each in found:
+        assert torch.allclose(each, expected, atol=1e-4)
+
+
 def test_an_outer_step_drops_the_bits_of_inner_ones():
     def kept(depth):
         torch.manual_seed(0)
