@@ -56,11 +56,17 @@ def test_every_configuration_file_is_shown_whole(pages: dict[str, str]) -> None:
 
 
 def test_an_option_stands_with_its_value_and_its_comment(pages: dict[str, str]) -> None:
-    page = pages["configuration/callbacks"]
-    assert "| `callbacks.best_checkpoint.monitor` | `val/acc` | or val/loss, " in page
-    assert "| `callbacks.drift` |  | how far inverted " in page
-    assert "| `optim.schedule.warmup` | `0.15` |" in pages["configuration/optim"]
-    assert "| `seed` | `0` |" in pages["configuration"]
+    rows = {
+        "configuration/callbacks": (
+            r"`callbacks\.best_checkpoint\.monitor` \| `val/acc` \| \w+",
+            r"`callbacks\.drift` \|  \| \w+",
+        ),
+        "configuration/optim": (r"`optim\.schedule\.warmup` \| `0\.15` \|",),
+        "configuration": (r"`seed` \| `0` \| \w+",),
+    }
+    for page, patterns in rows.items():
+        for pattern in patterns:
+            assert re.search(pattern, pages[page]), pattern
 
 
 def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
