@@ -516,7 +516,12 @@ class Entry:
         chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
         def pack(t: Tensor) -> Slot | Resident:
-            if address(t) in resident or 0 < _bytes_of(t) <= small:
+            try:
+                storage = t.untyped_storage()
+                stays = storage._cdata in resident or 0 < storage.nbytes() <= small
+            except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
+                stays = address(t) in resident
+            if stays:
                 saved.append(None)
                 return Resident.of(t)
             if witness is not None:
