@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from revzoo import ConversionError, create_model, load_published
+from revzoo import ConversionError, create_model, load_published, set_memory
 from revzoo.interop import irevnet
 from revzoo.interop.irevnet import FIRST_BLOCK, OTHER_BLOCKS
 
@@ -63,9 +63,15 @@ def test_memcnns_networks_compute_the_same(name, tmp_path):
     x = torch.randn(2, 3, 16, 16, dtype=torch.float64)
     with torch.no_grad():
         expected = theirs(x)
+        # Random statistics let the streams of revnet110 grow to 1e5, too far for one grid.
+        fixed_point = ours.spec.architecture.startswith("revnet") and name != "revnet110"
+        set_memory(ours, "exact" if fixed_point else "store")
+        single = ours(x.float())
+        set_memory(ours, "store")
         actual = ours.double()(x)
     # the weights were rounded to float32 on the way
     assert (actual - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (single - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 @memcnn_imports
@@ -124,7 +130,11 @@ def test_irevnets_are_recognised_by_their_shapes(kind, tmp_path):
     assert not ours.training
     x = torch.randn(2, 3, 16, 16)
     with torch.no_grad():
-        assert torch.equal(ours(x), model(x))
+        exact = ours(x)
+        assert torch.equal(exact, model(x))
+        set_memory(model, "store")
+        expected = model.double()(x.double())
+    assert (exact - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
 def test_the_bijective_imagenet_network_is_recognised():
