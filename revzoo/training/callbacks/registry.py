@@ -29,6 +29,7 @@ from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
+from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
 
@@ -154,6 +155,18 @@ def private(
     )
 
 
+def gradient_noise_scale(
+    run_dir: Path, *, every_n_steps: int = 10, decay: float = 0.9
+) -> pl.Callback:
+    """The batch size up to which larger batches pay, from norms of samples' gradients."""
+    return GradientNoiseScale(every_n_steps=every_n_steps, decay=decay)
+
+
+def hard_samples(run_dir: Path, *, count: int = 16, every_n_steps: int = 1) -> pl.Callback:
+    """The training images with the largest gradients of each epoch, in TensorBoard."""
+    return HardSamples(count=count, every_n_steps=every_n_steps)
+
+
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     builder.__name__: builder
     for builder in (
@@ -174,6 +187,8 @@ CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
         finetuning,
         compiled_branches,
         private,
+        gradient_noise_scale,
+        hard_samples,
     )
 }
 

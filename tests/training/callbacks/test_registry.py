@@ -33,6 +33,7 @@ from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER, best_checkpoint_path
+from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.csv_logger import MetricsCSV
 
 ALL = {name: {} for name in CALLBACKS}
@@ -57,6 +58,8 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         Finetuning,
         CompiledBranches,
         PrivateTraining,
+        GradientNoiseScale,
+        HardSamples,
     }
 
 
@@ -139,7 +142,8 @@ def test_figures_of_an_earlier_validation_are_not_logged_again(
 
 
 def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
-    specs = {name: {} for name in ALL if name != "private"}  # which refuses plain loaders
+    refuse = {"private", "gradient_noise_scale", "hard_samples"}  # batch normalisation
+    specs = {name: {} for name in ALL if name not in refuse}
     callbacks = [*build_callbacks(specs, run_dir=tmp_path), GracefulStop()]
     runner = trainer(
         tmp_path,

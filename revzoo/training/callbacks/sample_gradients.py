@@ -1,0 +1,176 @@
+"""What the gradients of single samples say: the gradient noise scale, and the hardest images.
+
+Both read the norms that a backward pass leaves at little cost and without more memory
+(:mod:`revzoo.training.sample_gradients`). Steps in between run as without them.
+
+The gradient noise scale is the batch size up to which larger batches pay: the trace of the
+covariance of the samples' gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
+D. Amodei, "An Empirical Model of Large-Batch Training", 2018, arXiv 1812.06162, equation 2.9). With
+B samples of mean squared norm S, and the squared norm G of their mean gradient,
+
+    |mean|^2 = (B G - S) / (B - 1)        trace = B (S - G) / (B - 1)
+
+are unbiased: the paper's appendix A.1 with batches of 1 and B. As there, both are averaged before
+they are divided.
+
+Under data parallelism S and the images are the first process's, G is of the whole batch.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+
+from revzoo._checks import check_count, check_number
+from revzoo.layers.per_sample import refuse_mixing
+from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.pictures import (
+    COLUMNS,
+    Words,
+    add_image,
+    captioned,
+    class_names,
+    pixels_of,
+)
+from revzoo.training.callbacks.private import PrivateTraining
+from revzoo.training.metrics import true_classes
+from revzoo.training.sample_gradients import SampleNorms
+
+
+class _ReadsNorms(RestoresAfterFit):
+    """Gives subclasses the norms of every ``every_n_steps``-th step.
+
+    Args:
+        every_n_steps: optimiser steps from one to the next.
+
+    Raises:
+        ValueError: ``every_n_steps`` is no positive whole number. When training starts: the model
+            has a batch normalisation, gradients are accumulated, or training is private.
+    """
+
+    def __init__(self, *, every_n_steps: int) -> None:
+        check_count("every_n_steps", every_n_steps)
+        self.every_n_steps = every_n_steps
+        self._norms: SampleNorms | None = None
+        self._batch: Any = None
+
+    @abstractmethod
+    def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
+        """Use the squared norms ``(B,)`` of the gradients of the samples' own losses."""
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        name = type(self).__name__
+        if any(isinstance(c, PrivateTraining) for c in trainer.callbacks):  # type: ignore[attr-defined]
+            raise ValueError(f"{name} with callbacks.private: its figures would not be private")
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"{name} with trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: "
+                "expected 1"
+            )
+        pl_module.model.train()
+        refuse_mixing(pl_module.model)
+        self._norms = SampleNorms(pl_module.model)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        assert self._norms is not None
+        if trainer.global_step % self.every_n_steps == 0:
+            self._norms.collecting, self._batch = True, batch
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer
+    ) -> None:
+        assert self._norms is not None
+        if not self._norms.collecting:
+            return
+        batch, self._batch, self._norms.collecting = self._batch, None, False
+        squares = self._norms.take().float()
+        self.read(trainer, pl_module, squares * len(squares) ** 2, batch)  # of a mean over B
+
+    def undo(self, pl_module: pl.LightningModule) -> None:
+        if self._norms is not None:
+            self._norms.remove()
+        self._norms = self._batch = None
+
+
+class GradientNoiseScale(_ReadsNorms):
+    """Logs ``gradients/noise_scale``, in samples, and ``gradients/norm`` of the batch's gradient.
+
+    Args:
+        every_n_steps: optimiser steps from one measurement to the next.
+        decay: weight of what was measured before, in the averages.
+    """
+
+    def __init__(self, *, every_n_steps: int = 10, decay: float = 0.9) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        check_number("decay", decay, high=1, open_high=True)
+        self.decay = decay
+        self._trace = self._square = 0.0
+
+    def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
+        gradients = [p.grad for p in module.model.parameters() if p.grad is not None]
+        whole = float(sum(g.detach().float().square().sum() for g in gradients))
+        module.log("gradients/norm", whole**0.5, on_step=True, on_epoch=False)
+        count, mean = len(squares) * trainer.world_size, float(squares.mean())
+        if count < 2:
+            return
+        found = count * (mean - whole) / (count - 1), (count * whole - mean) / (count - 1)
+        self._trace += (1 - self.decay) * (found[0] - self._trace)
+        self._square += (1 - self.decay) * (found[1] - self._square)
+        if self._square > 0:  # else noise hides the mean gradient: the scale is beyond measure
+            scale = self._trace / self._square
+            module.log("gradients/noise_scale", scale, on_step=True, on_epoch=False)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"trace": self._trace, "square": self._square}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._trace, self._square = state_dict["trace"], state_dict["square"]
+
+
+class HardSamples(_ReadsNorms):
+    """Shows the training images with the largest gradients of an epoch, tag ``hard_samples``.
+
+    They are hard or mislabelled. Logs the median and the largest norm of each measured batch as
+    ``gradients/sample_median`` and ``gradients/sample_max``.
+
+    Args:
+        count: images of the picture.
+        every_n_steps: optimiser steps from one measured batch to the next.
+    """
+
+    def __init__(self, *, count: int = 16, every_n_steps: int = 1) -> None:
+        super().__init__(every_n_steps=every_n_steps)
+        check_count("count", count)
+        self.count = count
+        self._top: list[tuple[float, Tensor, int]] = []  # norm, image, label
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        self._top = []
+
+    def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
+        norms = squares.clamp(min=0).sqrt()
+        module.log("gradients/sample_median", norms.median(), on_step=True, on_epoch=False)
+        module.log("gradients/sample_max", norms.max(), on_step=True, on_epoch=False)
+        images, labels = batch
+        values, places = norms.topk(min(self.count, len(norms)))
+        labels = true_classes(labels)
+        found = [
+            (float(v), images[i].detach().clone(), int(labels[i]))
+            for v, i in zip(values, places.tolist(), strict=True)
+        ]
+        self._top = sorted([*self._top, *found], key=lambda t: -t[0])[: self.count]
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        if not self._top or not trainer.is_global_zero:
+            return
+        images = torch.stack([image for _, image, _ in self._top])
+        names = class_names(trainer, pl_module.model.num_classes)
+        words = [(Words(names[label]), Words(f"norm {norm:.3g}")) for norm, _, label in self._top]
+        picture = captioned(pixels_of(trainer, images), words, columns=COLUMNS)
+        add_image(trainer, "hard_samples", picture, trainer.global_step - 1)
