@@ -28,7 +28,9 @@ OLD = [  # other libraries call what torch calls deprecated
     pytest.mark.filterwarnings("ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
+PRIVATE = HOW_TO / "private-training.md"
 LIBRARIES = {  # that pages import
+    PRIVATE: "opacus",
     GUIDE / "weights.md": "memcnn",
     HOW_TO / "move-from-invtorch.md": "invtorch",
     HOW_TO / "move-from-revtorch.md": "revtorch",

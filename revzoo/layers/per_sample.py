@@ -30,9 +30,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 Gradients = dict[str, Tensor]
 
-# Most values of an unfolded input at a time: 16 MiB in float32. Samples are independent, so larger
-# batches are processed in parts.
-UNFOLDED = 2**22
+# Most values of an unfolded input at a time: 4 MiB in float32. Samples are independent, so larger
+# batches are processed in parts; parts of 16 MiB took as long.
+UNFOLDED = 2**20
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

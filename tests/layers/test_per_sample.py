@@ -70,7 +70,7 @@ def looped(layer, x, gradient):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("unfolded", [2**22, 300])
+@pytest.mark.parametrize("unfolded", [2**20, 300])
 def test_gradients_and_norms_equal_a_loop(name, unfolded, monkeypatch):
     """Also where a batch is cut into parts, to bound the memory of unfolding."""
     monkeypatch.setattr(per_sample, "UNFOLDED", unfolded)
