@@ -30,11 +30,11 @@ from revzoo.layers.per_sample import refuse_mixing
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.callbacks.pictures import (
     COLUMNS,
-    Words,
+    TextLine,
     add_image,
     captioned,
     class_names,
-    pixels_of,
+    to_pixels,
 )
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.metrics import true_classes
@@ -171,6 +171,8 @@ class HardSamples(_ReadsNorms):
             return
         images = torch.stack([image for _, image, _ in self._top])
         names = class_names(trainer, pl_module.model.num_classes)
-        words = [(Words(names[label]), Words(f"norm {norm:.3g}")) for norm, _, label in self._top]
-        picture = captioned(pixels_of(trainer, images), words, columns=COLUMNS)
+        words = [
+            (TextLine(names[label]), TextLine(f"norm {norm:.3g}")) for norm, _, label in self._top
+        ]
+        picture = captioned(to_pixels(trainer, images), words, columns=COLUMNS)
         add_image(trainer, "hard_samples", picture, trainer.global_step - 1)
