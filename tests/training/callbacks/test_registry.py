@@ -34,9 +34,10 @@ from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.registry import CALLBACKS, ORDER, best_checkpoint_path
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
+from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.csv_logger import MetricsCSV
 
-ALL = {name: {} for name in CALLBACKS}
+ALL: dict[str, dict[str, int]] = {name: {} for name in CALLBACKS} | {"side_bits": {"epochs": 1}}
 
 
 def test_every_name_builds_its_callback(tmp_path: Path) -> None:
@@ -57,6 +58,7 @@ def test_every_name_builds_its_callback(tmp_path: Path) -> None:
         BatchNormMomentum,
         Finetuning,
         CompiledBranches,
+        AnnealedBits,
         PrivateTraining,
         GradientNoiseScale,
         HardSamples,
@@ -142,7 +144,7 @@ def test_figures_of_an_earlier_validation_are_not_logged_again(
 
 
 def test_the_order_of_callbacks_holds_in_a_run(tmp_path: Path) -> None:
-    refuse = {"private", "gradient_noise_scale", "hard_samples"}  # batch normalisation
+    refuse = {"private", "gradient_noise_scale", "hard_samples", "side_bits"}  # this network
     specs = {name: {} for name in ALL if name not in refuse}
     callbacks = [*build_callbacks(specs, run_dir=tmp_path), GracefulStop()]
     runner = trainer(
