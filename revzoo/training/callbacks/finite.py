@@ -25,6 +25,7 @@ from revzoo.training.checkpoint.state import RunState
 log = logging.getLogger(__name__)
 
 DIVERGED = 10
+EVALUATED = ("val/loss", "test/loss")
 
 
 class FiniteLoss(pl.Callback):
@@ -98,6 +99,22 @@ class FiniteLoss(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._read(pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
+        figures = trainer.callback_metrics
+        for name in EVALUATED:
+            loss = float(figures.get(name, 0.0))
+            if not math.isfinite(loss) and trainer.is_global_zero:
+                log.warning(
+                    "%s is %s: some logits are not finite, so the accuracy means nothing. Early in "
+                    "training, BatchNorm's running statistics lag behind the weights, and streams "
+                    "leave the range of memory=exact: train longer, or evaluate with memory=store",
+                    name,
+                    loss,
+                )
+
+    on_test_end = on_validation_end
 
     def _record(self, finite: Tensor, step: int, epoch: int) -> None:
         if self._first is None:
