@@ -148,6 +148,8 @@ IREVNETS: dict[str, IRevNetVariant] = {
     "irevnet163": IRevNetVariant(
         units=(18, 18, 18), strides=(1, 2, 2), channels=(16, 64, 256), dropout=0.1
     ),
+    # Not published: irevnet163 with a quarter of its blocks, for trainings on a CPU.
+    "irevnet43": IRevNetVariant(units=(5, 5, 4), strides=(1, 2, 2), channels=(16, 64, 256)),
     "irevnet301": IRevNetVariant(
         units=(6, 16, 72, 6), strides=(2, 2, 2, 2), squeeze=2, image_size=224
     ),

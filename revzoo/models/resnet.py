@@ -34,6 +34,7 @@ def _imagenet(units: tuple[int, ...]) -> Variant:
 # The baselines of arXiv 1707.04585 (CIFAR and ImageNet), as in its TensorFlow release.
 RESNETS: dict[str, Variant] = {
     "resnet32": Variant(stem_width=16, widths=(16, 32, 64), units=(5, 5, 5)),
+    "resnet56": Variant(stem_width=16, widths=(16, 32, 64), units=(9, 9, 9)),
     "resnet110": Variant(stem_width=16, widths=(16, 32, 64), units=(18, 18, 18)),
     "resnet164": Variant(
         stem_width=16, widths=(16, 32, 64), units=(18, 18, 18), branch="bottleneck"
