@@ -18,9 +18,9 @@ NOTE [ Slots and the tape ]
                             <---- s                     we replay step 2. That also gives its
                                                         input s, from which we replay step 1.
 
-    1. A slot replaces one saved activation in the graph. Tensors that are small beside the step's
-       input, such as the statistics of a normalisation, have no slot. Slots hold the tape. The tape
-       refers to slots weakly, and its entries hold only the data for a replay. So there is no
+    1. A slot replaces one saved activation in the graph. Some tensors that are small beside the
+       step's input, such as frozen scales, have no slot. Slots hold the tape. The tape refers to
+       slots weakly, and its entries hold only the data for a replay. So there is no
        reference cycle: reference counting frees graph and tape.
     2. The tape holds one *known state*, normally the last output. It is a detached alias, which
        shares the version counter, so later in-place changes are detected. ``_position`` is the
@@ -192,6 +192,7 @@ class Tape:
 
     def __init__(self, state: State | None = None) -> None:
         self.entries: list[Entry] = []
+        self.small_bytes = 0  # of the small tensors that the graph keeps itself, see rule 1
         self._position = 0
         self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
         self._landmarks: list[_Landmark] = []

@@ -49,6 +49,8 @@ class ReplayMismatchError(RuntimeError):
 
 
 class _Tape(Protocol):
+    small_bytes: int
+
     def replay(self, index: int) -> None: ...
 
 
@@ -415,7 +417,9 @@ def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -
             raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")
 
 
-_SMALL = 512  # storages smaller than a step's input by this factor are kept, not replayed
+# Storages smaller than a step's input by _SMALL are kept, not replayed. A chain keeps at most
+# _MOST_SMALL times the largest of them: its memory must not grow with its depth.
+_SMALL, _MOST_SMALL = 512, 16
 
 
 def _bytes_of(t: Tensor) -> int:
@@ -515,10 +519,18 @@ class Entry:
         witness = self.witness
         chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
+        def keeps(size: int) -> bool:
+            alive = chain()
+            assert alive is not None
+            if not 0 < size <= min(small, _MOST_SMALL * small - alive.small_bytes):
+                return False
+            alive.small_bytes += size
+            return True
+
         def pack(t: Tensor) -> Slot | Resident:
             try:
                 storage = t.untyped_storage()
-                stays = storage._cdata in resident or 0 < storage.nbytes() <= small
+                stays = storage._cdata in resident or keeps(storage.nbytes())
             except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
                 stays = address(t) in resident
             if stays:

@@ -305,7 +305,7 @@ def test_a_padding_that_is_not_zero_is_not_exact():
     assert SpatialPadding(1).exact
     net = ReversibleSequence([SpatialPadding(1, value=1.0)])
     assert net[0].memory == "invert"
-    with pytest.raises(ValueError, match="whose units"):
+    with pytest.raises(ValueError, match="not a multiple of their unit"):
         set_memory(net, "exact")
 
 

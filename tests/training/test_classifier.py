@@ -302,5 +302,7 @@ def test_a_trained_network_is_saved_with_the_facts_of_its_data(tmp_path: Path) -
         torch.testing.assert_close(scaled, expected)
     network = module.model
     trainer(tmp_path, max_steps=1).fit(module, loader(16))
-    with pytest.raises(EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of the data"):
+    with pytest.raises(
+        EntryError, match=r"classes=\.\.\., mean=\.\.\., std=\.\.\. of its training"
+    ):
         network.save_pretrained(tmp_path / "net")  # trained on unknown data

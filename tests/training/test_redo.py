@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -103,19 +104,17 @@ def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
 
 
 class Unrepeatable(pl.Callback):
-    """Adds another number at every forward pass."""
+    """Changes the input of a branch in another way at every call."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        calls: list[int] = []  # a replay restores attributes, but not this list
+        calls = itertools.count(1)  # a replay restores attributes and lists, but not this
         name = change(pl_module, "invert")
 
-        def add(module: Any, inputs: Any, output: Any) -> Any:
-            calls.append(0)
-            return tuple(t + len(calls) for t in output) if isinstance(output, tuple) else output
+        def change_inputs(module: Any, inputs: Any) -> Any:
+            number = next(calls)
+            return tuple(t + (number * t).sin() for t in inputs)  # a norm would remove a constant
 
-        pl_module.get_submodule(name).branch.register_forward_hook(
-            lambda module, inputs, output: output + add(module, inputs, (output * 0,))[0]
-        )
+        pl_module.get_submodule(name).branch.register_forward_pre_hook(change_inputs)
 
 
 def test_a_step_that_is_never_deterministic_ends_the_run_with_a_command(tmp_path: Path) -> None:
