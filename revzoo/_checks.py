@@ -29,11 +29,17 @@ def check_count(name: str, value: object, *, least: int = 1) -> None:
         raise ValueError(f"{name}={value!r}: expected a whole number >= {least}")
 
 
+def counts_of(values: object, *, repeat: int = 1, least: int = 1) -> tuple[int, ...]:
+    """``values`` as a tuple, a single number repeated; empty unless all are integers >= least."""
+    numbers: tuple[Any, ...] = tuple(values) if isinstance(values, Iterable) else (values,) * repeat
+    return numbers if all(is_count(n, least) for n in numbers) else ()
+
+
 def check_counts(name: str, values: Any) -> tuple[int, ...]:
     """``values`` as a tuple; a ValueError unless they are integers >= 1, at least one."""
     # any iterable: configurations hold lists, or Hydra's list type
-    numbers = tuple(values) if isinstance(values, Iterable) else ()
-    if not numbers or not all(map(is_count, numbers)):
+    numbers = counts_of(values, repeat=0)
+    if not numbers:
         raise ValueError(f"{name}={values!r}: expected whole numbers >= 1, one for each stage")
     return numbers
 

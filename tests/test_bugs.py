@@ -18,6 +18,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.profiler import profile
 
+import revzoo
 from revzoo import (
     AdditiveCoupling,
     ConversionError,
@@ -2282,3 +2283,24 @@ def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
         found, expected = net.inverse(y), net.inverse(y.clone())
     assert torch.equal(found, expected)
     assert not torch.equal(found, unchanged)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: revzoo.SpatialPadding(1.5), r"padding=1\.5: expected two numbers"),
+        (lambda: revzoo.SpatialPadding(True), "padding=True: expected two numbers"),
+        (lambda: revzoo.Squeeze(2.0), r"factor=2\.0: expected a whole number"),
+        (lambda: revzoo.InvertibleFlatten((2.5,)), r"shape=\(2\.5,\): expected the sizes"),
+        (lambda: revzoo.InvertibleFlatten((2, 3), start_dim=1.0), r"start_dim=1\.0.*expected"),
+        (lambda: revzoo.ReversibleSequence([], split=2), "parts=2: expected two whole numbers"),
+        (
+            lambda: revzoo.ReversibleSequence(collections.OrderedDict(append=nn.Identity())),
+            "name 'append'",
+        ),
+    ],
+)
+def test_arguments_of_the_wrong_type_are_named(make, message):
+    """They raised a TypeError or KeyError of Python, or were accepted."""
+    with pytest.raises(ValueError, match=message):
+        make()

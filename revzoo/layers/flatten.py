@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from revzoo._checks import counts_of, is_count
 from revzoo.layers.streams import Streamwise
 
 
@@ -36,11 +37,12 @@ class InvertibleFlatten(Streamwise):
         self, shape: Sequence[int], *, start_dim: int = 1, end_dim: int = -1, streams: int = 2
     ) -> None:
         super().__init__(streams=streams)
-        self.shape = tuple(shape)
-        if not self.shape or min(self.shape) < 1:
-            raise ValueError(f"shape={self.shape}: expected the sizes of one image, (C, H, W)")
+        self.shape = counts_of(shape, repeat=0)
+        if not self.shape:
+            raise ValueError(f"shape={shape}: expected the sizes of one image, (C, H, W)")
         dims = 1 + len(self.shape)
-        first, last = (d % dims if -dims <= d < dims else 0 for d in (start_dim, end_dim))
+        ends = (start_dim, end_dim)
+        first, last = (d % dims if is_count(d, -dims) and d < dims else 0 for d in ends)
         if not 1 <= first <= last:
             raise ValueError(
                 f"start_dim={start_dim}, end_dim={end_dim}: expected dimensions 1 to {dims - 1} of "

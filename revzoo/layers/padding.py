@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo._checks import check_choice, check_count, check_number
+from revzoo._checks import check_choice, check_count, check_number, counts_of
 from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.recording import keeping_shape_of
@@ -134,8 +134,8 @@ class SpatialPadding(Streamwise):
         streams: int = 2,
     ) -> None:
         super().__init__(streams=streams)
-        self.padding = (padding,) * 4 if isinstance(padding, int) else tuple(padding)
-        if not self.padding or len(self.padding) % 2 or min(self.padding) < 0:
+        self.padding = counts_of(padding, repeat=4, least=0)
+        if not self.padding or len(self.padding) % 2:
             raise ValueError(
                 f"padding={padding}: expected two numbers, 0 or more, for each dimension, the last "
                 "dimension first"

@@ -353,9 +353,12 @@ _repr = nn.Module.__repr__
 
 
 def _checked_name(name: str | None) -> str | None:
-    if name is not None and (name.isdigit() or "." in name or not name):
+    if name is not None and (
+        name.isdigit() or "." in name or not name or hasattr(nn.ModuleList(), name)
+    ):
         raise ValueError(
-            f"a step got the name {name!r}: expected one without dots that is no number"
+            f"a step got the name {name!r}: expected one without dots that is no number and no "
+            "attribute of nn.ModuleList"
         )
     return name
 

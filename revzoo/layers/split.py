@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revzoo._checks import counts_of
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.streams import no_change_of_volume
 
@@ -30,9 +31,10 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
 
 
 def _check_parts(parts: Sequence[int]) -> Parts:
-    if len(parts) != 2 or any(type(n) is not int or n < 1 for n in parts):
+    counts = counts_of(parts, repeat=0)
+    if len(counts) != 2:
         raise ValueError(f"parts={parts}: expected two whole numbers of at least 1")
-    return parts[0], parts[1]
+    return counts[0], counts[1]
 
 
 class Split(Invertible):

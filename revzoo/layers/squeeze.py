@@ -27,7 +27,7 @@ from typing import Literal
 from torch import Tensor
 from torch.nn import functional
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, counts_of
 from revzoo.layers.streams import Streamwise
 
 Order = Literal["torch", "irevnet"]
@@ -58,8 +58,8 @@ class Squeeze(Streamwise):
         self, factor: int | Sequence[int] = 2, *, order: Order = "torch", streams: int = 2
     ) -> None:
         super().__init__(streams=streams)
-        self.factors = (factor, factor) if isinstance(factor, int) else tuple(factor)
-        if min(self.factors, default=0) < 1 or math.prod(self.factors) < 2:
+        self.factors = counts_of(factor, repeat=2)
+        if math.prod(self.factors) < 2:
             raise ValueError(
                 f"factor={factor}: expected a whole number of at least 2, or one of at least 1 for "
                 "each axis, not all 1"
