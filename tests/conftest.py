@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import socket
 import subprocess
 import sys
 import zipfile
@@ -33,7 +34,10 @@ def global_switches_restored() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     rng = torch.get_rng_state()
     torch.manual_seed(0)  # whatever modules draw when they are imported
+    socket.setdefaulttimeout(None)
     yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.allow_tf32 = tf32
     torch.use_deterministic_algorithms(deterministic)

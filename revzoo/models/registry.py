@@ -135,7 +135,7 @@ def list_models(
 
     Example:
         >>> revzoo.list_models(["revnet*", "irevnet*"], exclude_filters=["*memcnn", "*1??"])
-        ['irevnet13', 'irevnet301', 'revnet38', 'revnet56']
+        ['irevnet13', 'irevnet301', 'irevnet43', 'revnet38', 'revnet56']
     """
 
     def matching(pattern: str) -> set[str]:

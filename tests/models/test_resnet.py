@@ -7,6 +7,7 @@ from revzoo.models.unit import ResidualUnit
 # Counts of the reference implementation of arXiv 1707.04585; one class more costs features + 1.
 CIFAR10 = {
     "resnet32": (464_154, 64),
+    "resnet56": (853_018, 64),
     "resnet110": (1_727_962, 64),
     "resnet164": (1_703_258, 256),
 }
