@@ -11,8 +11,8 @@ DIR holds ``train/CLASS/*`` and ``test/CLASS/*`` with CIFAR-10's images of 3x32x
 converted networks with the same images, order and rate, and tests their last weights; it runs in
 mode ``store`` on the grid, which gives bit-equal gradients in less time. ``steps`` compares plain
 training, torch's checkpoint around each block, and the converted network: kept bytes are counted
-on tensors, a block's share by leaving two blocks of a run out; the peak is that of a fresh process;
-times are interleaved. ``limit`` trains in processes whose data segment is limited
+on tensors. A run without two of its blocks gives the bytes of a block. The peak is measured in a
+fresh process; times are interleaved. ``limit`` trains in processes whose data segment is limited
 (``RLIMIT_DATA``). ``llama`` needs transformers, a decoder of 24 layers of width 256 built from a
 configuration.
 """

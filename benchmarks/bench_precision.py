@@ -1,4 +1,4 @@
-"""Distance of a step's gradient from that of float64, in ``store`` and on fixed-point streams.
+"""Distance of a step's gradient from float64's, in ``store`` and on fixed-point streams.
 
     python benchmarks/bench_precision.py --models revnet110 irevnet163 --seeds 3
 

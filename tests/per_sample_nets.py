@@ -1,6 +1,7 @@
 """Small networks of the zoo, and the loop over samples that per-sample gradients must equal."""
 
 import torch
+from torch import nn
 from torch.nn import functional
 
 import revzoo
@@ -33,6 +34,22 @@ def network(name, mode="store"):
     net = revzoo.create_model(name, **ZOO[name]).double()
     revzoo.set_memory(net, mode)
     return net
+
+
+def tied_network(mode):
+    """A layer that is used twice and a weight that two layers share, on 8 features."""
+    torch.manual_seed(0)
+    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
+    blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
+    sequence = revzoo.ReversibleSequence(blocks, memory=mode)
+    return nn.Sequential(sequence, nn.Linear(8, 5)).double()
+
+
+def tied_batch():
+    """Input and labels of :func:`tied_network`."""
+    images, labels = batch()
+    return images.flatten(1)[:, :8], labels
 
 
 def batch(count=3, size=8, seed=1):

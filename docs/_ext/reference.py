@@ -150,7 +150,7 @@ def group_page(group: str) -> str:
 
 
 def options_of(prefix: str, text: str) -> list[str]:
-    """What the comments at the top say, and a table of the options with a comment or a value."""
+    """The comments at the top, and a table of the options with a comment or a value."""
     about = [re.sub(r"^#\s*(=+\s*)?", "", line) for line in top_comments(text)]
     rows, path = [], []
     for line in text.splitlines():

@@ -242,6 +242,13 @@ def is_container(module: nn.Module) -> TypeGuard[Step]:
     return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
+def leaves(module: nn.Module) -> dict[str, Step]:
+    """The steps of ``module`` that run in a memory mode, by path; containers do not."""
+    return {
+        path: m for path, m in module.named_modules() if isinstance(m, Step) and not is_container(m)
+    }
+
+
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
     """Call ``step`` as a plain module, without its memory mode."""
     return nn.Module.__call__(step, *state, **context)

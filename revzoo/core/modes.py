@@ -25,7 +25,7 @@ from torch import nn
 
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
-from revzoo.core.invertible import State, Step, as_state, is_container, name_of, plain_call
+from revzoo.core.invertible import State, Step, as_state, is_container, leaves, name_of, plain_call
 from revzoo.core.offload import offloaded
 from revzoo.core.recording import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.replay import beside_replays
@@ -205,9 +205,8 @@ def set_memory(
     if not isinstance(mode, str):
         for container in filter(is_container, module.modules()):
             # the container splits and merges its streams in the mode of its first step
-            steps = [m for m in container.modules() if isinstance(m, Step) and not is_container(m)]
-            if steps:
-                container.memory, container.grid = steps[0].memory, steps[0].grid
+            if first := next(iter(leaves(container).values()), None):
+                container.memory, container.grid = first.memory, first.grid
 
 
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:

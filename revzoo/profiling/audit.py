@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from revzoo._checks import check_choice
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
-from revzoo.profiling.measure import leaves
 from revzoo.profiling.trace import Trace, fake_twin, images_for, real_twin, trace_step
 from revzoo.profiling.units import in_units
 
@@ -372,12 +372,12 @@ def audit(
 
 def present_mode(model: nn.Module) -> str:
     """The mode of all steps, :data:`PLANNED` if they differ, ``store`` without steps."""
-    modes = {m.memory for m in leaves(model)}
+    modes = {m.memory for m in leaves(model).values()}
     return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
 
 
 def _fitting(model: nn.Module) -> list[str]:
-    steps = leaves(model)
+    steps = leaves(model).values()
     on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
     invertible = [step for step in steps if step.invertible]
     fits: Mapping[str, bool] = {

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from revzoo.core.invertible import Step, is_container
+from revzoo.core.invertible import Step, leaves
 from revzoo.core.modes import MODES, assign_memory, mode_of
 from revzoo.profiling.chain import Chain, Choice, Link, levels
 from revzoo.profiling.trace import (
@@ -50,7 +50,7 @@ def measure(
         ValueError: the model has no step or no parameter that requires gradient; ``inverting`` does
             not fit.
     """
-    steps = leaves(model)
+    steps = leaves(model).values()
     if not steps:
         raise ValueError(
             f"{type(model).__name__} has no step to plan: build it "
@@ -65,11 +65,6 @@ def measure(
     if any(step.invertible for step in steps):
         modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
     return {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
-
-
-def leaves(model: nn.Module) -> list[Step]:
-    """The steps of ``model`` whose memory mode can be set."""
-    return [m for m in model.modules() if isinstance(m, Step) and not is_container(m)]
 
 
 def trace_in_mode(

@@ -25,10 +25,11 @@ import torch
 from torch import nn
 
 from revzoo.core.guard import CHANNELS, PER_CHANNEL
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, leanest
 from revzoo.profiling.clock import timed
-from revzoo.profiling.measure import chain_of, leaves, measure
+from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.trace import StepCall, fake_twin, images_for, stage_of, trace_step
 from revzoo.profiling.units import bytes_from, in_units
 
@@ -276,7 +277,7 @@ def plan_memory(
 
 def inverting_mode(model: nn.Module) -> str:
     """The present inverting mode of ``model``'s steps; by default ``exact`` if steps need it."""
-    steps = leaves(model)
+    steps = leaves(model).values()
     default = "exact" if any(step.needs_words for step in steps) else "invert"
     return next((step.memory for step in steps if mode_of(step.memory).inverts), default)
 

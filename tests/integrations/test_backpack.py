@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network
+from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
 from torch import nn
 from torch.nn import functional
 
@@ -59,14 +59,7 @@ def test_every_network_equals_a_loop_in_every_mode(name, mode):
 @pytest.mark.parametrize("mode", ["store", "invert"])
 def test_a_layer_used_twice_and_tied_weights_add_up(mode):
     """In BackPACK the last use of a parameter overwrites those before it."""
-    torch.manual_seed(0)
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
-    blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
-    net = revzoo.ReversibleSequence(blocks, memory=mode)
-    net = nn.Sequential(net, nn.Linear(8, 5)).double()
-    images, labels = batch()
-    x = images.flatten(1)[:, :8]
+    net, (x, labels) = tied_network(mode), tied_batch()
     loop = looped(net, x, labels)
     extend(net)
     for _ in range(2):  # nothing is left over from a step before

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network
+from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -102,14 +102,7 @@ def test_steps_with_noise_equal_those_of_store(mode, sampling):
 @pytest.mark.parametrize("sampling", ["hooks", "ghost"])
 @pytest.mark.parametrize("mode", ["store", "invert"])
 def test_a_layer_used_twice_and_tied_weights(mode, sampling):
-    torch.manual_seed(0)
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
-    blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
-    net = revzoo.ReversibleSequence(blocks, memory=mode)
-    net = nn.Sequential(net, nn.Linear(8, 5)).double()
-    images, labels = batch()
-    x = images.flatten(1)[:, :8]
+    net, (x, labels) = tied_network(mode), tied_batch()
     expected = clipped_mean(looped(net, x, labels))
     model, optimizer, criterion = private(net, sampling)
     for _ in range(2):

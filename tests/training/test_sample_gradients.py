@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network
+from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
 from torch import nn
 from torch.nn import functional
 
@@ -45,14 +45,8 @@ def test_clipped_gradients_equal_a_loop_in_every_mode(name, mode):
 
 @pytest.mark.parametrize("mode", ["store", "invert"])
 def test_layers_used_twice_tied_weights_and_frozen_ones(mode):
-    torch.manual_seed(0)
-    shared = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    blocks = [revzoo.ReversibleBlock(shared, nn.Sequential(nn.Linear(4, 4))) for _ in range(2)]
-    blocks[1].steps[1].branch[0].weight = blocks[0].steps[1].branch[0].weight
-    net = nn.Sequential(revzoo.ReversibleSequence(blocks, memory=mode), nn.Linear(8, 5)).double()
+    net, (x, labels) = tied_network(mode), tied_batch()
     net[1].bias.requires_grad_(False)
-    images, labels = batch()
-    x = images.flatten(1)[:, :8]
     loop = looped(net, x, labels)
     ClippedGradients(net, CLIP)
     for _ in range(2):

@@ -17,10 +17,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
-from torch import nn
 from torch.nn import functional
 
-from revzoo.core.invertible import Step, is_container
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import COUNTED, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.live import LiveMemory
@@ -110,7 +109,7 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
         device: the device of the training.
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
-    plan = modes_of(module.model)
+    plan = {path: step.memory for path, step in leaves(module.model).items()}
     mode = spec.get("memory") or memory_of(module)
     used = f"{_used(device)}, with memory={mode}"
     if device.type == "cpu":
@@ -152,12 +151,6 @@ def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size:
         f"memory={best} needs least, but only {free / GIB:.3f} GiB are free without the step: "
         f"lower data.batch_size ({batch_size}) as well"
     )
-
-
-def modes_of(model: nn.Module) -> dict[str, str]:
-    """The memory mode of each step of ``model``, by its path."""
-    steps = {path: m for path, m in model.named_modules() if isinstance(m, Step)}
-    return {path: step.memory for path, step in steps.items() if not is_container(step)}
 
 
 def bytes_per_image(
