@@ -27,6 +27,7 @@ from revzoo.layers.linear import InvertibleLinear
 from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.recalibrate import recalibrate_batch_norm
+from revzoo.layers.residual import Residual
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.layers.side_bits import make_reversible, reversible_blocks
@@ -82,6 +83,7 @@ __all__ = [
     "PatchConv",
     "RangeError",
     "ReplayMismatchError",
+    "Residual",
     "Reversed",
     "ReversibleBlock",
     "ReversibleSequence",

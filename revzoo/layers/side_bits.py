@@ -70,6 +70,7 @@ from revzoo.core.invertible import (
 from revzoo.core.layout import has_values
 from revzoo.core.modes import run_step
 from revzoo.core.recording import put_aside
+from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
@@ -242,7 +243,8 @@ def make_reversible(
     A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
     ``nn.ModuleList``, or numbered attributes (``b1``, ``b2``) with parameters of equal shapes. If
     the modules of a run contain runs, as stages contain blocks, the run whose modules have equal
-    shapes is used. Training keeps ``bits`` bits per element and block, and the last state of each
+    shapes is used. Blocks that contain :class:`revzoo.Residual` modules are split into these.
+    Training keeps ``bits`` bits per element and block, and the last state of each
     run; :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and
     shapes, so weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list
     the reversible blocks.
@@ -268,13 +270,14 @@ def make_reversible(
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
     if blocks is None:
-        runs = list(_runs_in(model))
+        runs = [*_residuals_in(model), *_runs_in(model)]
     else:
-        runs = [run for path in blocks for run in _groups(_container(model, path))]
+        chosen = [_container(model, path) for path in blocks]
+        runs = [run for m in chosen for run in list(_residuals_in(m)) or _groups(m)]
     if not runs:
         raise ValueError(
-            f"{type(model).__name__} has no run of blocks: expected two or more consecutive "
-            "modules of one class in an nn.Sequential or nn.ModuleList"
+            f"{type(model).__name__} has no run of blocks: expected revzoo.Residual modules, or "
+            "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList"
         )
     for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
         _make_plain(block)
@@ -311,12 +314,27 @@ def _is_list(module: nn.Module) -> bool:
     return isinstance(module, (nn.Sequential, nn.ModuleList))
 
 
+def _residuals_in(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """The outermost ``Residual`` modules in their order, as one run."""
+
+    def outermost(m: nn.Module) -> Iterator[nn.Module]:
+        if isinstance(m, Residual):
+            yield m
+        elif not _inverts(m):
+            yield from itertools.chain(*map(outermost, m.children()))
+
+    if run := list(dict.fromkeys(outermost(module))):
+        yield run
+
+
 def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The runs in ``module``, none inside another."""
-    if isinstance(module, Step) and module.invertible:
+    """The runs in ``module``, none inside another, apart from those of ``Residual`` modules."""
+    if _inverts(module) or isinstance(module, Residual):
         return
     taken: list[nn.Module] = []
     for group in _groups(module):
+        if any(True for block in group for _ in _residuals_in(block)):
+            continue
         if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
             continue  # e.g. branches of a block: no list shows that they follow each other
         inside = [run for block in group for run in _runs_in(block)]
@@ -342,9 +360,12 @@ def _groups(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 def _is_block(module: nn.Module) -> bool:
     leaf = type(module).__module__.startswith("torch.nn") and not any(module.children())
-    reversible = isinstance(module, Step) and module.invertible
     has_parameters = next(module.parameters(), None) is not None
-    return has_parameters and not (leaf or reversible or _is_list(module))
+    return has_parameters and not (leaf or _inverts(module) or _is_list(module))
+
+
+def _inverts(module: nn.Module) -> bool:
+    return isinstance(module, Step) and module.invertible
 
 
 def _has_twins(group: Sequence[nn.Module]) -> bool:

@@ -1,0 +1,71 @@
+"""``x + F(x)`` as a module, so that branches become steps of a reversible run.
+
+:func:`revzoo.make_reversible` takes a block as it is, with its branches inside. A block whose
+branches are :class:`Residual` modules is split there: attention and MLP of a transformer then are
+two steps. The backward pass replays one branch at a time, so its peak is lower; each branch keeps
+its own side bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+
+class Residual(nn.Module):
+    """``x + fn(x)``; any shape, which ``fn`` must keep.
+
+    Args:
+        fn: a module, or a method of the block that holds the weights, whose keys in the
+            ``state_dict`` then stay the same. It returns a tensor, or a tuple that begins with one;
+            further arguments pass through.
+
+    Raises:
+        TypeError: ``fn`` is not callable, or returns something else.
+        ValueError: ``fn`` returns a tensor of another shape than ``x`` has.
+
+    Example:
+        >>> class Block(nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.norm = nn.LayerNorm(16)
+        ...         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        ...         self.first = revzoo.Residual(self.attend)
+        ...         mlp = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU())
+        ...         self.second = revzoo.Residual(mlp)
+        ...
+        ...     def attend(self, x):
+        ...         x = self.norm(x)
+        ...         return self.attention(x, x, x, need_weights=False)[0]
+        ...
+        ...     def forward(self, x):
+        ...         return self.second(self.first(x))
+        >>> net = revzoo.make_reversible(nn.Sequential(Block(), Block()), bits=4)
+        >>> net(torch.randn(2, 5, 16)).sum().backward()
+        >>> [row.path for row in revzoo.reversible_blocks(net)]
+        ['0.first', '0.second', '1.first', '1.second']
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        super().__init__()
+        if not callable(fn):
+            raise TypeError(f"Residual got a {type(fn).__name__}: expected a module or a method")
+        self.fn = fn
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """``x + fn(x, *args, **kwargs)``; of a tuple, ``x`` is added to the first tensor."""
+        value = self.fn(x, *args, **kwargs)
+        first, *rest = value if isinstance(value, tuple) and value else (value,)
+        if not isinstance(first, Tensor):
+            raise TypeError(
+                f"the branch of Residual returned {type(value).__name__}: expected a tensor, or a "
+                "tuple that begins with one"
+            )
+        if first.shape != x.shape:
+            raise ValueError(
+                f"the branch of Residual returned shape {tuple(first.shape)} for an input of "
+                f"{tuple(x.shape)}: expected the same shape, since both are added"
+            )
+        return (x + first, *rest) if isinstance(value, tuple) else x + first
