@@ -440,11 +440,12 @@ def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ..
     """``fn(*state)``; the words move with the values.
 
     Args:
-        fn: only moves values, in tensors of any dtype; returns a tuple.
+        fn: only moves values, in tensors of any dtype.
         state: all streams have words, or none has.
     """
     with counting_changes():
-        outputs: tuple[Tensor, ...] = tuple(fn(*state))
+        returned = fn(*state)
+    outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
     if keeps_words():
         move_words(fn, state, outputs)
     return outputs

@@ -68,7 +68,8 @@ class Recording(Protocol):
 class Step(nn.Module):
     """One stage of computation: ``forward(*state)`` maps a state (a tuple of streams) to the next.
 
-    A sequence passes its keyword arguments to ``forward`` and ``inverse`` of each of its steps. The
+    A step of one stream takes and returns a tensor, like any module; several streams are a tuple. A
+    sequence passes its keyword arguments to ``forward`` and ``inverse`` of each of its steps. The
     memory mode ``invert`` recomputes a step that is not :class:`Invertible`.
 
     Example:
@@ -280,6 +281,11 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
         f"{name_of(step) if step is not None else 'a step'} returned {_kind(outputs)}, expected a "
         "tensor or a tuple of tensors, one per stream"
     )
+
+
+def bare(state: State) -> Tensor | State:
+    """The opposite of :func:`as_state`: the tensor of a state of one stream, other states as is."""
+    return state[0] if len(state) == 1 else state
 
 
 def streams_of(outputs: Any, step: Step) -> State:

@@ -663,7 +663,7 @@ def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
         return t
     if isinstance(t, Fixed):
         return t.moved(laid_out(held, stride))
-    return moved(lambda x: (laid_out(x, stride),), (t,))[0]
+    return moved(lambda x: laid_out(x, stride), (t,))[0]
 
 
 class _Unrecorded:

@@ -31,7 +31,7 @@ class InvertibleLeakyReLU(Streamwise):
     Example:
         >>> act = revzoo.InvertibleLeakyReLU(0.2, streams=1)
         >>> act(torch.tensor([-1.0, 2.0]))
-        (tensor([-0.2000,  2.0000]),)
+        tensor([-0.2000,  2.0000])
     """
 
     inexact = "is not exact on fixed-point streams, since products with its slope leave the grid"

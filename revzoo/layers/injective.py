@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice
-from revzoo.core.invertible import State, name_of
+from revzoo.core.invertible import State, bare, name_of
 from revzoo.layers.matrix import MATRICES, MatrixKind, mix
 from revzoo.layers.precision import unnarrowed
 from revzoo.layers.sequence import ReversibleSequence
@@ -44,8 +44,8 @@ class InjectiveLinear(Joint):
 
     Example:
         >>> linear, x = revzoo.InjectiveLinear(3, 5, streams=1), torch.randn(10, 3)
-        >>> (y,) = linear(x)
-        >>> y.shape, torch.allclose(linear.inverse(y)[0], x, atol=1e-4)
+        >>> y = linear(x)
+        >>> y.shape, torch.allclose(linear.inverse(y), x, atol=1e-4)
         (torch.Size([10, 5]), True)
     """
 
@@ -77,11 +77,13 @@ class InjectiveLinear(Joint):
         self.matrix = MATRICES[matrix](out_features)
         self.bias = nn.Parameter(torch.zeros(out_features)) if bias else None
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
-        return self.transform(self._alike(state, self.size)).chunk(len(state), dim=self.dim)
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        y = self.transform(self._alike(state, self.size))
+        return bare(y.chunk(len(state), dim=self.dim))
 
-    def inverse(self, *state: Tensor, **context: Any) -> State:
-        return self.restore(self._alike(state, self.out_features)).chunk(len(state), dim=self.dim)
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        x = self.restore(self._alike(state, self.out_features))
+        return bare(x.chunk(len(state), dim=self.dim))
 
     def transform(self, x: Tensor) -> Tensor:
         with unnarrowed(x):

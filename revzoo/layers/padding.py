@@ -50,8 +50,7 @@ class ChannelPadding(Invertible):
             ``tolerance``.
 
     Example:
-        >>> (y,) = revzoo.ChannelPadding(29)(torch.zeros(1, 3, 32, 32))
-        >>> y.shape
+        >>> revzoo.ChannelPadding(29)(torch.zeros(1, 3, 32, 32)).shape
         torch.Size([1, 32, 32, 32])
     """
 
@@ -65,17 +64,15 @@ class ChannelPadding(Invertible):
         self.extra = extra
         self.tolerance = tolerance
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
-        (x,) = state
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
         if x.dim() != 4:
             raise ValueError(
                 f"ChannelPadding({self.extra}) got a stream of shape {tuple(x.shape)}: expected "
                 "(B, C, H, W)"
             )
-        return (functional.pad(x, (0, 0, 0, 0, 0, self.extra)),)
+        return functional.pad(x, (0, 0, 0, 0, 0, self.extra))
 
-    def inverse(self, *state: Tensor, **context: Any) -> State:
-        (y,) = state
+    def inverse(self, y: Tensor, **context: Any) -> Tensor:
         if y.dim() != 4 or y.shape[1] <= self.extra:
             raise ValueError(
                 f"the inverse of ChannelPadding({self.extra}) got a stream of shape "
@@ -83,7 +80,7 @@ class ChannelPadding(Invertible):
             )
         if self.tolerance is not None and y.is_floating_point():
             self._check_zero(y[:, -self.extra :], self.tolerance)
-        return (y[:, : -self.extra],)
+        return y[:, : -self.extra]
 
     def _check_zero(self, stripped: Tensor, tolerance: float) -> None:
         largest = stripped.abs().max().item() if stripped.numel() else 0.0
@@ -117,8 +114,7 @@ class SpatialPadding(Streamwise):
 
     Example:
         >>> pad = revzoo.SpatialPadding((1, 2, 0, 0), mode="reflect", streams=1)
-        >>> (y,) = pad(torch.zeros(1, 3, 8, 8))
-        >>> y.shape
+        >>> pad(torch.zeros(1, 3, 8, 8)).shape
         torch.Size([1, 3, 8, 11])
     """
 
@@ -198,7 +194,7 @@ class PaddedCoupling(AdditiveCoupling):
             (y1,) = moved(self._padded, (y1,))
         return super().inverse(y1, y2, **context)
 
-    def _padded(self, y1: Tensor) -> State:
+    def _padded(self, y1: Tensor) -> Tensor:
         y1 = y1.clone()
         y1[:, self.filled :] = 0
-        return (y1,)
+        return y1

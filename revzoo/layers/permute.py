@@ -33,7 +33,7 @@ class ChannelPermutation(Joint):
 
     Example:
         >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])
-        (tensor([[3., 2., 1., 0.]]),)
+        tensor([[3., 2., 1., 0.]])
     """
 
     exact = True

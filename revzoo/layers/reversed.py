@@ -17,6 +17,7 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
+    bare,
     name_of,
     plain_call,
     streams_of,
@@ -89,7 +90,7 @@ class ReversedStep(Invertible):
     def outputs(self) -> int:
         return self.step.streams
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         for m in self.step.modules():
             if isinstance(m, Invertible) and m.carried and m.training:
                 raise ValueError(
@@ -97,10 +98,10 @@ class ReversedStep(Invertible):
                     f"{', '.join(m.carried)} in each forward pass, so its reversal is no fixed "
                     "map. Call eval() on it"
                 )
-        return as_state(self.step.inverse(*state, **context))
+        return bare(as_state(self.step.inverse(*state, **context)))
 
-    def inverse(self, *state: Tensor, **context: Any) -> State:
-        return streams_of(plain_call(self.step, *state, **context), self.step)
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return bare(streams_of(plain_call(self.step, *state, **context), self.step))
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         return -self.step.log_det(*as_state(self.step.inverse(*state, **context)), **context)

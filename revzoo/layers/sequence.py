@@ -19,6 +19,7 @@ from revzoo.core.invertible import (
     State,
     Step,
     as_state,
+    bare,
     label_steps,
     name_of,
 )
@@ -195,8 +196,7 @@ class ReversibleSequence(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         outputs, _, extras = self._walk(state, (), context)
-        outputs = (*outputs, *extras)
-        return outputs[0] if len(outputs) == 1 else outputs
+        return bare((*outputs, *extras))
 
     def _walk(
         self, state: State, total: State, context: dict[str, Any]
@@ -251,7 +251,7 @@ class ReversibleSequence(Invertible):
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
         state = moved(Merge(self.dim, self.split).forward, state) if merge else state
-        return state[0] if len(state) == 1 else state
+        return bare(state)
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
         """Outputs without extra outputs, and the sum of the steps' log-determinants ``(B,)``.
@@ -264,7 +264,7 @@ class ReversibleSequence(Invertible):
         """
         self._check_invertible()
         outputs, (total,), _ = self._walk(state, (zero_total(state[0]),), context)
-        return outputs[0] if len(outputs) == 1 else outputs, total
+        return bare(outputs), total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         """The sum of :meth:`forward_with_log_det`, at the same cost."""

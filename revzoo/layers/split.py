@@ -73,8 +73,8 @@ class Split(Invertible):
             )
         return halves(x, self.dim, self.parts)
 
-    def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
-        return (torch.cat((x1, x2), dim=self.dim),)
+    def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        return torch.cat((x1, x2), dim=self.dim)
 
     def log_det(self, x: Tensor, **context: Any) -> Tensor:
         return no_change_of_volume(x)
@@ -88,7 +88,7 @@ class Merge(Invertible):
 
     Example:
         >>> revzoo.Merge()(torch.zeros(1, 2), torch.ones(1, 2))
-        (tensor([[0., 0., 1., 1.]]),)
+        tensor([[0., 0., 1., 1.]])
     """
 
     exact = True
@@ -99,7 +99,7 @@ class Merge(Invertible):
         self.dim = dim
         self.parts = _check_parts(parts)
 
-    def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
+    def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
         first, second = self.parts
         if x1.shape[self.dim] * second != x2.shape[self.dim] * first:
             raise ValueError(
@@ -110,7 +110,7 @@ class Merge(Invertible):
             )
         # the gradients of cat() are views of one tensor, which would live as long as either of
         # them; the gradient of a product is dense and separate
-        return (torch.cat((x1 * 1, x2 * 1), dim=self.dim),)
+        return torch.cat((x1 * 1, x2 * 1), dim=self.dim)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
         return halves(y, self.dim, self.parts)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from revzoo._checks import check_choice, check_count
-from revzoo.core.invertible import Invertible, State, name_of
+from revzoo.core.invertible import Invertible, State, bare, name_of
 
 
 def no_change_of_volume(x: Tensor) -> Tensor:
@@ -45,11 +45,11 @@ class _OfOneTensor(Invertible):
 class Streamwise(_OfOneTensor):
     """``(x1, ..., xn) -> (transform(x1), ..., transform(xn))``."""
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
-        return tuple(self.transform(x) for x in state)
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return bare(tuple(self.transform(x) for x in state))
 
-    def inverse(self, *state: Tensor, **context: Any) -> State:
-        return tuple(self.restore(y) for y in state)
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return bare(tuple(self.restore(y) for y in state))
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
         return torch.stack([self.log_det_of(x) for x in state]).sum(0)
@@ -74,10 +74,10 @@ class Joint(_OfOneTensor):
         self.size = size
         self.dim = dim
 
-    def forward(self, *state: Tensor, **context: Any) -> State:
+    def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         return self._cut(self.transform(self._joined(state)), state)
 
-    def inverse(self, *state: Tensor, **context: Any) -> State:
+    def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         return self._cut(self.restore(self._joined(state)), state)
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
@@ -93,9 +93,9 @@ class Joint(_OfOneTensor):
             )
         return state[0] if len(state) == 1 else torch.cat(state, dim=self.dim)
 
-    def _cut(self, x: Tensor, like: State) -> State:
+    def _cut(self, x: Tensor, like: State) -> Tensor | State:
         if len(like) == 1:
-            return (x,)
+            return x
         return torch.split(x, [t.shape[self.dim] for t in like], dim=self.dim)
 
     def per_channel(self, vector: Tensor, x: Tensor) -> Tensor:

@@ -62,10 +62,9 @@ class Stem(Step):
         self.relu = norm_act.activate()
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
 
-    def forward(self, *state: Tensor) -> State:
-        (x,) = state
+    def forward(self, x: Tensor) -> Tensor | State:
         y = run((self.conv, self.norm, self.relu, self.pool), x)
-        return (y,) if self.out_streams == 1 else halves(y)
+        return y if self.out_streams == 1 else halves(y)
 
 
 class StagedNetwork(ConvolutionalClassifier):

@@ -47,9 +47,9 @@ class ResidualUnit(Step):
         self.branch = branch
         self.shortcut = shortcut
 
-    def forward(self, *state: Tensor) -> State:
+    def forward(self, *state: Tensor) -> Tensor | State:
         (x,) = state
-        return (run((self.shortcut,), x) + self.branch(x),)
+        return run((self.shortcut,), x) + self.branch(x)
 
 
 class MergedUnit(ResidualUnit):
@@ -63,7 +63,8 @@ class MergedUnit(ResidualUnit):
     streams = 2
 
     def forward(self, *state: Tensor) -> State:
-        (y,) = super().forward(torch.cat(state, dim=1))
+        y = super().forward(torch.cat(state, dim=1))
+        assert isinstance(y, Tensor)
         return halves(y)
 
 

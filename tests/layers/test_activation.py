@@ -12,9 +12,9 @@ from revzoo import InvertibleLeakyReLU
 def test_values_and_inverse(slope):
     x = torch.tensor([[-2.0, -0.5, 0.0, 1.5]], dtype=torch.float64)
     layer = InvertibleLeakyReLU(slope, streams=1)
-    (y,) = layer(x)
+    y = layer(x)
     assert torch.equal(y, torch.nn.functional.leaky_relu(x, slope))
-    torch.testing.assert_close(layer.inverse(y)[0], x, rtol=1e-15, atol=0)
+    torch.testing.assert_close(layer.inverse(y), x, rtol=1e-15, atol=0)
     assert math.isclose(layer.log_det(x).item(), 2 * math.log(slope), abs_tol=1e-15)
 
 

@@ -13,8 +13,8 @@ from revzoo import ReversibleBlock, ReversibleSequence, Squeeze
 def test_channel_orders():
     channels, b = 3, 2
     x = torch.arange(channels * 4 * 4.0).reshape(1, channels, 4, 4)
-    (torch_order,) = Squeeze(b, streams=1)(x)
-    (irevnet_order,) = Squeeze(b, order="irevnet", streams=1)(x)
+    torch_order = Squeeze(b, streams=1)(x)
+    irevnet_order = Squeeze(b, order="irevnet", streams=1)(x)
     for c in range(channels):
         for dy in range(b):
             for dx in range(b):
@@ -61,9 +61,9 @@ def test_refusals():
 @pytest.mark.parametrize("order", ["torch", "irevnet"])
 def test_an_empty_batch_is_squeezed_too(order):
     squeeze = Squeeze(2, order=order, streams=1)
-    (y,) = squeeze(torch.zeros(0, 3, 4, 6))
+    y = squeeze(torch.zeros(0, 3, 4, 6))
     assert y.shape == (0, 12, 2, 3)
-    assert squeeze.inverse(y)[0].shape == (0, 3, 4, 6)
+    assert squeeze.inverse(y).shape == (0, 3, 4, 6)
 
 
 @pytest.mark.parametrize("factors", [(3,), (2, 3), (2, 2), (1, 2, 3), (2, 1, 1)])
@@ -73,7 +73,7 @@ def test_a_factor_per_axis(factors, order):
     channels, sizes = 2, [2 * b for b in factors]
     x = torch.randn(3, channels, *sizes)
     squeeze = Squeeze(factors, order=order, streams=1)
-    (y,) = squeeze(x)
+    y = squeeze(x)
     assert y.is_contiguous()
     blocks = list(itertools.product(*map(range, factors)))
     for c in range(channels):
@@ -81,9 +81,9 @@ def test_a_factor_per_axis(factors, order):
             channel = c * len(blocks) + k if order == "torch" else k * channels + c
             place = tuple(slice(o, None, b) for o, b in zip(offset, factors, strict=True))
             assert torch.equal(y[:, channel], x[(slice(None), c, *place)])
-    assert torch.equal(squeeze.inverse(y)[0], x)
+    assert torch.equal(squeeze.inverse(y), x)
     empty = x[:0]
-    assert squeeze.inverse(*squeeze(empty))[0].shape == empty.shape
+    assert squeeze.inverse(squeeze(empty)).shape == empty.shape
 
 
 def test_factors_that_are_refused():

@@ -12,15 +12,26 @@ from torch.nn import GELU
 from revzoo import (
     ActNorm,
     AdditiveCoupling,
+    ChannelPadding,
+    ChannelPermutation,
+    HaarSqueeze,
+    InjectiveLinear,
     InvertibleBatchNorm,
     InvertibleConv1x1,
+    InvertibleFlatten,
+    InvertibleLeakyReLU,
+    InvertibleLinear,
+    PatchConv,
+    Reversed,
     ReversibleSequence,
+    SpatialPadding,
     Squeeze,
     check_inverse,
     drift,
     set_memory,
 )
 from revzoo.core.fixedpoint import round_to_grid
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES
 from revzoo.layers.streams import Joint, Streamwise
 from revzoo.profiling.live import LiveMemory
@@ -186,6 +197,43 @@ def test_streams_of_unequal_size_and_number():
     assert [y.shape for y in outputs] == [x.shape for x in streams]
     assert torch.cat(outputs, 1).mean((0, 2, 3)).abs().max() < 1e-6
     assert error(norm.inverse(*outputs), streams) < 1e-6
+
+
+ALONE = {
+    "squeeze": lambda: Squeeze(2, streams=1),
+    "haar": lambda: HaarSqueeze(streams=1),
+    "permutation": lambda: ChannelPermutation(4, streams=1),
+    "conv1x1": lambda: InvertibleConv1x1(4, streams=1),
+    "linear": lambda: InvertibleLinear(4, streams=1),
+    "wider": lambda: InjectiveLinear(4, 6, streams=1),
+    "patches": lambda: PatchConv(4, 16, 2, streams=1),
+    "actnorm": lambda: ActNorm(4, streams=1),
+    "batchnorm": lambda: InvertibleBatchNorm(4, streams=1),
+    "flatten": lambda: InvertibleFlatten((4, 4, 4), streams=1),
+    "leaky relu": lambda: InvertibleLeakyReLU(0.2, streams=1),
+    "frame": lambda: SpatialPadding(1, streams=1),
+    "channels of zeros": lambda: ChannelPadding(2),
+    "reversed": lambda: Reversed(InvertibleConv1x1(4, streams=1)),
+    "reversed step": lambda: Reversed(InvertibleConv1x1(4, streams=1))[0],
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ALONE)
+def test_a_layer_of_one_stream_maps_a_tensor_to_a_tensor(name, mode):
+    layer = ALONE[name]().double()
+    if mode == "exact" and not all(step.exact for step in leaves(layer).values()):
+        mode = "invert"
+    set_memory(layer, mode)
+    x = torch.randn(3, 4, 4, 4, dtype=torch.float64, requires_grad=True)
+    net = nn.Sequential(nn.Tanh(), layer, nn.Tanh())  # among plain modules
+    net(x).sum().backward()
+    layer.eval()
+    y = layer(x)
+    assert isinstance(y, torch.Tensor)
+    back = layer.inverse(y)
+    assert isinstance(back, torch.Tensor)
+    assert (back - x).abs().max() < (1e-5 if mode == "exact" else 1e-12)
 
 
 def test_refusals():

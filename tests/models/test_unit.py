@@ -18,7 +18,7 @@ class Affine(nn.Module):
 
 
 def test_residual_unit_adds_branch_and_shortcut():
-    (y,) = ResidualUnit(Affine(2, 1), shortcut=Affine(10, 0))(torch.tensor(3.0))
+    y = ResidualUnit(Affine(2, 1), shortcut=Affine(10, 0))(torch.tensor(3.0))
     assert y.item() == 30 + 7
 
 

@@ -55,7 +55,7 @@ def test_actnorm_gives_standard_moments(shape):
     FrEIA divides by the unbiased deviation, its test measures that one: ``unbiased=True``.
     """
     x = data(256, *shape) * data(256, *shape, seed=1) + data(1, *shape, seed=2)
-    (y,) = ActNorm(shape[0], unbiased=True, streams=1).double()(x)
+    y = ActNorm(shape[0], unbiased=True, streams=1).double()(x)
     dims = [0, *range(2, y.dim())]
     assert y.mean(dims).abs().max() < 1e-7
     assert (y.std(dims) - 1).abs().max() < 1e-5
