@@ -8,6 +8,13 @@ streams must stay in the range of their grid.
 
 All figures stay on the device. They are read once, after the backward pass.
 
+NOTE [ Streams that overflow ]
+    Nothing can be recovered from an infinite output, and plain training has no finite gradients
+    there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
+    chains that ran in float16 and ended in values that are not finite. In other types it still
+    compares what is finite in both passes, so a wrong inverse does not hide behind an overflow, and
+    warns of the rest.
+
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
     zeros) holds only rounding errors when it is reconstructed. They are small: 1e-7 of the size of
@@ -29,6 +36,7 @@ import functools
 import itertools
 import math
 import random
+import warnings
 import weakref
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -101,10 +109,27 @@ class Samples(NamedTuple):
 class _Drift:
     """The sampled values of one reconstructed stream."""
 
-    __slots__ = ("actual", "ends", "limit", "name", "samples", "step", "used")
+    __slots__ = (
+        "actual",
+        "ends",
+        "half",
+        "limit",
+        "name",
+        "overflowed",
+        "samples",
+        "step",
+        "used",
+    )
 
     def __init__(
-        self, step: Step, name: str, limit: float, samples: Samples, computed: Tensor | Fixed
+        self,
+        step: Step,
+        name: str,
+        limit: float,
+        samples: Samples,
+        computed: Tensor | Fixed,
+        *,
+        half: bool,
     ) -> None:
         self.step = step
         self.name = name
@@ -118,6 +143,8 @@ class _Drift:
             for channels in samples.plan.channels
             if isinstance(computed, Tensor)
         ]
+        self.half = half
+        self.overflowed = False  # whether the chain ended in values that are not finite
         self.used = False
 
 
@@ -261,12 +288,22 @@ class Guard:
                 _Pass.of(task).guards.append(self)
 
     def compare(
-        self, step: Step, name: str, limit: float, samples: list[Samples], computed: Streams
+        self,
+        step: Step,
+        name: str,
+        limit: float,
+        samples: list[Samples],
+        computed: Streams,
+        *,
+        half: bool,
     ) -> None:
-        """Record a replay's values, to compare with the samples of the forward pass."""
+        """Record a replay's values, to compare with the samples of the forward pass.
+
+        ``half``: whether the step ran in float16.
+        """
         for sampled in samples:
             t = computed[sampled.stream]
-            drift = _Drift(step, name, limit, sampled, t)
+            drift = _Drift(step, name, limit, sampled, t, half=half)
             self._drifts.append(drift)
             if isinstance(t, Tensor):
                 self._waiting.append((address(t), drift))
@@ -326,10 +363,11 @@ class _Pass:
         sizes = iter(_read([size for start, _, _ in figures for size in start]))
         drifts: list[_Drift] = []
         for start, of_chain, peaks in figures:
-            # The forward pass overflowed, so plain training has no finite gradients either, and
-            # training in float16 skips the step. The reconstruction is not at fault.
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
-                continue
+                if any(drift.half for drift in of_chain):  # NOTE [ Streams that overflow ]
+                    continue
+                for drift in of_chain:
+                    drift.overflowed = True
             if (found := _beyond(peaks)) is None:
                 drifts += of_chain
             elif math.isfinite(found[1]):
@@ -392,6 +430,8 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         of_step[drift.step] = max(of_step.get(drift.step, 0.0), errors[drift])
     for step, error in of_step.items():
         step.drift = error
+    if overflowed := [drift for drift in drifts if drift.overflowed]:
+        _warn_of_overflow(overflowed)
     for drift in drifts:
         if not errors[drift] <= drift.limit:
             raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
@@ -399,6 +439,19 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         # a channel must keep half as many digits as the limit demands of the stream
         if drift.used and not lost[drift] <= math.sqrt(drift.limit):
             raise _failure(drift, _explain_lost(drift, lost[drift]))
+
+
+def _warn_of_overflow(drifts: list[_Drift]) -> None:
+    # in forward order, the last replay being of the first step; the samples are of its input
+    finite = [drift for drift in reversed(drifts) if drift.samples.values.isfinite().all()]
+    where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
+    warnings.warn(
+        f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}. "
+        "So its gradients are not finite, as in plain training: normalise the branches, lower the "
+        "learning rate, or check the data",
+        RuntimeWarning,
+        stacklevel=2,
+    )
 
 
 def _failure(drift: _Drift, message: str) -> DriftError:
@@ -423,8 +476,9 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     expected = torch.stack([d.samples.values for d in drifts]).cpu().double()
     operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
-    diverged = ~expected.isfinite()
-    difference = (actual - expected).masked_fill(diverged, 0).abs().nan_to_num(nan=math.inf)
+    overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
+    lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
+    difference = (actual - expected).masked_fill(lost_values, 0).abs().nan_to_num(nan=math.inf)
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0

@@ -508,7 +508,8 @@ class Entry:
     def report(self, guard: Guard, computed: Streams) -> None:
         """Pass the streams of a replay to the guard."""
         if self.samples and computed:
-            guard.compare(self.step, self.name, self.limit, self.samples, computed)
+            half = torch.float16 in self.dtypes or self.conditions.in_float16
+            guard.compare(self.step, self.name, self.limit, self.samples, computed, half=half)
         guard.bound(self.peaks)
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:

@@ -524,6 +524,11 @@ class Conditions:
     def _ambient_restored(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if _ambient() == self._ambient else _set(self._ambient)
 
+    @property
+    def in_float16(self) -> bool:
+        """Whether the forward pass ran under autocast to float16."""
+        return any(on and dtype is torch.float16 for _, on, dtype in self._autocast[1])
+
     def _autocast_restored(self) -> contextlib.AbstractContextManager[None]:
         same = self._autocast == _autocast_state(_with_autocast(self._devices))
         return contextlib.nullcontext() if same else _autocast(self._autocast)
