@@ -43,6 +43,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, but imports it later
+from torch.fx import GraphModule, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -134,6 +135,9 @@ class SideBits(Invertible):
     @_disable_dynamo  # runs are found by the identity of tensors
     def run(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
+        if isinstance(x, Proxy):  # torch.fx, as for feature maps: the graph calls the whole block
+            path = x.tracer.path_of_module(self.subject)  # type: ignore[attr-defined]
+            return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return self._plain(x, *args, **kwargs)
         before = _taken_before(x)
@@ -282,6 +286,7 @@ def make_reversible(
     for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
         _make_plain(block)
     if bits is not None:
+        _check_graphs(model, {block for run in runs for block in run})
         for block, last in [(block, block is run[-1]) for run in runs for block in run]:
             step = SideBits(block, bits, last=last)
             block.add_module(NAME, step.train(block.training))
@@ -297,6 +302,19 @@ def _make_plain(block: nn.Module) -> None:
         del block._modules[NAME], block.forward
         if isinstance(block, Step):
             del block.delegates
+
+
+def _check_graphs(model: nn.Module, blocks: set[nn.Module]) -> None:
+    """Raise a ValueError if a graph of torch.fx calls the layers of a block, but not the block."""
+    for traced in (m for m in model.modules() if isinstance(m, GraphModule)):
+        targets = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+        called = {m for target in targets for m in traced.get_submodule(str(target)).modules()}
+        for path, module in traced.named_modules():
+            if module in blocks - called:
+                raise ValueError(
+                    f"the graph of torch.fx does not call block {path!r}, only its layers: make "
+                    "the network reversible before it is traced (create_feature_extractor)"
+                )
 
 
 def _container(model: nn.Module, path: str) -> nn.Module:

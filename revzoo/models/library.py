@@ -7,7 +7,8 @@ the library's class.
 We accept only names that the library lists. Both libraries also accept hubs, folders and entry
 points, so a name could choose files to read or code to run.
 
-Known limit: there are no feature maps, since the states between stages are unknown.
+Feature maps come from timm's own ``forward_intermediates``. Known limit: torchvision's networks
+give none here; its ``IntermediateLayerGetter`` works on ``net``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, ClassVar
@@ -27,7 +28,7 @@ from revzoo._checks import check_count, did_you_mean
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.modes import set_memory
 from revzoo.layers.side_bits import make_reversible
-from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
 
 LIBRARIES = ("torchvision", "timm")
@@ -220,26 +221,72 @@ class LibraryNetwork(ImageNetwork):
 
     @property
     def feature_info(self) -> tuple[FeatureInfo, ...]:
-        """Unknown.
+        """The feature maps that timm lists for the network.
 
         Raises:
-            ValueError: always.
+            ValueError: the library gives no feature maps of this network.
         """
-        raise ValueError(self._no_states())
+        if not hasattr(self.net, "forward_intermediates"):
+            raise ValueError(
+                f"the feature maps of {type(self.net).__name__} are unknown: use torchvision's "
+                "IntermediateLayerGetter(model.net, ...), hooks, a network of timm, or the pooled "
+                "features of model.forward_features"
+            )
+        rows: Any = self.net.feature_info
+        return tuple(FeatureInfo(r["num_chs"], r["reduction"], f"net.{r['module']}") for r in rows)
+
+    def forward_intermediates(  # type: ignore[override]  # timm's own
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """The last features, not pooled, and intermediate feature maps, from one pass.
+
+        Arguments and results are those of timm's method.
+
+        Raises:
+            ValueError: the network gives no feature maps, or not in this format.
+        """
+        self._check_images(x)
+        taken = taken_indices(indices, len(self.feature_info))
+        options: dict[str, Any] = {"norm": norm, "stop_early": stop_early}
+        options |= {"output_fmt": output_fmt, "intermediates_only": intermediates_only}
+        net: Any = self.net
+        try:
+            found: Any = net.forward_intermediates(x, indices=taken, **options)
+        except AssertionError as error:  # timm's check of formats
+            raise ValueError(f"output_fmt={output_fmt!r}: {error}") from error
+        return found
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
-        """Unknown.
+        """The feature maps in order, each ``(B, C, H, W)``, computed in one pass.
 
         Raises:
-            ValueError: always.
+            ValueError: as :meth:`forward_intermediates`.
         """
-        raise ValueError(self._no_states())
-
-    def _no_states(self) -> str:
-        return (
-            f"the states inside {type(self.net).__name__} are unknown: use the library's feature "
-            "maps of model.net, or the pooled features of model.forward_features"
+        maps = self.forward_intermediates(
+            x, range(self._stages), stop_early=True, intermediates_only=True
         )
+        for each in maps:
+            assert isinstance(each, Tensor)
+            yield (each,)
+
+    @property
+    def _stages(self) -> int:
+        return self._kept or len(self.feature_info)
+
+    _kept = 0
+    """The number of stages before the last feature map that is used; 0 for all."""
+
+    def keep_stages(self, count: int) -> None:
+        """Remove the head and all layers after the first ``count`` feature maps."""
+        net: Any = self.net
+        net.prune_intermediate_layers(list(range(count)), prune_norm=True, prune_head=True)
+        self._kept = count
 
     @property
     def invertible(self) -> bool:

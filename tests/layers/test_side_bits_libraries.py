@@ -196,6 +196,41 @@ def test_a_cache_of_keys_is_filled_once():
     assert torch.equal(*words)
 
 
+@pytest.mark.parametrize("how", ["graph", "getter"])
+def test_feature_maps_of_torchvision(how):
+    resnet = importlib.import_module("torchvision.models.resnet")
+    extraction = importlib.import_module("torchvision.models.feature_extraction")
+    getter = importlib.import_module("torchvision.models._utils").IntermediateLayerGetter
+
+    def maps_of(net):
+        if how == "getter":
+            return getter(net, {name: name for name in ("layer1", "layer2")})
+        return extraction.create_feature_extractor(net, ["layer1", "layer2"])
+
+    def small():
+        torch.manual_seed(0)
+        return resnet.ResNet(resnet.BasicBlock, [3, 2, 1, 1])
+
+    found = []
+    for mode in ("exact", "store"):
+        net = maps_of(make_reversible(small(), 3))
+        set_memory(net, mode, grid="auto")
+        maps = list(net(images(32)).values())
+        loss = sum(m.square().mean() for m in maps)
+        trained = [p for n, p in net.named_parameters() if n.startswith(("conv1", "layer1"))]
+        found.append([*maps, *torch.autograd.grad(loss, trained)])
+        assert [row.role for row in reversible_blocks(net)][:5] == [
+            *("starts", "joins", "joins"),
+            *("alone", "starts"),
+        ]
+    assert all(map(torch.equal, *found))
+    plain = list(maps_of(small())(images(32)).values())
+    assert not torch.allclose(found[0][0], plain[0], atol=1e-3)
+    if how == "graph":
+        with pytest.raises(ValueError, match=r"does not call block 'layer1.0', only its layers"):
+            make_reversible(maps_of(small()))
+
+
 def test_torchs_own_encoder():
     net = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False

@@ -44,6 +44,55 @@ def test_a_librarys_network_is_a_model_of_the_zoo(name, options, head):
         revzoo.create_model(name, **options)
 
 
+MAPS = (
+    ("test_convnext", {}, [24, 32, 48, 64]),
+    ("test_vit", {"img_size": 32}, 4 * [64]),
+)
+
+
+@pytest.mark.parametrize(("name", "options", "channels"), MAPS, ids=[name for name, *_ in MAPS])
+def test_feature_maps_of_timm(name, options, channels):
+    timm = pytest.importorskip("timm")
+    options |= {"features_only": True, "out_indices": [-4, -3, -2, -1]}
+    images = torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for mode in ("exact", "store"):
+        torch.manual_seed(0)
+        net = revzoo.create_model(f"timm:{name}", reversible_bits=8, **options)
+        revzoo.set_memory(net, mode, grid="auto")
+        maps = net(images)
+        loss = sum(m.square().mean() for m in maps)
+        found.append([*maps, *torch.autograd.grad(loss, list(net.parameters()))])
+    assert all(map(torch.equal, *found))
+    assert net.feature_info.channels() == [m.shape[1] for m in maps] == channels
+    assert net.feature_info.reduction() == [32 // m.shape[-1] for m in maps]
+    assert "joins" in {row.role for row in reversible_blocks(net)}
+    revzoo.make_reversible(net, None)
+    theirs = timm.create_model(name, **options)
+    with torch.no_grad():
+        for p, q in zip(theirs.parameters(), net.parameters(), strict=True):
+            p.copy_(q)
+    assert all(map(torch.equal, net(images), theirs(images)))
+
+
+def test_the_last_feature_maps_are_cut_off():
+    pytest.importorskip("timm")
+    whole = revzoo.create_model("timm:resnet18", reversible_bits=8)
+    images = torch.randn(2, 3, 32, 32)
+    features, maps = whole.forward_intermediates(images, indices=2)
+    assert [tuple(t.shape) for t in (features, *maps)] == [
+        (2, 512, 1, 1),
+        (2, 256, 2, 2),
+        (2, 512, 1, 1),
+    ]
+    with pytest.raises(ValueError, match="output_fmt='NLC'"):
+        whole.forward_intermediates(images, output_fmt="NLC")
+    short = revzoo.create_model("timm:resnet18", features_only=True, out_indices=[1, 3])
+    names = {name.split(".")[2] for name, _ in short.named_parameters()}
+    assert names == {"conv1", "bn1", "layer1", "layer2", "layer3"}
+    assert [m.shape[1] for m in short(images)] == [64, 256]
+
+
 def resnet(**options):
     return revzoo.create_model("torchvision:resnet18", **options)
 
@@ -97,7 +146,7 @@ def test_checkpoints_may_name_networks_alone():
 
 def test_what_a_librarys_network_cannot_do():
     model = resnet()
-    with pytest.raises(ValueError, match=r"states inside ResNet are unknown"):
+    with pytest.raises(ValueError, match=r"feature maps of ResNet are unknown: use torchvision"):
         revzoo.create_model("torchvision:resnet18", features_only=True)
     with pytest.raises(revzoo.NotInvertibleError, match="has no inverse"):
         model.inverse(torch.randn(1, 512))
