@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from revzoo._checks import check_count, did_you_mean
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.modes import set_memory
-from revzoo.layers.side_bits import make_reversible
 from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
 
@@ -90,13 +89,12 @@ class LibraryNetwork(ImageNetwork):
         variant: the name of the network.
         num_classes: number of logits; 0 for pooled features instead.
         in_chans: channels of the images.
-        memory: memory mode of the reversible blocks; None for ``exact``.
-        reversible_bits: see :func:`revzoo.make_reversible`; None for the plain network.
+        memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
         img_size: side of the images in pixels, for networks whose weights depend on it.
         pretrained: let the library download and load its default weights.
 
     Raises:
-        ValueError: the library does not list the network, or the network has no run of blocks.
+        ValueError: the library does not list the network.
 
     Example:
         >>> model = revzoo.create_model("torchvision:resnet18", reversible_bits=4)
@@ -104,8 +102,9 @@ class LibraryNetwork(ImageNetwork):
         torch.Size([2, 10])
     """
 
-    default_memory: ClassVar[str] = "exact"
+    default_memory: ClassVar[str] = "store"
     streams: ClassVar[int] = 1
+    convertible: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -114,7 +113,6 @@ class LibraryNetwork(ImageNetwork):
         num_classes: int = 10,
         in_chans: int = 3,
         memory: str | None = None,
-        reversible_bits: int | None = None,
         img_size: int | None = None,
         pretrained: bool = False,
     ) -> None:
@@ -144,12 +142,7 @@ class LibraryNetwork(ImageNetwork):
         if not pretrained or num_classes != _CLASSES:
             self.reset_classifier(num_classes)
         self.num_classes = num_classes
-        self.reversible_bits = reversible_bits
-        if reversible_bits is not None:
-            make_reversible(self.net, reversible_bits)
-        else:
-            self.default_memory = "store"  # type: ignore[misc]
-        if memory is not None and (reversible_bits is not None or memory != "store"):
+        if memory not in (None, "store"):
             set_memory(self, memory)
 
     @property

@@ -73,6 +73,9 @@ class ImageNetwork(Saved, ABC):
     default_memory: ClassVar[str]
     """The memory mode for ``memory=None``."""
 
+    convertible: ClassVar[bool] = False
+    """Whether its blocks have no inverse and ``reversible_bits`` can make them reversible."""
+
     streams: ClassVar[int] = 2
     """Number of streams after the stages."""
 

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 from revzoo._checks import did_you_mean
+from revzoo.core.modes import set_memory
+from revzoo.layers.side_bits import make_reversible
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.library import (
@@ -53,7 +55,8 @@ class Entry(NamedTuple):
     def network_keywords(self) -> tuple[str, ...]:
         """The keyword arguments of the class."""
         parameters = inspect.signature(self.network).parameters.values()
-        return tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        names = tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY)
+        return (*names, "reversible_bits") if self.network.convertible else names
 
 
 class _Models(dict[str, Entry]):
@@ -175,6 +178,7 @@ def create_model(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
     allow_nonfinite: bool = False,
+    reversible_bits: int | None = None,
     **keywords: Any,
 ) -> ImageNetwork | FeatureNet:
     """Create a model in training mode, randomly initialised or with trained weights.
@@ -197,6 +201,8 @@ def create_model(
         cache_dir: folder of downloads; None for ``$REVZOO_CACHE``, or the user's cache.
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
+        reversible_bits: make the runs of blocks of a ResNet or a library's network reversible, see
+            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``.
         keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
             reversible models and ``"store"`` in others), ``drop_rate`` (probability of dropping a
             pooled feature before the classifier), ``drop_path_rate`` (of dropping the last
@@ -216,9 +222,12 @@ def create_model(
     Example:
         >>> revzoo.create_model("revnet38", num_classes=100).num_classes
         100
+        >>> model = revzoo.create_model("resnet32.cifar10", pretrained=True, reversible_bits=4)
     """
     if out_indices is not None and not features_only:
         raise ValueError(f"out_indices={out_indices} selects feature maps: add features_only=True")
+    if reversible_bits is not None:
+        keywords["reversible_bits"] = reversible_bits
     pretrained = pretrained and checkpoint_path is None
     source = find_source(
         name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
@@ -274,9 +283,20 @@ def _build(
     _check_keywords(source.architecture, options)
     changes = {key: options[key] for key in entry.variant_keywords if key in options}
     others = {key: value for key, value in options.items() if key not in changes}
+    bits, memory = others.pop("reversible_bits", None), others.pop("memory", None)
     network: Any = entry.network
     row = replace(entry.variant, **changes)
-    model: ImageNetwork = network(row, num_classes=num_classes, in_chans=in_chans, **others)
+    model: ImageNetwork = network(
+        row,
+        num_classes=num_classes,
+        in_chans=in_chans,
+        memory=memory if bits is None else None,
+        **others,
+    )
+    if bits is not None:
+        make_reversible(model, bits)
+        model.default_memory = "exact"  # type: ignore[misc]
+        set_memory(model, memory or "exact")
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
     model.spec = Spec(source.architecture, shaping)
     return model

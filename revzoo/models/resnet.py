@@ -51,7 +51,8 @@ RESNETS |= {
 class ResNet(StagedNetwork):
     """Pre-activation ResNet, ``(B, in_chans, H, W) -> (B, num_classes)``; one stream.
 
-    Its units have no inverse, so the memory modes are ``store`` and ``recompute``. Basic variants
+    Its units have no inverse, so the memory modes are ``store`` and ``recompute``;
+    :func:`revzoo.create_model` makes them reversible with ``reversible_bits=4``. Basic variants
     take sizes that are multiples of 4 (three stages of strides 1, 2, 2), bottlenecks any size.
 
     Example:
@@ -62,6 +63,7 @@ class ResNet(StagedNetwork):
 
     default_memory: ClassVar[str] = "store"
     streams: ClassVar[int] = 1
+    convertible: ClassVar[bool] = True
 
     @staticmethod
     def build_unit(plan: UnitPlan) -> Step:

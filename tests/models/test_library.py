@@ -6,7 +6,7 @@ import torchvision
 
 import revzoo
 from revzoo.interop.export import Export, export
-from revzoo.layers.side_bits import reversible_blocks
+from revzoo.layers.side_bits import SideBits, reversible_blocks
 from revzoo.models.library import LibraryNetwork
 from revzoo.models.parts import parts
 from revzoo.training.checkpoint.files import CheckpointError
@@ -123,6 +123,19 @@ def test_a_saved_network_comes_back(tmp_path):
     for bits, kind in ((3, "pt2"), (None, "safetensors")):
         model = resnet(num_classes=3, reversible_bits=bits)
         export(Export(network=model, image_size=32), tmp_path / f"model.{kind}", kind=kind)
+
+
+def test_the_zoos_resnets_take_reversible_bits(tmp_path):
+    images = torch.randn(2, 3, 32, 32)
+    plain = revzoo.create_model("resnet32.cifar10", pretrained=True).eval()
+    model = revzoo.create_model("resnet32.cifar10", pretrained=True, reversible_bits=8).eval()
+    assert {m.memory for m in model.modules() if isinstance(m, SideBits)} == {"exact"}
+    difference = (model(images) - plain(images)).norm() / plain(images).norm()
+    assert 0 < difference < 0.02
+    model.save_pretrained(tmp_path, classes=list("abcdefghij"), mean=[0.5] * 3, std=[0.5] * 3)
+    assert torch.equal(revzoo.from_pretrained(tmp_path).eval()(images), model(images))
+    with pytest.raises(ValueError, match="revnet38 takes no keyword 'reversible_bits'"):
+        revzoo.create_model("revnet38", reversible_bits=4)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,9 @@ def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
 def add_bits_option(parser: argparse.ArgumentParser) -> None:
     """Declare ``--bits``."""
     parser.add_argument(
-        "--bits", type=int, help="make torchvision:NAME or timm:NAME reversible with so many bits"
+        "--bits",
+        type=int,
+        help="make a ResNet, torchvision:NAME or timm:NAME reversible with so many bits",
     )
 
 

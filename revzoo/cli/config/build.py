@@ -128,6 +128,8 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     root = f" {Path(data['root']).name}" if "root" in data else ""
     entry = MODELS.get(str(config["model"]["name"]).partition(".")[0])
     default_memory = entry.network.default_memory if entry else "default"
+    if config["model"].get("reversible_bits"):
+        default_memory = "exact"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
     length = [f"{trainer[k]} {name}" for k, name in ends.items() if (trainer.get(k) or -1) > 0]
     rate = f"{optim['name']} with lr {optim['lr']:g}"
