@@ -93,6 +93,7 @@ def test_every_page_is_in_the_tree(pages: dict[str, str]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::PendingDeprecationWarning")
 def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     build = pytest.importorskip("sphinx.cmd.build")
     arguments = ["-W", "-q", "-d", str(tmp_path / "trees"), str(DOCS), str(tmp_path / "html")]
