@@ -6,8 +6,9 @@ The streams stay separate tensors through the whole sequence: no block concatena
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, overload
+from typing import Any, Self, overload
 
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from revzoo.core.invertible import (
     as_state,
     bare,
     label_steps,
+    leaves,
     name_of,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
@@ -40,18 +42,21 @@ class ReversibleSequence(Invertible):
     If the first step takes one stream (``streams = 1``), the tensor is not split. Every step
     receives the keyword arguments, such as a conditioning tensor.
 
-    It is a list of steps: ``len``, iteration, ``seq[0]``, ``seq["name"]``, slices (a sequence of
-    the same steps), assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`. A step
-    that is added later keeps its memory mode; ``repr`` shows the modes. Extra outputs of the steps
-    (``Step.extras``) follow the streams: ``y, loss = seq(x)``.
+    It is a list of steps like ``nn.Sequential``: ``seq[0]``, slices (a sequence of the same steps),
+    assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`, :meth:`pop`, ``+``, ``*``.
+    Steps may have names: ``seq["name"]``, ``"name" in seq``, ``seq["name"] = step`` (a new name
+    appends), :meth:`keys`, :meth:`items`. A step that is added later takes the memory mode of the
+    sequence, or ``invert`` where ``exact`` does not fit it; ``repr`` shows the modes. Extra outputs
+    of the steps (``Step.extras``) follow the streams: ``y, loss = seq(x)``.
 
     Args:
         steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; the
             ``state_dict`` then has names instead of numbers. A :class:`Step` without an inverse is
             allowed: mode ``invert`` recomputes it from its input, and :meth:`inverse` raises.
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
-            changes it later. It replaces the modes of the steps; None keeps them. ``"auto"``:
-            ``exact`` if it fits each step with an inverse, otherwise ``invert``.
+            changes it later. It replaces the modes of the steps; None keeps them, also of steps
+            that are added later. ``"auto"``: ``exact`` if it fits each step with an inverse,
+            otherwise ``invert``.
         dim: where to split a single tensor: 1 for channels, -1 for tokens ``(B, N, C)``.
         split: relative sizes of the two streams of a split tensor: ``(1, 2)`` splits 3 channels
             into 1 and 2.
@@ -124,7 +129,7 @@ class ReversibleSequence(Invertible):
     def __getitem__(self, index: int | str | slice) -> Step | ReversibleSequence:
         if not isinstance(index, slice):
             return self._items()[self._position(index)][1]
-        part = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
+        part = self._alike(())
         part.steps = self.steps[index]  # set together, so the steps keep their labels
         return part
 
@@ -134,14 +139,67 @@ class ReversibleSequence(Invertible):
             assert not isinstance(step, Step)
             items[index] = [(None, each) for each in step]
         else:
-            i = self._position(index)
-            items[i] = items[i][0], step  # type: ignore[assignment]
+            if isinstance(index, str) and index not in self:
+                items.append((_checked_name(index), step))  # type: ignore[arg-type]
+            else:
+                i = self._position(index)
+                items[i] = items[i][0], step  # type: ignore[assignment]
         self._set_steps(items)
 
     def __delitem__(self, index: int | str | slice) -> None:
         items = self._items()
         del items[index if isinstance(index, slice) else self._position(index)]
         self._set_steps(items)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.steps._modules if isinstance(key, str) else any(key is s for s in self)
+
+    def keys(self) -> Iterable[str]:
+        """The names of the steps, in order; the position as a string for a step without a name."""
+        return self.steps._modules.keys()
+
+    def values(self) -> Iterable[Step]:
+        """The steps, in order."""
+        return list(self)
+
+    def items(self) -> Iterable[tuple[str, Step]]:
+        """Pairs of :meth:`keys` and :meth:`values`."""
+        return list(zip(self.keys(), self, strict=True))
+
+    def pop(self, index: int | str = -1) -> Step:
+        """Remove and return a step, by position or name."""
+        step = self[index]
+        del self[index]
+        return step
+
+    def __add__(self, other: ReversibleSequence) -> ReversibleSequence:
+        if not isinstance(other, ReversibleSequence):
+            return NotImplemented
+        return self._alike([*self._items(), *other._items()])
+
+    def __iadd__(self, other: Iterable[Step]) -> Self:
+        self.extend(other)
+        return self
+
+    def __mul__(self, times: int) -> ReversibleSequence:
+        """The same steps, with the same parameters, ``times`` times."""
+        if type(times) is not int:
+            return NotImplemented
+        more = [(None, step) for step in self] * (times - 1)
+        return self._alike([*self._items(), *more] if times > 0 else ())
+
+    __rmul__ = __mul__
+
+    def __imul__(self, times: int) -> Self:
+        self._set_steps((self * times)._items())
+        return self
+
+    def _alike(self, items: Iterable[tuple[str | None, Step]]) -> ReversibleSequence:
+        """A sequence of other steps that splits and adds steps as this one does."""
+        other = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
+        other._set_steps(list(items))
+        vars(other).update({k: v for k, v in vars(self).items() if k in ("memory", "grid")})
+        return other
 
     def append(self, step: Step, *, name: str | None = None) -> ReversibleSequence:
         """Add ``step`` at the end; returns the sequence."""
@@ -171,11 +229,13 @@ class ReversibleSequence(Invertible):
 
     def _position(self, index: int | str) -> int:
         if not isinstance(index, str):
+            if not -len(self) <= operator.index(index) < len(self):
+                raise IndexError(f"{name_of(self)} has no step {index}: it has {len(self)} steps")
             return range(len(self))[index]
-        names = [name for name, _ in self._items()]
+        names = list(self.keys())
         if index not in names:
-            known = ", ".join(repr(name) for name in names if name is not None) or "none"
-            raise KeyError(f"{name_of(self)} has no step {index!r}; named steps: {known}")
+            known = ", ".join(map(repr, names)) or "none"
+            raise KeyError(f"{name_of(self)} has no step {index!r}; steps: {known}")
         return names.index(index)
 
     def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
@@ -191,8 +251,22 @@ class ReversibleSequence(Invertible):
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two steps got the name {twice!r}: expected each name once")
+        before = {id(step) for step in self}
         self.steps = _Steps(dict(zip(names, (step for _, step in items), strict=True)))
         label_steps(self, self.label)
+        if "memory" in vars(self):
+            for step in self:
+                if id(step) not in before:
+                    self._assign_memory_to(step)
+
+    def _assign_memory_to(self, step: Step) -> None:
+        """Set the sequence's memory mode, or ``invert`` if it does not fit."""
+        members = [m for m in step.modules() if isinstance(m, Step)]
+        grid = next((s.grid for s in leaves(self).values() if s.invertible and s is not step), None)
+        try:
+            assign_memory(members, self.memory, grid=grid)
+        except ValueError:
+            assign_memory(members, "invert")
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         outputs, _, extras = self._walk(state, (), context)

@@ -10,6 +10,7 @@ from torch import nn
 
 from revzoo import (
     AdditiveCoupling,
+    AffineCoupling,
     Invertible,
     NotInvertibleError,
     Reversed,
@@ -20,6 +21,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES
 
 
@@ -146,7 +148,9 @@ def test_steps_by_name():
     ]
     assert seq["first"] is seq[1] is seq[-4] is a
     assert [step.label for step in seq][:2] == ["steps.start", "steps.first"]
-    with pytest.raises(KeyError, match=r"no step 'third'; named steps: 'start', 'first', 'second'"):
+    with pytest.raises(
+        KeyError, match=r"no step 'third'; steps: 'start', 'first', 'second', '3', '4'"
+    ):
         seq["third"]
     for name in ("0", "a.b", ""):
         with pytest.raises(ValueError, match="without dots that is no number"):
@@ -299,3 +303,67 @@ def test_extra_outputs_of_a_branch_are_announced():
     net[0].extras = 2
     assert check_inverse(net, torch.randn(2, 8)).worst(torch.float64) < 1e-12
     assert Reversed(net)(torch.randn(2, 8)).shape == (2, 8)
+
+
+def test_a_sequence_has_what_torchs_containers_have():
+    missing = (set(vars(nn.Sequential)) | {"keys", "values", "items"}) - set(
+        dir(ReversibleSequence)
+    )
+    assert missing == {"_get_item_by_idx"}
+    a, b, c, d = (coupling() for _ in range(4))
+    seq = ReversibleSequence({"a": a, "b": b})
+    seq["tail"] = c  # was a KeyError
+    seq += [d]
+    assert list(seq) == [a, b, c, d]
+    assert "tail" in seq  # was False: the steps were compared with the name
+    assert "3" in seq
+    assert d in seq
+    assert "b " not in seq
+    assert coupling() not in seq
+    assert list(seq.keys()) == ["a", "b", "tail", "3"]
+    assert list(seq.values()) == list(seq)
+    assert dict(seq.items()) == {"a": a, "b": b, "tail": c, "3": d}
+    assert all(seq[key] is step for key, step in seq.items())
+    assert (seq.pop(), seq.pop("a"), list(seq)) == (d, a, [b, c])
+    both = seq + ReversibleSequence([a, d])
+    assert (list(both), list(both.keys())) == ([b, c, a, d], ["b", "tail", "2", "3"])
+    assert list(2 * seq) == list(seq * 2) == [b, c, b, c]
+    assert list(seq * 0) == []
+    twice = seq[:]
+    twice *= 2
+    assert list(twice) == [b, c, b, c]
+    x = torch.randn(2, 8, dtype=torch.float64)
+    assert torch.equal((seq + seq[:0])(x), seq(x))
+    with pytest.raises(ValueError, match="two steps got the name 'b'"):
+        seq + seq
+    for operation in (lambda: seq + 1, lambda: seq * 1.5):
+        with pytest.raises(TypeError, match=r"unsupported operand|multiply"):
+            operation()
+    for index in (2, -3):
+        with pytest.raises(IndexError, match=f"has no step {index}: it has 2 steps"):
+            seq[index]
+
+
+def test_an_added_step_takes_the_mode_of_the_sequence():
+    """It kept the default of its class, so a sequence in ``invert`` got modes of two kinds."""
+    for mode in ("store", "recompute", "invert", "exact"):
+        seq = ReversibleSequence([coupling()], memory=mode)
+        seq.append(ReversibleBlock(nn.Linear(4, 4))).insert(0, coupling()).extend([coupling()])
+        seq[0] = coupling()
+        seq[1:1] = [coupling()]
+        seq["name"] = coupling()
+        built = ReversibleSequence(copy.deepcopy(list(seq)), memory=mode)
+        found, expected = (
+            [(s.memory, s.grid) for s in leaves(net).values()] for net in (seq, built)
+        )
+        assert found == expected
+    set_memory(seq, "exact", grid=12)
+    assert seq.append(coupling())[-1].grid == 12
+    set_memory(seq[0], "store")
+    assert seq[:2].append(coupling())[-1].memory == "exact"
+    assert seq.append(AffineCoupling(nn.Linear(4, 8)))[-1].memory == "invert"  # does not fit exact
+    assert seq[0].memory == "store"
+    kept = ReversibleSequence([coupling()], memory=None)
+    step = coupling()
+    step.memory = "store"
+    assert kept.append(step)[-1].memory == "store"
