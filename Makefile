@@ -2,12 +2,12 @@
 #   make train                      digits with revnet38; make train ARGS="model=revnet110" for another run
 #   make test                       all tests but the slow ones, notebooks included (installs the test tools)
 #   make docs                       the site: docs/_build/html/index.html
-#   make test WORKERS=2             in two processes
+#   make test WORKERS=0             in one process, instead of two
 #   make test PYTHON=python3.12     with another interpreter
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-WORKERS ?= 0
+WORKERS ?= 2
 BIN := $(VENV)/bin
 PACKAGE := $(VENV)/.installed-package
 TOOLS := $(VENV)/.installed

@@ -157,7 +157,10 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
 def test_ctrl_c_during_imports_shows_no_traceback(tmp_path: Path) -> None:
     """Ctrl-C in the first seconds showed the traceback of an import."""
     (tmp_path / "slow.py").write_text(
-        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
+        "import os, signal, time\n"
+        # a shell's background jobs ignore SIGINT, and so do their children
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "os.kill(os.getpid(), signal.SIGINT)\ntime.sleep(20)\n"
     )
     command = [sys.executable, "-m", "revzoo", "train", "--import", "slow"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
