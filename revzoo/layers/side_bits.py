@@ -127,6 +127,8 @@ class SideBits(Invertible):
         self.bits = bits
         self.last = last
         object.__setattr__(self, "block", block)
+        # set by torch.compile or by tools that move weights between devices
+        object.__setattr__(self, "patched", vars(block).get("forward"))
 
     @property
     def subject(self) -> nn.Module:
@@ -229,6 +231,8 @@ class SideBits(Invertible):
 
     def _plain(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
         block = self.subject
+        if self.patched is not None:
+            return self.patched(x, *args, **kwargs)  # type: ignore[operator]
         return type(block).forward(block, x, *args, **kwargs)
 
     def extra_repr(self) -> str:
@@ -264,7 +268,9 @@ def make_reversible(
         ``model``.
 
     Raises:
-        ValueError: ``bits`` is out of range; a path leads to no module; no run was found.
+        ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
+            blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
+            block's ``forward`` was replaced since.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -287,6 +293,12 @@ def make_reversible(
         _make_plain(block)
     if bits is not None:
         _check_graphs(model, {block for run in runs for block in run})
+        scripted = [m for run in runs for m in run if isinstance(m, torch.jit.ScriptModule)]
+        if scripted:
+            raise ValueError(
+                f"{scripted[0].original_name} is compiled by torch.jit.script: expected blocks "
+                "in Python; torch.compile and torch.export take a reversible network"
+            )
         for block, last in [(block, block is run[-1]) for run in runs for block in run]:
             step = SideBits(block, bits, last=last)
             block.add_module(NAME, step.train(block.training))
@@ -298,8 +310,15 @@ def make_reversible(
 
 
 def _make_plain(block: nn.Module) -> None:
-    if isinstance(block._modules.get(NAME), SideBits):
+    if isinstance(step := dict(block.named_children()).get(NAME), SideBits):
+        if vars(block).get("forward") != step.run:
+            raise ValueError(
+                f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
+                "make_reversible; undo that before you call make_reversible again"
+            )
         del block._modules[NAME], block.forward
+        if step.patched is not None:
+            block.forward = step.patched  # type: ignore[assignment]
         if isinstance(block, Step):
             del block.delegates
 

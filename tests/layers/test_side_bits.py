@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import functools
 import pickle
 
 import pytest
@@ -374,6 +375,47 @@ def test_steps_as_blocks():
     make_reversible(net, None)
     set_memory(net, "recompute")
     assert not any(m.delegates for m in net.modules() if isinstance(m, Step))
+
+
+def test_blocks_whose_forward_was_replaced():
+    """As by tools that move weights between devices, or by ``torch.compile``."""
+
+    def build(*, patched):
+        net = nn.Sequential(*(Block(dropout=0.0) for _ in range(3)))
+        net.load_state_dict(network(3, dropout=0.0)[1].state_dict())
+        for block in net if patched else ():
+            forward = functools.partial(type(block).forward, block, scale=0.5)
+            block.forward = lambda x, forward=forward: forward(x)
+        return net
+
+    x = torch.randn(2, 4, 8, 8)
+    net = build(patched=True)
+    plain, patch = net(x), net[0].forward
+    assert not torch.equal(plain, build(patched=False)(x))
+    found = []
+    for mode in ("exact", "store"):
+        net = make_reversible(build(patched=True), 8)
+        set_memory(net, mode, grid="auto")
+        y = net(x)
+        found.append([y, *torch.autograd.grad(y.square().sum(), list(net.parameters()))])
+    assert all(map(torch.equal, *found))
+    assert (y - plain).norm() < 0.02 * plain.norm()
+    net[0].forward = patch
+    with pytest.raises(ValueError, match=r"0\.reversible .* Block.forward was replaced after"):
+        make_reversible(net, None)
+    net = make_reversible(make_reversible(build(patched=True)), None)
+    assert torch.equal(net(x), plain)
+    compiled = nn.Sequential(*(torch.compile(b, backend="eager") for b in build(patched=False)))
+    with torch.no_grad():
+        expected = make_reversible(build(patched=False))(x)
+        assert torch.equal(make_reversible(compiled)(x), expected)
+
+
+def test_scripted_blocks_are_refused():
+    with pytest.warns(FutureWarning, match="deprecated"):
+        scripted = torch.jit.script(nn.Sequential(*(Grows() for _ in range(2))))
+    with pytest.raises(ValueError, match=r"Grows is compiled by torch.jit.script: expected"):
+        make_reversible(scripted)
 
 
 @pytest.mark.parametrize("bits", [0, 9, 2.0, True])

@@ -231,6 +231,90 @@ def test_feature_maps_of_torchvision(how):
             make_reversible(maps_of(small()))
 
 
+def detector():
+    detection = importlib.import_module("torchvision.models.detection")
+    backbone = detection.backbone_utils.resnet_fpn_backbone(
+        backbone_name="resnet18", weights=None, trainable_layers=4
+    )  # with frozen BatchNorm and a frozen stem
+    return detection.RetinaNet(backbone, 3, min_size=64, max_size=64)
+
+
+def segmenter():
+    models = importlib.import_module("torchvision.models")
+    getter = importlib.import_module("torchvision.models._utils").IntermediateLayerGetter
+    body = models.resnet.ResNet(models.resnet.BasicBlock, [3, 2, 1, 1])
+    maps = getter(body, {"layer2": "aux", "layer4": "out"})
+    heads = [models.segmentation.fcn.FCNHead(width, 3) for width in (512, 128)]
+    return models.segmentation.FCN(maps, *heads)
+
+
+@pytest.mark.parametrize("make", [detector, segmenter])
+def test_detection_and_segmentation(make):
+    box = {"boxes": torch.tensor([[5.0, 5.0, 40.0, 40.0]]), "labels": torch.tensor([1])}
+    found = []
+    for mode in ("exact", "store"):
+        torch.manual_seed(0)
+        net = make_reversible(make(), 4).train()
+        set_memory(net, mode, grid="auto")
+        torch.manual_seed(2)
+        x = images(64)
+        outputs = net(list(x), [box, box]) if make is detector else net(x)
+        loss = sum(v.square().mean() for v in outputs.values())
+        trained = [p for p in net.parameters() if p.requires_grad]
+        found.append([loss, *torch.autograd.grad(loss, trained), *net.buffers()])
+    assert all(map(torch.equal, *found))
+    assert "joins" in {row.role for row in reversible_blocks(net)}
+
+
+class LowRank(nn.Module):
+    """An adapter beside a frozen linear layer, as in LoRA (arXiv 2106.09685)."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, 2, bias=False)
+        self.up = nn.Linear(2, base.out_features, bias=False)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(self.drop(x)))
+
+
+@pytest.mark.parametrize("order", ["adapters first", "reversible first"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_adapters_and_the_librarys_checkpoint(order, reentrant):
+    transformers = pytest.importorskip("transformers")
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 2, "hidden_size": 16}
+    config = transformers.LlamaConfig(vocab_size=9, intermediate_size=16, **sizes)
+    ids = torch.randint(0, 9, (2, 6), generator=torch.Generator().manual_seed(0))
+
+    def gradients(mode, reentrant):
+        torch.manual_seed(0)
+        net = transformers.LlamaForCausalLM(config).train()
+        if order == "reversible first":
+            make_reversible(net)
+        net.requires_grad_(False)
+        for layer in net.model.layers:
+            layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
+        if reentrant is not None:
+            net.activation_checkpointing_enable({"use_reentrant": reentrant})
+            net.enable_input_require_grads()
+        make_reversible(net)
+        set_memory(net, mode, grid="auto")
+        torch.manual_seed(1)
+        loss = net(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        assert [row.role for row in reversible_blocks(net)] == ["starts", "joins", "joins"]
+        return [loss, *(p.grad for p in net.parameters() if p.requires_grad)]
+
+    found = gradients("exact", reentrant), gradients("store", None)
+    assert len(found[0]) == 7
+    if reentrant:  # autograd then sums the gradients in another order
+        assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(*found, strict=True))
+    else:
+        assert all(map(torch.equal, *found))
+
+
 def test_torchs_own_encoder():
     net = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), 3, enable_nested_tensor=False
