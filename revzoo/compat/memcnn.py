@@ -183,7 +183,12 @@ class InvertibleModuleWrapper(nn.Module):
         num_bwd_passes: no effect: a retained graph allows any number of backward passes.
         disable: call ``fn`` directly.
         preserve_rng_state: no effect: replays always draw the same random numbers.
+
+    Raises:
+        TypeError: ``fn`` has no ``inverse``; with ``disable``, not before it is called without.
     """
+
+    memory_options = "keep_input, keep_input_inverse and disable"
 
     def __init__(
         self,
@@ -201,11 +206,27 @@ class InvertibleModuleWrapper(nn.Module):
         self.num_bwd_passes = num_bwd_passes
         self.preserve_rng_state = preserve_rng_state
         self._fn = fn
+        if not disable:
+            self._check()
+
+    @property
+    def memory(self) -> str:
+        """The memory mode that the options choose for ``forward``."""
+        return "store" if self.disable else "recompute" if self.keep_input else "invert"
+
+    def _check(self) -> None:
+        if not callable(getattr(self._fn, "inverse", None)):
+            raise TypeError(
+                f"InvertibleModuleWrapper got a {type(self._fn).__name__}, which has no inverse(): "
+                "expected a module with forward and inverse, such as an AdditiveCoupling; to only "
+                "recompute a module use revzoo.checkpoint"
+            )
 
     def forward(self, *xin: Tensor) -> Any:
         fn: Any = self._fn
         if self.disable:
             return _unpacked(fn(*xin))
+        self._check()
         if isinstance(fn, _Coupling):
             fn._check(fn.implementation_fwd)
             return fn.block("recompute" if self.keep_input else "invert")(*xin)
@@ -217,6 +238,7 @@ class InvertibleModuleWrapper(nn.Module):
         fn: Any = self._fn
         if self.disable:
             return _unpacked(fn.inverse(*yin))
+        self._check()
         if self.keep_input_inverse:
             return _unpacked(checkpoint(fn.inverse, *yin))
         return _unpacked(invertible_checkpoint(fn.inverse, fn, *yin))

@@ -122,7 +122,7 @@ def record(
     aside: list[Tensor] = []
     call = call_without_changing_hooks if inverts else plain_call
     try:
-        with entry.conditions, packed, explained(entry.name), asides(aside if inverts else None):
+        with entry.conditions, packed, explained(step), asides(aside if inverts else None):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
         if entry.witness is not None:

@@ -113,6 +113,7 @@ class _Drift:
         "actual",
         "ends",
         "half",
+        "inverts",
         "limit",
         "name",
         "overflowed",
@@ -130,6 +131,7 @@ class _Drift:
         computed: Tensor | Fixed,
         *,
         half: bool,
+        inverts: bool,
     ) -> None:
         self.step = step
         self.name = name
@@ -144,6 +146,7 @@ class _Drift:
             if isinstance(computed, Tensor)
         ]
         self.half = half
+        self.inverts = inverts
         self.overflowed = False  # whether the chain ended in values that are not finite
         self.used = False
 
@@ -296,14 +299,15 @@ class Guard:
         computed: Streams,
         *,
         half: bool,
+        inverts: bool,
     ) -> None:
         """Record a replay's values, to compare with the samples of the forward pass.
 
-        ``half``: whether the step ran in float16.
+        ``half``: whether the step ran in float16; ``inverts``: whether an inverse is involved.
         """
         for sampled in samples:
             t = computed[sampled.stream]
-            drift = _Drift(step, name, limit, sampled, t, half=half)
+            drift = _Drift(step, name, limit, sampled, t, half=half, inverts=inverts)
             self._drifts.append(drift)
             if isinstance(t, Tensor):
                 self._waiting.append((address(t), drift))
@@ -503,16 +507,20 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         f"{drift.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are wrong. "
     )
     if drift.limit == 0:
-        return found + (
-            "On a grid it must be equal, so the branch is not deterministic. Use memory='store' "
-            "for this step"
+        remedy = f"On a grid it must be equal, so it is not deterministic: {drift.step.instead}"
+    elif not drift.inverts:
+        remedy = (
+            "It was computed again from the same inputs, so it is not deterministic, or reads values "
+            f"that changed since: {drift.step.instead}"
         )
-    return found + (
-        "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
-        "amplifies (normalise it; lower the learning rate if the training diverges) or is not "
-        "deterministic, a wrong inverse (see check_inverse()). Use memory='exact', or 'recompute' "
-        "or 'store' for some steps; set_drift_limit() changes the limit"
-    )
+    else:
+        remedy = (
+            "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
+            "amplifies (normalise it; lower the learning rate if the training diverges) or is not "
+            "deterministic, a wrong inverse (see check_inverse()). Remedy: "
+            f"{drift.step.instead_of_inverse}"
+        )
+    return found + remedy
 
 
 def _explain_lost(drift: _Drift, ratio: float) -> str:

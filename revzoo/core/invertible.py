@@ -129,6 +129,15 @@ class Step(nn.Module):
     """Whether a replay stops when it has all tensors that the graph needs, if its outputs have no
     other use."""
 
+    instead: str = "use memory='store' for this step"
+    """How to run the step without replays, for error messages."""
+
+    instead_of_inverse: str = (
+        "use memory='exact', or 'recompute' or 'store' for some steps; set_drift_limit() changes "
+        "the limit"
+    )
+    """Likewise without an inverse in floating point."""
+
     label: str = ""
     """The step's place in its model, for error messages."""
 

@@ -17,7 +17,7 @@ allows. To add a mode, write a subclass and add it to :data:`MODES`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -64,7 +64,7 @@ class _Offload(Mode):
     elsewhere = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        with beside_replays(step), offloaded(step), explained(name_of(step)):
+        with beside_replays(step), offloaded(step), explained(step):
             return call_on_grid(plain_call, step, state, context)
 
 
@@ -209,6 +209,16 @@ def set_memory(
                 container.memory, container.grid = first.memory, first.grid
 
 
+def modes_in(module: nn.Module) -> set[str]:
+    """The memory modes in ``module``: of its steps, and of modules with ``memory_options``.
+
+    Such a module is no step, but runs in a mode ``memory`` that follows from other attributes.
+    ``memory_options`` names these attributes.
+    """
+    others: Iterable[Any] = (m for m in module.modules() if hasattr(m, "memory_options"))
+    return {step.memory for step in leaves(module).values()} | {m.memory for m in others}
+
+
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     """The steps of ``module`` at a path; raises a ValueError if there are none."""
     try:
@@ -220,6 +230,14 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
+        for path, m in part.named_modules():
+            if options := getattr(m, "memory_options", None):
+                raise ValueError(
+                    f"{path} {type(m).__name__}".strip()
+                    + f" has no memory mode to set to {mode!r}: "
+                    f"set its {options} instead, or build the model from ReversibleSequence and "
+                    "ReversibleBlock"
+                )
         raise ValueError(
             f"{type(part).__name__} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step"

@@ -155,6 +155,9 @@ class Checkpoint(Step):
     """``fn`` as a step of the tensors among its arguments; holds the other arguments."""
 
     memory = "recompute"
+    instead = (
+        "call it without checkpoint(); determinism_check='none' turns the comparison of values off"
+    )
     contexts: _Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
 
     def __init__(self, fn: Callable[..., Any], call: _Call) -> None:

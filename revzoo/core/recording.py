@@ -219,7 +219,7 @@ class Kept:
 
 
 @contextlib.contextmanager
-def explained(name: str) -> Iterator[None]:
+def explained(step: Step) -> Iterator[None]:
     """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
     try:
         yield
@@ -227,8 +227,8 @@ def explained(name: str) -> Iterator[None]:
         if "support saved tensor hooks" not in str(error):
             raise
         raise RuntimeError(
-            f"{name} runs a torch.func transform inside its forward, which torch refuses while "
-            "activations are recomputed or offloaded: use memory='store' for this step"
+            f"{name_of(step)} runs a torch.func transform inside its forward, which torch refuses "
+            f"while activations are recomputed or offloaded: {step.instead}"
         ) from error
 
 
@@ -438,6 +438,7 @@ class Entry:
         "conditions",
         "context",
         "dtypes",
+        "inverts",
         "limit",
         "name",
         "needs",
@@ -478,6 +479,7 @@ class Entry:
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
+        self.inverts = False
         self.saved: list[weakref.ref[Slot] | None] = []  # None for resident tensors
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
@@ -497,6 +499,7 @@ class Entry:
     def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
         """Sample the streams that a replay will recompute, and their range, for the guard."""
         taken, returned = fixed_or_not(inputs), fixed_or_not(outputs)
+        self.inverts = inverts
         if self.witness is not None:
             self.samples = sample(self.witness.take(), taken, channels=False)
         elif inverts:
@@ -509,7 +512,15 @@ class Entry:
         """Pass the streams of a replay to the guard."""
         if self.samples and computed:
             half = torch.float16 in self.dtypes or self.conditions.in_float16
-            guard.compare(self.step, self.name, self.limit, self.samples, computed, half=half)
+            guard.compare(
+                self.step,
+                self.name,
+                self.limit,
+                self.samples,
+                computed,
+                half=half,
+                inverts=self.inverts,
+            )
         guard.bound(self.peaks)
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
@@ -797,8 +808,8 @@ class Replayed:
     def _mismatch(self, what: str) -> ReplayMismatchError:
         return ReplayMismatchError(
             f"{self._entry.name} did not repeat its forward pass: {what}. A step must be a "
-            "function of its inputs, parameters, buffers and torch's random state; use "
-            f"memory='store' for one that is not{self._entry.step.difference()}"
+            "function of its inputs, parameters, buffers and torch's random state. For one that is "
+            f"not, {self._entry.step.instead}{self._entry.step.difference()}"
         )
 
 

@@ -163,3 +163,13 @@ class PatchConv(ReversibleSequence):
             streams=streams,
         )
         super().__init__([squeeze, linear], memory=memory)
+        self.in_channels = in_channels
+
+    def _check_count(self, state: State) -> None:
+        super()._check_count(state)
+        each = self.in_channels // self.streams
+        if any(x.dim() > 1 and x.shape[1] != each for x in state):
+            shapes = ", ".join(str(tuple(x.shape)) for x in state)
+            raise ValueError(
+                f"{name_of(self)} got streams of shape {shapes}: expected {each} channels in each"
+            )

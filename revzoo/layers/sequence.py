@@ -241,8 +241,16 @@ class ReversibleSequence(Invertible):
     def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
         for i, (_, step) in enumerate(items):
             if not isinstance(step, Step):
+                kind = type(step)
+                if hasattr(step, "inverse"):  # of another library, or compat.memcnn
+                    raise TypeError(
+                        f"step {i} is a {kind.__module__}.{kind.__name__}, expected a "
+                        "revzoo.Invertible: it has an inverse, so let its class derive from "
+                        "Invertible, or replace it, e.g. a coupling of Fm and Gm by "
+                        "ReversibleBlock(Fm, Gm)"
+                    )
                 raise TypeError(
-                    f"step {i} is a {type(step).__name__}, expected an Invertible: wrap a "
+                    f"step {i} is a {kind.__name__}, expected an Invertible: wrap a "
                     "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
                 )
             if any(m is self for m in step.modules()):

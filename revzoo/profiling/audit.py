@@ -23,7 +23,7 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo.core.invertible import leaves
-from revzoo.core.modes import MODES, set_memory
+from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.trace import Trace, fake_twin, images_for, real_twin, trace_step
 from revzoo.profiling.units import in_units
@@ -372,7 +372,7 @@ def audit(
 
 def present_mode(model: nn.Module) -> str:
     """The mode of all steps, :data:`PLANNED` if they differ, ``store`` without steps."""
-    modes = {m.memory for m in leaves(model).values()}
+    modes = modes_in(model)
     return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
 
 

@@ -224,3 +224,20 @@ def test_a_long_chain_is_still_compared():
     ReversibleSequence(steps)(x).sum().backward()
     with pytest.raises(DriftError):
         ReversibleSequence([*steps[:301], Wrong(), *steps[301:]])(x).sum().backward()
+
+
+def test_a_drift_names_what_the_caller_has():
+    """Callers of ``checkpoint`` were advised to use another mode or to check an inverse."""
+    calls = itertools.count(1)
+
+    def different(x):
+        return (x * next(calls)).sin()
+
+    x = torch.randn(4, 4, requires_grad=True)
+    with pytest.raises(DriftError, match=r"not determinist.*without checkpoint\(\)") as found:
+        revzoo.checkpoint(different, x).sum().backward()
+    assert "inverse" not in str(found.value)
+    y = revzoo.invertible_checkpoint(torch.exp, lambda y: y, x)
+    with pytest.raises(DriftError, match=r"a wrong inverse.*by checkpoint\(\)") as found:
+        y.sum().backward()
+    assert "memory=" not in str(found.value)

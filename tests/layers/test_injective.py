@@ -63,3 +63,9 @@ def test_refusals():
     with pytest.raises(ValueError, match="out_features=8: expected at least in_features=12"):
         PatchConv(3, 8, 2, streams=1)
     assert isinstance(PatchConv(3, 12, 2, streams=1)[0], Squeeze)
+
+
+def test_patches_name_their_own_channels():
+    for channels, streams, x in ((3, 1, (1, 5, 8, 8)), (4, 2, (1, 8, 8, 8))):
+        with pytest.raises(ValueError, match=rf"PatchConv got .*expected {channels // streams} ch"):
+            PatchConv(channels, 64, 4, streams=streams)(torch.zeros(x))

@@ -20,6 +20,7 @@ import torch
 from compare import error
 from torch import nn
 
+import revzoo
 from revzoo.compat import memcnn as ours
 from revzoo.profiling.live import LiveMemory
 
@@ -472,3 +473,37 @@ def test_the_page_runs():
         exec(compile(block, PAGE.name, "exec"), names)
     assert len(blocks) >= 6
     assert not torch.allclose(names["Y2"], names["Y"])  # test_minimal
+
+
+def test_wrappers_have_their_own_options_instead_of_memory_modes():
+    """revzoo's functions said that the model has no steps, and an audit called it ``store``."""
+    wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(nn.Linear(4, 4)))
+    net = nn.Sequential(wrapper, nn.Linear(8, 8))
+    with pytest.raises(ValueError, match=r"Wrapper has no memory mode.*keep_input"):
+        revzoo.set_memory(net, "store")
+    with pytest.raises(ValueError, match="disable instead"), revzoo.memory(net, "store"):
+        pass
+    for keep, disable, mode in (
+        (False, False, "invert"),
+        (True, False, "recompute"),
+        (True, True, "store"),
+    ):
+        wrapper.keep_input, wrapper.disable = keep, disable
+        assert list(revzoo.audit(net, (4, 8)).audits) == [mode]
+
+
+def test_a_module_without_an_inverse_is_refused_at_once():
+    """It was an AttributeError of the first call."""
+    with pytest.raises(TypeError, match=r"got a Linear, which has no inverse\(\)"):
+        ours.InvertibleModuleWrapper(nn.Linear(4, 4))
+    wrapper = ours.InvertibleModuleWrapper(nn.Linear(4, 4), disable=True)
+    assert wrapper(torch.zeros(2, 4)).shape == (2, 4)
+    wrapper.disable = False
+    for call in (wrapper, wrapper.inverse):
+        with pytest.raises(TypeError, match=r"got a Linear, which has no inverse\(\)"):
+            call(torch.zeros(2, 4))
+
+
+def test_a_coupling_is_no_step_and_the_error_says_which_one_is():
+    with pytest.raises(TypeError, match=r"memcnn\.AdditiveCoupling, expected.*ReversibleBlock\(Fm"):
+        revzoo.ReversibleSequence([ours.AdditiveCoupling(nn.Linear(4, 4))])
