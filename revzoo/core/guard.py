@@ -510,8 +510,8 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         remedy = f"On a grid it must be equal, so it is not deterministic: {drift.step.instead}"
     elif not drift.inverts:
         remedy = (
-            "It was computed again from the same inputs, so it is not deterministic, or reads values "
-            f"that changed since: {drift.step.instead}"
+            "It was computed again from the same inputs, so it is not deterministic, or reads "
+            f"values that changed since: {drift.step.instead}"
         )
     else:
         remedy = (
