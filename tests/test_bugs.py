@@ -2285,6 +2285,30 @@ def test_an_output_changed_around_autograd_has_another_inverse(dtype, around):
     assert not torch.equal(found, unchanged)
 
 
+@pytest.mark.parametrize("part", [0, 1, "both"])
+@pytest.mark.parametrize("around", [lambda y: y.data, lambda y: torch.from_dlpack(y.detach())])
+def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part, around):
+    """The next sequence computed with the words from before, without an error."""
+    torch.manual_seed(0)
+    first, second = (
+        ReversibleSequence([ReversibleBlock(nn.Linear(4, 4))], memory="exact") for _ in range(2)
+    )
+    x = torch.randn(4, 8)
+    for alone in (second, second[0], second[0][0]):  # a sequence, a block, a step
+        with torch.no_grad():
+            y = first(*x.chunk(2, dim=1))
+            for t in y if part == "both" else (y[part],):
+                around(t).mul_(2)
+            found, expected = alone(*y), alone(*(t.clone() for t in y))
+        assert all(map(torch.equal, found, expected))
+    y = first(*x.requires_grad_().chunk(2, dim=1))
+    for t in y if part == "both" else (y[part],):
+        around(t).mul_(2)
+    found = second(*y)
+    with pytest.raises(DriftError, match=r"changed around autograd \(y\.data"):
+        torch.cat(found).square().sum().backward()
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -17,9 +17,10 @@ NOTE [ Words and floats ]
        64-bit words with 29 more fractional bits.
     2. The words are an attribute of the float tensor's storage, so an alias (``detach()``) also has
        them. They are freed with the storage, and ignored if the tensor was changed in place or is
-       another view. The inverse of a sequence also finds changes that bypass the version counters
-       (``y.data``, ``y.numpy()``). A tensor without words is rounded to the grid. Inference tensors
-       do not count in-place changes, so tensors with words are made outside inference mode.
+       another view. Changes that bypass the version counters (``y.data``, ``y.numpy()``) are found
+       where the tensor enters a sequence, a step or an inverse. A tensor without words is rounded to
+       the grid. Inference tensors do not count in-place changes, so tensors with words are made
+       outside inference mode.
     3. A float32 tensor holds 24 bits of a word. An output that was saved to a file has only these,
        so inverting it has the error of one rounding. With 14 fractional bits or fewer, float32
        holds the whole word.
@@ -187,6 +188,23 @@ def forget_stale_words(state: Iterable[Tensor]) -> None:
                 ((known == t) | known.isnan()).all()
             ):  # words beyond their range read as NaN
                 del vars(t.untyped_storage())[_KEY][_place(t)]
+
+
+def renew_words(state: Iterable[Tensor]) -> None:
+    """Set the words of floats that changed without a new version (without a host sync).
+
+    The words are on the tape of the steps before, too, whose guard then finds a drift.
+    """
+    if not keeps_words():
+        return
+    for t in state:
+        if t.layout is not torch.strided or not t.numel() or (fixed := fixed_of(t)) is None:
+            continue
+        # .data: the words of an unchanged stream do not count as changed
+        _in_chunks(_renew, (fixed.words.data, t.detach()), 1 / fixed.down, fixed.down)
+        if fixed.peak is not None:
+            peak = torch.maximum(fixed.peak, largest(t).to(fixed.peak.dtype) / fixed.down)
+            fixed.peak = torch.where(fixed.peak < fixed.limit, peak, fixed.peak)
 
 
 def _place(t: Tensor) -> tuple[Any, ...]:
@@ -512,6 +530,14 @@ def _read(words: Tensor, floats: Tensor, scratch: Tensor, down: Scale) -> None:
         floats.copy_(words).mul_(down)
     else:
         floats.copy_(scratch.copy_(words).mul_(down))
+
+
+def _renew(words: Tensor, floats: Tensor, scratch: Tensor, up: Scale, down: Scale) -> None:
+    known = scratch.copy_(words).mul_(down).to(floats.dtype)
+    changed = (known != floats) & ~known.isnan()  # words beyond their range read as NaN
+    new = torch.empty_like(words)
+    _quantise(floats, new, scratch, up)
+    torch.where(changed, new, words, out=words)
 
 
 def _subtract(words: Tensor, value: Tensor, out: Tensor, scratch: Tensor, up: Scale) -> None:

@@ -507,7 +507,10 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         f"{drift.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are wrong. "
     )
     if drift.limit == 0:
-        remedy = f"On a grid it must be equal, so it is not deterministic: {drift.step.instead}"
+        remedy = (
+            "On a grid it must be equal, so the step is not deterministic, or its output was "
+            f"changed around autograd (y.data, y.numpy()): {drift.step.instead}"
+        )
     elif not drift.inverts:
         remedy = (
             "It was computed again from the same inputs, so it is not deterministic, or reads "

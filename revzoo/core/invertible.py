@@ -146,10 +146,12 @@ class Step(nn.Module):
 
         A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
+        from revzoo.core.fixedpoint import renew_words  # imports this module through replay
         from revzoo.core.modes import run_alone  # imports this module
 
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
+        renew_words(state)
         return run_alone(self, state, context)
 
     def _get_name(self) -> str:

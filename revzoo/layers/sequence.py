@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import operator
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Self, overload
 
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import forget_stale_words, moved
+from revzoo.core.fixedpoint import forget_stale_words, moved, renew_words
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -32,6 +33,8 @@ from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split
+
+_thread = threading.local()  # ``walks``: whether a sequence calls its steps
 
 
 class ReversibleSequence(Invertible):
@@ -277,6 +280,8 @@ class ReversibleSequence(Invertible):
             assign_memory(members, "invert")
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        if not getattr(_thread, "walks", False):
+            renew_words(t for t in state if isinstance(t, Tensor))
         outputs, _, extras = self._walk(state, (), context)
         return bare((*outputs, *extras))
 
@@ -293,9 +298,13 @@ class ReversibleSequence(Invertible):
         if merge:
             state = run_step(_like(next(iter(self), self), Split(self.dim, self.split)), state)
         self._check_count(state)
-        for step in self:
-            state, total, more = _advance(step, state, total, context)
-            extras += more
+        outer, _thread.walks = getattr(_thread, "walks", False), True
+        try:
+            for step in self:
+                state, total, more = _advance(step, state, total, context)
+                extras += more
+        finally:
+            _thread.walks = outer
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
