@@ -4,16 +4,45 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
 
 def write_atomically(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
-    with replacing(path) as temporary:
-        temporary.write_bytes(data)
+    write_together({path: data})
+
+
+def write_together(files: Mapping[Path, bytes]) -> None:
+    """Like :func:`write_atomically` for several files: if one cannot be written, none changes.
+
+    Creates missing folders, and removes them after an error.
+
+    Raises:
+        OSError: names the file.
+    """
+    with ExitStack() as undo, ExitStack() as stack:
+        for path, data in files.items():
+            _make_folders(path.parent, undo)
+            stack.enter_context(replacing(path)).write_bytes(data)
+        stack.close()
+        undo.pop_all()
+
+
+def _make_folders(folder: Path, undo: ExitStack) -> None:
+    """Create ``folder`` and its parents; ``undo`` removes the new ones, if they are empty."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent, undo)
+    folder.mkdir(exist_ok=True)
+    undo.callback(_remove_empty, folder)
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):
+        folder.rmdir()
 
 
 def check_regular(*paths: Path) -> None:
@@ -32,18 +61,27 @@ def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path``, with the same suffix, that replaces it at the end.
 
     After an error ``path`` is unchanged and the temporary file is removed.
+
+    Raises:
+        OSError: names ``path``; errors of a full disk name no file, others the temporary one.
     """
-    file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
-    os.close(file)
-    temporary = Path(name)
+    temporary = None
     try:
+        file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
+        os.close(file)
+        temporary = Path(name)
         yield temporary
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.chmod(0o644)  # mkstemp lets only the owner read
         temporary.replace(path)
+    except OSError as error:
+        if error.errno is not None and error.filename in (None, temporary and str(temporary)):
+            error.filename = str(path)
+        raise
     finally:
-        temporary.unlink(missing_ok=True)
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
 
 
 @contextmanager

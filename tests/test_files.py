@@ -1,10 +1,48 @@
 from __future__ import annotations
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from revzoo._files import write_atomically
+import revzoo
+from revzoo._files import write_atomically, write_together
+
+
+@contextmanager
+def disk_of(size: int) -> Iterator[None]:
+    """No file may grow beyond ``size`` bytes: the kernel refuses the write, as on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_leaves_all_files_as_they_were_and_no_empty_folder(tmp_path: Path) -> None:
+    """The message named no file; the first file was new, the second old, or the folder empty."""
+    old, new = {tmp_path / "a": b"one", tmp_path / "b": b"one"}, tmp_path / "x" / "y"
+    write_together(old)
+    too_large = b"two" * 100
+    with disk_of(100), pytest.raises(OSError, match=rf"too large: '{tmp_path}/b'"):
+        write_together({tmp_path / "a": b"two", tmp_path / "b": too_large})
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == old
+    with disk_of(100), pytest.raises(OSError, match=rf"too large: '{new}/b'"):
+        write_together({new / "a": b"two", new / "b": too_large})
+    assert not new.parent.exists()
+    write_together({new / "a": b"two", new / "b": too_large})
+    assert [path.stat().st_size for path in sorted(new.iterdir())] == [3, 300]
+
+
+def test_a_network_that_does_not_fit_on_the_disk_leaves_nothing(tmp_path: Path) -> None:
+    network = revzoo.create_model("revnet38", units=(1, 1, 1))
+    folder = tmp_path / "saved"
+    with disk_of(10_000), pytest.raises(OSError, match=r"'.*/saved/model\.safetensors'"):
+        network.save_pretrained(folder)
+    assert not folder.exists()
 
 
 def test_writing_replaces_at_once_or_not_at_all(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from revzoo._files import write_atomically
+from revzoo._files import write_together
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
@@ -144,10 +144,9 @@ class Saved(nn.Module):
 
 def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -> WeightsEntry:
     data, entry = pack(network, file=TENSORS_FILE, facts=facts)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / TENSORS_FILE, data)
-    write_atomically(folder / CONFIG_FILE, json_of(entry))
-    write_atomically(folder / "README.md", model_card(entry, source=source).encode())
+    card = model_card(entry, source=source).encode()
+    contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
+    write_together({folder / name: content for name, content in contents.items()})
     return entry
 
 

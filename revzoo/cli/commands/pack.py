@@ -79,13 +79,11 @@ def publish(
 
 
 def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
-    from revzoo._files import write_atomically
+    from revzoo._files import write_together
     from revzoo.models.save import json_of
 
-    folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]
-    for path, content in zip(paths, (data, json_of(entry)), strict=True):
-        write_atomically(path, content)
+    write_together(dict(zip(paths, (data, json_of(entry)), strict=True)))
     return paths
 
 

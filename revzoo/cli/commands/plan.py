@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from revzoo._files import write_atomically
 from revzoo.cli.commands._models import add_batch_options, bits_of, model_for, shape_for
 
 FITS = ("batch", "image", "depth")
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
             peak = in_units(pure.peak)
             sys.stdout.write(f"{mode:12}{peak:>14}{pure.cost / 1e9:>10.3g} s\n")
     if args.save:
-        args.save.write_text(json.dumps(plan.modes, indent=2) + "\n")
+        write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
     if args.plot:
         draw(planner, plan, args.plot)
 
