@@ -130,8 +130,9 @@ def record(
         raise
     entry.keep_aside(aside)
     outputs = streams_of(returned, step)
-    entry.observe(state, outputs, inverts=inverts)
-    tape.append(entry, outputs if inverts else None)
+    streams = fixed_or_not(outputs)
+    entry.observe(fixed_or_not(state), streams, inverts=inverts)
+    tape.append(entry, outputs if inverts else None, streams)
     return returned
 
 
@@ -167,7 +168,7 @@ def _marks_of(state: Streams) -> list[tuple[int, bool]]:
 
 
 def _detached(state: Streams) -> Streams:
-    return tuple([t if isinstance(t, Fixed) else t.detach() for t in fixed_or_not(state)])
+    return tuple([t if isinstance(t, Fixed) else t.detach() for t in state])
 
 
 class _Landmark(NamedTuple):
@@ -184,7 +185,7 @@ class _Landmark(NamedTuple):
         """The detached state; None if it was freed or changed in place."""
         state = tuple(t for ref in self.refs if (t := ref()) is not None)
         intact = len(state) == len(self.refs) and _marks_of(state) == self.marks
-        return _detached(state) if intact else None
+        return _detached(fixed_or_not(state)) if intact else None
 
 
 class Tape:
@@ -211,13 +212,17 @@ class Tape:
         tape = _open_tapes.get(id(state[-1]))
         return tape if tape is not None and tape._knows(state) else Tape()
 
-    def append(self, entry: Entry, outputs: State | None) -> None:
-        """Add an executed step; ``outputs`` become the known state, unless None (rule 7)."""
+    def append(self, entry: Entry, outputs: State | None, streams: Streams = ()) -> None:
+        """Add an executed step.
+
+        Its ``outputs`` become the known state, unless None (rule 7); ``streams`` are the same with
+        their words.
+        """
         self.entries.append(entry)
         if outputs is None:
             return
         self._thin_samples()
-        self._set_known(outputs)
+        self._known, self._marks = Kept(_detached(streams)), _marks_of(outputs)
         self._position = len(self.entries)
         if self._landmarks and not self._landmarks[-1].alive():
             self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
@@ -239,8 +244,7 @@ class Tape:
         self._returned = []
 
     def _set_known(self, state: Streams) -> None:
-        self._known = Kept(_detached(state))
-        self._marks = _marks_of(state)
+        self._known, self._marks = Kept(_detached(fixed_or_not(state))), _marks_of(state)
 
     def _knows(self, state: State) -> bool:
         return (
@@ -253,7 +257,7 @@ class Tape:
         """Fill the slots of entry ``index``: the package's backward rule."""
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]), outside_recordings(), asides(None):
+        with _in_profiles(self.entries[index]), outside_recordings():
             self._replay(index)
 
     def _replay(self, index: int) -> None:

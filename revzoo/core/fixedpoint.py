@@ -76,15 +76,28 @@ class Fixed:
             a tensor on the device; None for an empty stream.
     """
 
-    __slots__ = ("down", "dtype", "peak", "words")
+    __slots__ = ("_up", "down", "dtype", "peak", "words")
 
     def __init__(
-        self, words: Tensor, down: Scale, dtype: torch.dtype, peak: Tensor | None = None
+        self,
+        words: Tensor,
+        down: Scale,
+        dtype: torch.dtype,
+        peak: Tensor | None = None,
+        up: Scale | None = None,
     ) -> None:
         self.words = words
         self.down = down
         self.dtype = dtype
         self.peak = peak
+        self._up = up
+
+    @property
+    def up(self) -> Scale:
+        """The inverse of ``down``."""
+        if self._up is None:
+            self._up = 1 / self.down if isinstance(self.down, float) else self.down.reciprocal()
+        return self._up
 
     @property
     def shape(self) -> torch.Size:
@@ -104,15 +117,15 @@ class Fixed:
 
     def moved(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """A stream with the same values in other places."""
-        return Fixed(words, self.down, dtype or self.dtype, self.peak)
+        return Fixed(words, self.down, dtype or self.dtype, self.peak, self._up)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
         words = self.words
         dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
-        _in_chunks(_subtract, (words, value, out), 1 / self.down)
-        return Fixed(out, self.down, self.dtype, self.peak)
+        _in_chunks(_subtract, (words, value, out), self.up)
+        return Fixed(out, self.down, self.dtype, self.peak, self._up)
 
 
 Streams = tuple[Tensor | Fixed, ...]
@@ -124,7 +137,18 @@ def _limit(words: torch.dtype) -> float:
 
 def _down(down: Scale, peak: Tensor | None, limit: float) -> Scale:
     """``down``; NaN where the ``peak`` went beyond the limit (rule 6)."""
-    return down if peak is None else torch.where(peak < limit, down, math.nan)
+    if peak is None:
+        return down
+    if type(peak) is Tensor and peak.device.type == "cpu":  # torch takes 5 us to wrap a number
+        end, nan = _constants(limit)
+        return torch.where(torch.lt(peak, end), down, nan)
+    return torch.where(peak < limit, down, math.nan)
+
+
+@functools.cache
+def _constants(limit: float) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):
+        return torch.tensor(limit, device="cpu"), torch.tensor(math.nan, device="cpu")
 
 
 def counting_changes() -> AbstractContextManager[Any]:
@@ -165,7 +189,7 @@ _KEY = "_revzoo_fixed"  # attribute of a storage: place of the float tensor in i
 def fixed_of(t: Tensor) -> Fixed | None:
     """The words of ``t``, if it has any (rule 2 of NOTE [ Words and floats ])."""
     try:
-        found: dict[Any, Fixed] | None = vars(t.untyped_storage()).get(_KEY)
+        found: dict[Any, Fixed] | None = t.untyped_storage().__dict__.get(_KEY)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
         return None
     return None if found is None else found.get(_place(t))
@@ -213,12 +237,12 @@ def _place(t: Tensor) -> tuple[Any, ...]:
 
 def fixed_or_not(state: Iterable[Tensor | Fixed]) -> Streams:
     """The state; streams that have words become :class:`Fixed`."""
-    return tuple(t if isinstance(t, Fixed) else fixed_of(t) or t for t in state)
+    return tuple([t if type(t) is Fixed else fixed_of(t) or t for t in state])  # type: ignore[arg-type]
 
 
 def floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The state as float tensors; each :class:`Fixed` becomes a tensor with words."""
-    return tuple(_with_words(t) if isinstance(t, Fixed) else t for t in state)
+    return tuple([_with_words(t) if isinstance(t, Fixed) else t for t in state])
 
 
 def _with_words(fixed: Fixed) -> Tensor:
@@ -229,7 +253,7 @@ def _with_words(fixed: Fixed) -> Tensor:
 
 def held_in(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The tensors that hold the state in memory."""
-    return tuple(t.words if isinstance(t, Fixed) else t for t in state)
+    return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
 
 def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
@@ -267,7 +291,8 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
 
 def largest(t: Tensor) -> Tensor:
     """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
-    t = t.detach() if t.is_floating_point() else t.detach().float()
+    t = t.detach() if t.requires_grad else t
+    t = t if t.is_floating_point() else t.float()
     low, high = torch.aminmax(t)  # ten times as fast as torch.linalg.vector_norm on a CPU
     return torch.maximum(-low, high)
 
@@ -289,7 +314,7 @@ def _entered(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
     up = 1 / unit
     _in_chunks(_quantise, (x.detach(), words), up)
     peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
-    entered: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak))
+    entered: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak, up))
     return entered
 
 
@@ -314,16 +339,17 @@ def _summed(
     value, words = parts[-1], torch.empty_like(fixed.words)
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
-    up, down, peak = 1 / fixed.down, fixed.down, None
+    up, down, peak = fixed.up, fixed.down, None
     if value.numel():
-        peak = largest(value).to(_computed_in(words)) * (largest_part * up)
+        peak = largest(value).to(_computed_in(words))
+        peak = peak * (up if largest_part == 1 else largest_part * up)
         if fixed.peak is not None:
             peak = torch.maximum(peak, fixed.peak)
         down = _down(down, peak, fixed.limit)
     _in_chunks(fill, (*parts, words, total), up, down, *options)
     if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
         peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
-    _set_words(total, Fixed(words, fixed.down, dtype, peak))
+    _set_words(total, Fixed(words, fixed.down, dtype, peak, up))
     return total
 
 

@@ -137,8 +137,10 @@ class _Drift:
         self.name = name
         self.limit = limit
         self.samples = samples
-        if samples.plan.channels:  # the stream was floating-point in the forward pass
-            (computed,) = floats((computed,))
+        if isinstance(computed, Tensor):
+            computed = computed.detach()
+        elif samples.plan.channels:  # the stream was floating-point in the forward pass
+            computed = floats((computed,))[0]
         self.actual = _taken(computed, samples.plan.places)
         self.ends = [
             _ends(computed, channels.dim)
@@ -193,7 +195,8 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         elif _comparable(t):
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
-            plan = _draw.choice(_plans(t.shape, t.is_complex(), t.device))
+            plans = _plans(t.shape, t.is_complex(), t.device)
+            plan = plans[int(_draw.random() * len(plans))]
             plan = plan if channels else _Plan(plan.places, ())
             spread = _spread(operand.numel() << operand.is_complex(), operand.device)
             found.append(Samples(i, _taken(t, plan.places), _taken(operand, spread), plan))
@@ -218,7 +221,7 @@ def _taken(t: Tensor | Fixed, places: Tensor) -> Tensor:
 
 def _ends(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     others = [d for d in range(t.dim()) if d != dim]
-    return t.detach().amin(others), t.detach().amax(others)
+    return t.amin(others), t.amax(others)
 
 
 @functools.lru_cache(maxsize=256)

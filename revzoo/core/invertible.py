@@ -138,6 +138,10 @@ class Step(nn.Module):
     )
     """Likewise without an inverse in floating point."""
 
+    guarded: bool = True
+    """Whether the guard compares what a replay recomputes. Not needed if the inverse only moves
+    values, and the steps beside it are compared."""
+
     label: str = ""
     """The step's place in its model, for error messages."""
 

@@ -39,12 +39,14 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable
-from operator import is_
+from operator import attrgetter, is_, itemgetter
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
+from torch.nn.modules import module as all_modules
+from torch.nn.modules.dropout import _DropoutNd
 
 from revzoo.core.invertible import Invertible, Step
 from revzoo.core.threads import locks_of
@@ -111,6 +113,42 @@ _TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
+
+
+# Layers of torch whose forward draws no random numbers; so do most of this package's.
+_SILENT = frozenset(
+    getattr(nn, name)
+    for name in (
+        *(f"{kind}{d}d" for kind in ("Conv", "ConvTranspose", "BatchNorm") for d in (1, 2, 3)),
+        *(f"{kind}Pool{d}d" for kind in ("Max", "Avg", "AdaptiveAvg") for d in (1, 2, 3)),
+        *("InstanceNorm1d", "InstanceNorm2d", "InstanceNorm3d", "GroupNorm", "LayerNorm"),
+        *("RMSNorm", "Linear", "Identity", "Sequential", "ModuleList", "ModuleDict", "Flatten"),
+        *("ReLU", "ReLU6", "LeakyReLU", "PReLU", "ELU", "SELU", "CELU", "GELU", "SiLU", "Mish"),
+        *("Sigmoid", "Tanh", "Softplus", "Softmax", "Hardswish", "Hardsigmoid", "Hardtanh"),
+        *("Upsample", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ReflectionPad2d"),
+    )
+)
+_DROPOUTS = frozenset((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
+
+
+def _is_silent(m: nn.Module) -> bool:
+    """Whether only dropout layers in ``m``, and functions that it holds, can draw."""
+    cls = type(m)
+    if cls in _SILENT or cls in _DROPOUTS:
+        return True
+    return cls.__module__.startswith(("revzoo.layers.", "revzoo.models."))
+
+
+def _global_hooks() -> bool:
+    return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks)
+
+
+_table_of_children = attrgetter("_modules")
+
+
+def _getter(place: Place) -> Callable[[Any], Any]:
+    """``place.get``, without a call of Python where that is possible."""
+    return vars(place.cls).get if isinstance(place, _ClassAttributes) else place.get
 
 
 class Place(Protocol):
@@ -227,15 +265,18 @@ class Reach:
     """The result of one search (NOTE [ What counts as reached ])."""
 
     __slots__ = (
+        "_children",
         "_kinds",
         "_lengths",
         "_members",
+        "_nested",
         "_own",
         "_places",
         "_plain",
         "_roots",
         "_sized",
         "_things",
+        "_typed",
         "_types",
         "_watched",
         "changes_unseen",
@@ -243,8 +284,10 @@ class Reach:
         "generators",
         "lists",
         "locks",
+        "may_draw",
         "names",
         "namespaces",
+        "owned",
         "reads_statistics",
         "scripted",
         "shells",
@@ -276,15 +319,21 @@ class Reach:
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
+        self.may_draw = search.runs_code or not all(map(_is_silent, self._members))
+        self.owned: Any = None  # parameters and buffers of the modules, see core/replay.py
+        self._nested = [m._modules for m in self._members]
+        self._children = [child for table in self._nested for child in table.values()]
         if step is not None:
             self._members = self._members[1:]  # without the step, to avoid a cycle
             mark = {_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
-        watched = [(place.get, key, seen) for place, key, seen in search.watched]
+        watched = [(_getter(place), key, seen) for place, key, seen in search.watched]
         self._things = [entry for entry in watched if not isinstance(entry[2], type)]
-        self._kinds = [entry for entry in watched if isinstance(entry[2], type)]
+        kinds = [entry for entry in watched if isinstance(entry[2], type)]
+        self._typed = [(get, key) for get, key, _ in kinds]
+        self._kinds = [kind for _, _, kind in kinds]
         self._sized = search.sized
         self._lengths = list(map(len, self._sized))
 
@@ -327,20 +376,40 @@ class Reach:
         """Whether this is the result for ``step``, not for one that it was copied from."""
         return self.step() is step
 
-    def holds(self, modules: list[nn.Module]) -> bool:
-        """Whether a search would find the same; ``modules`` is the result of :meth:`modules`."""
+    def unchanged(self) -> list[nn.Module] | None:
+        """:meth:`modules`, if a search would find the same; otherwise None."""
+        modules = self._members
         if (step := self.step()) is not None:
             if self._own != (type(step), len(step.__dict__)):
-                return False
-            modules = modules[1:]
-        if modules != self._members or list(map(type, modules)) != self._types:
-            return False
+                return None
+            modules = [step, *modules]
+        nested = list(map(_table_of_children, modules))
+        children = [child for table in nested for child in table.values()]
+        if len(children) != len(self._children) or not all(map(is_, children, self._children)):
+            return None
+        if not all(map(is_, nested, self._nested)):
+            return None
+        if list(map(type, self._members)) != self._types:
+            return None
         if list(map(len, self._sized)) != self._lengths:
-            return False
+            return None
         for get, key, seen in self._things:
             if get(key) is not seen:
-                return False
-        return all(type(get(key)) is kind for get, key, kind in self._kinds)
+                return None
+        if [type(get(key)) for get, key in self._typed] != self._kinds:
+            return None
+        return modules
+
+    @property
+    def draws_nothing(self) -> bool:
+        """Whether the step holds only layers that draw no random numbers as they are now."""
+        if self.may_draw or _global_hooks():
+            return False
+        if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
+            return False
+        members = [self.step(), *self._members]
+        drops = [m for m in members if isinstance(m, _DropoutNd)]
+        return not any(m.training and m.p for m in drops)
 
     def displaced(self) -> list[tuple[Place, Any, Any]]:
         """Places, keys and old objects (no tensors) where another object is now."""
@@ -356,11 +425,16 @@ class Plain(NamedTuple):
 
     names: frozenset[Any]  # of all attributes, plain or not
     values: dict[Any, Any]
+    get: Callable[[dict[Any, Any]], Iterable[Any]]  # the present values
 
     def hold(self, attributes: dict[Any, Any]) -> bool:
         """Whether ``attributes`` has these names and plain values."""
-        here = map(attributes.get, self.values)
-        return len(attributes) == len(self.names) and all(map(is_, here, self.values.values()))
+        if len(attributes) != len(self.names):
+            return False
+        try:
+            return all(map(is_, self.get(attributes), self.values.values()))
+        except KeyError:
+            return False
 
     def restore(self, attributes: dict[Any, Any]) -> None:
         """Restore the plain values and remove new names; other values stay."""
@@ -373,7 +447,12 @@ class Plain(NamedTuple):
     @staticmethod
     def of(attributes: dict[Any, Any]) -> Plain:
         values = {k: v for k, v in attributes.items() if type(v) in _BORING and k not in OURS}
-        return Plain(frozenset(attributes), values)
+        get = itemgetter(*values) if len(values) > 1 else functools.partial(_values_of, values)
+        return Plain(frozenset(attributes), values, get)
+
+
+def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
+    return [attributes[name] for name in names]
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
@@ -381,10 +460,8 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     ours = isinstance(step, Step)
     reach: Reach | None = step.__dict__.get(_KEY) if ours else _searched.get(step)
     known = reach is not None and reach.of(step)
-    if reach is not None and known:
-        modules = reach.modules()
-        if reach.holds(modules):
-            return reach, modules
+    if reach is not None and known and (modules := reach.unchanged()) is not None:
+        return reach, modules
     draws = reach.draws if reach is not None and known else True
     reach = Reach(_Search(step), step, draws)
     if ours:
@@ -458,6 +535,7 @@ class _Search:
         self.lists: list[Any] = []  # and sets, and deques
         self.plain: list[tuple[Place, Any]] = []
         self.sized: list[Any] = []
+        self.runs_code = False  # whether it found a function or an object that may have methods
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # alive, so that no id in _seen is reused
         self._visited: set[tuple[int, str]] = set()
@@ -580,6 +658,7 @@ class _Search:
                 self.value(item, _Fixed(item), None, label)
 
     def _thing(self, v: Any, label: str) -> None:
+        self.runs_code = True
         if isinstance(v, types.FunctionType):
             self._function(v)
         elif isinstance(v, functools.partial):
@@ -651,6 +730,7 @@ class _Search:
                 self.value(hook, hooks, key, "a hook")
 
     def _function(self, f: types.FunctionType) -> None:
+        self.runs_code = True
         holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
         if not self._first(f.__code__) and not holds:
             return

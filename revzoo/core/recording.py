@@ -90,18 +90,21 @@ class Resident(NamedTuple):
 
 def unpack(packed: Slot | Resident) -> Tensor:
     """Return a saved tensor to the graph; replay the step if its slot is empty."""
-    if isinstance(packed, Slot):
+    if type(packed) is Slot:
         if packed.value is None:
             packed.tape.replay(packed.index)
         assert packed.value is not None
         return packed.value
+    assert isinstance(packed, Resident)
     return unpack_resident(packed)
 
 
 def unpack_resident(packed: Resident) -> Tensor:
     """Return a saved tensor to the graph; raise if it was changed in place."""
-    packed.check()
-    return packed.tensor
+    tensor, version = packed
+    if tensor._version != version:
+        packed.check()
+    return tensor
 
 
 _Pack = Callable[[Tensor], Any]
@@ -163,14 +166,17 @@ def hooks_allowed() -> bool:
     )
 
 
-@contextlib.contextmanager
-def outside_recordings() -> Iterator[None]:
-    """Hide outer Recordings from a replay: a backward pass may run inside forward code."""
-    outer, _thread.hooks = getattr(_thread, "hooks", None), None
-    try:
-        yield
-    finally:
-        _thread.hooks = outer
+class outside_recordings:
+    """Hide outer Recordings and asides: a backward pass may run inside forward code."""
+
+    __slots__ = ("_outer",)
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_thread, "hooks", None), getattr(_thread, "aside", None)
+        _thread.hooks = _thread.aside = None
+
+    def __exit__(self, *_: object) -> None:
+        _thread.hooks, _thread.aside = self._outer
 
 
 def keep(t: Tensor) -> Callable[[], Tensor]:
@@ -218,18 +224,23 @@ class Kept:
         return self._state
 
 
-@contextlib.contextmanager
-def explained(step: Step) -> Iterator[None]:
+class explained:
     """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "support saved tensor hooks" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{name_of(step)} runs a torch.func transform inside its forward, which torch refuses "
-            f"while activations are recomputed or offloaded: {step.instead}"
-        ) from error
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"{name_of(self._step)} runs a torch.func transform inside its forward, which "
+                f"torch refuses while activations are recomputed or offloaded: {self._step.instead}"
+            ) from error
 
 
 def put_aside(t: Tensor) -> None:
@@ -239,20 +250,27 @@ def put_aside(t: Tensor) -> None:
         aside.append(t)
 
 
-@contextlib.contextmanager
-def asides(kept: list[Tensor] | None) -> Iterator[None]:
+class asides:
     """Let :func:`put_aside` append to ``kept``; with None it does nothing."""
-    outer, _thread.aside = getattr(_thread, "aside", None), kept
-    try:
-        yield
-    finally:
-        _thread.aside = outer
+
+    __slots__ = ("_kept", "_outer")
+
+    def __init__(self, kept: list[Tensor] | None) -> None:
+        self._kept = kept
+
+    def __enter__(self) -> None:
+        self._outer, _thread.aside = getattr(_thread, "aside", None), self._kept
+
+    def __exit__(self, *_: object) -> None:
+        _thread.aside = self._outer
 
 
 def call_on_grid(
     call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
 ) -> Any:
     """``call(step, *state, **context)``; the words move with the values."""
+    if not _keeps_words_of(step):
+        return call(step, *state, **context)
     # in other calls than ours, a hook may change the outputs
     trusted = call is call_without_changing_hooks or not hooked(step)
     return _call_with_words(
@@ -266,9 +284,15 @@ def call_on_grid(
 
 def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
     """``step.inverse(*state, **context)``; the words move with the values."""
+    if not _keeps_words_of(step):
+        return as_state(step.inverse(*state, **context))
     inverse = functools.partial(step.inverse, **context)
     inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
     return inputs
+
+
+def _keeps_words_of(step: Step) -> bool:
+    return step.grid is not None and step.moves_values and keeps_words()
 
 
 def _call_with_words(
@@ -278,9 +302,7 @@ def _call_with_words(
     state: State,
     extras: int,
 ) -> Any:
-    """``call()``; where ``step`` moves values, its streams are dense and get words by ``fn``."""
-    if not step.moves_values or step.grid is None or not keeps_words():
-        return call()
+    """``call()`` of a step that moves values; its streams are dense and get words by ``fn``."""
     with counting_changes():
         returned = call()
         outputs = as_state(returned, step)
@@ -496,12 +518,13 @@ class Entry:
         """The tensors that the step has put aside."""
         return () if self._aside is None else held_in(self._aside.state(self.name))
 
-    def observe(self, inputs: State, outputs: State, *, inverts: bool) -> None:
+    def observe(self, taken: Streams, returned: Streams, *, inverts: bool) -> None:
         """Sample the streams that a replay will recompute, and their range, for the guard."""
-        taken, returned = fixed_or_not(inputs), fixed_or_not(outputs)
         self.inverts = inverts
         if self.witness is not None:
             self.samples = sample(self.witness.take(), taken, channels=False)
+        elif not self.step.guarded:
+            pass
         elif inverts:
             self.samples = sample(taken, returned)
         else:
@@ -525,7 +548,7 @@ class Entry:
 
     def packer(self, tape: _Tape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
-        resident = self.conditions.storages()
+        resident, known = self.conditions.storages()
         saved = self.saved
         small = self.small
         witness = self.witness
@@ -534,15 +557,21 @@ class Entry:
         def keeps(size: int) -> bool:
             alive = chain()
             assert alive is not None
-            if not 0 < size <= min(small, _MOST_SMALL * small - alive.small_bytes):
+            if size > _MOST_SMALL * small - alive.small_bytes:
                 return False
             alive.small_bytes += size
             return True
 
         def pack(t: Tensor) -> Slot | Resident:
+            if id(t) in known:
+                saved.append(None)
+                return Resident(t, t._version)
             try:
                 storage = t.untyped_storage()
-                stays = storage._cdata in resident or keeps(storage.nbytes())
+                stays = storage._cdata in resident
+                if not stays and small:
+                    size = storage.nbytes()
+                    stays = 0 < size <= small and keeps(size)
             except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
                 stays = address(t) in resident
             if stays:
@@ -753,10 +782,7 @@ class Replayed:
         before, stops = self._count, self._stops
         self._stops |= last
         try:
-            with (
-                torch.enable_grad(),
-                Recording(functools.partial(_pack_in, weakref.ref(self)), _refuse),
-            ):
+            with torch.enable_grad(), Recording(self._packer(), _refuse):
                 outputs = as_state(fn(*leaves, **context))
         except _EnoughRecordedError:
             if stops:
@@ -767,26 +793,33 @@ class Replayed:
                 self.used += leaves
         return tuple(map(_leaf, outputs))
 
-    def _pack(self, t: Tensor) -> None:
-        k = self._count
-        self._count += 1
-        if k >= len(self._entry.saved):
-            return  # check() raises
-        ref = self._entry.saved[k]
-        slot = None if ref is None else ref()
-        if slot is not None:
-            self._take(k, slot, t)
-        if self._stops and 0 <= self._last <= k and self._entry.conditions.drawn():
-            self._stopped = True
-            raise _EnoughRecordedError
+    def _packer(self) -> Callable[[Tensor], None]:
+        """The pack hook of the replay; weak, since a graph may outlive the replay."""
+        replayed = weakref.ref(self)
+        saved, last = self._entry.saved, self._last
 
-    def _take(self, k: int, slot: Slot, t: Tensor) -> None:
-        if t.shape != slot.shape or t.dtype != slot.dtype:
-            raise self._mismatch(
-                f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
-                f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
-            )
-        self._values.append((slot, Resident.of(t)))
+        def pack(t: Tensor) -> None:
+            self = replayed()
+            if self is None:
+                return
+            k = self._count
+            self._count = k + 1
+            if k >= len(saved):
+                return  # check() raises
+            ref = saved[k]
+            slot = None if ref is None else ref()
+            if slot is not None:
+                if t.shape != slot.shape or t.dtype != slot.dtype:
+                    raise self._mismatch(
+                        f"saved tensor {k} is {t.dtype} of shape {tuple(t.shape)} in the replay, "
+                        f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
+                    )
+                self._values.append((slot, Resident.of(t)))
+            if self._stops and 0 <= last <= k and self._entry.conditions.drawn():
+                self._stopped = True
+                raise _EnoughRecordedError
+
+        return pack
 
     def check(self) -> None:
         """Raise if the replay saved too few or too many tensors, or changed one in place."""
@@ -811,12 +844,6 @@ class Replayed:
             "function of its inputs, parameters, buffers and torch's random state. For one that is "
             f"not, {self._entry.step.instead}{self._entry.step.difference()}"
         )
-
-
-def _pack_in(replayed: weakref.ref[Replayed], t: Tensor) -> None:
-    """The pack hook of a replay; weak, since a graph may outlive the replay."""
-    if (found := replayed()) is not None:
-        found._pack(t)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from operator import is_
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -217,6 +217,114 @@ class _Statistics(NamedTuple):
     device: torch.device
 
 
+_parameters_of = attrgetter("_parameters")
+_buffers_of = attrgetter("_buffers")
+_training = attrgetter("training")
+_version = attrgetter("_version")
+_traits = attrgetter("__class__", "is_leaf", "requires_grad", "dtype", "layout", "device")
+
+
+class _Owned:
+    """Where the parameters and statistics of a step's modules are, and what they are like.
+
+    The search result keeps it from one forward pass to the next. It holds no tensor.
+    """
+
+    __slots__ = (
+        "_absent",
+        "_addresses",
+        "_key",
+        "_pointers",
+        "_scratch",
+        "_sizes",
+        "_tables",
+        "buffered",
+        "places",
+        "plain",
+        "statistics",
+        "steps",
+        "traits",
+    )
+
+    def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
+        self._key = key
+        reads = key[0]
+        self._tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+        self._sizes = list(map(len, self._tables))
+        # positions, as the first module holds this object
+        self.steps = [i for i, m in enumerate(modules) if isinstance(m, Step)]
+        self.buffered: list[int] = []  # modules with buffers of which a replay needs the values
+        places = [(m._parameters, k) for m in modules for k in m._parameters]
+        self.places = [(table, k) for table, k in places if table[k] is not None]
+        self._absent: list[tuple[Any, str]] = [p for p in places if p[0][p[1]] is None]
+        self.statistics: list[_Statistics] = []
+        for i, m in enumerate(modules):
+            if not m._buffers:
+                continue
+            buffers = m._buffers.items()
+            if not _throws_away(m, reads) or any(type(b) in _LAZY for _, b in buffers):
+                self.buffered.append(i)
+                continue
+            for k, b in buffers:
+                if b is None:
+                    self._absent.append((m._buffers, k))
+                else:
+                    self.statistics.append(_Statistics(m._buffers, k, b.dtype, b.device))
+        self.traits = list(map(_traits, self.tensors()))
+        kinds = [nn.Parameter] * len(self.places) + [Tensor] * len(self.statistics)
+        self.plain = all(
+            kind is expected and leaf and layout is torch.strided
+            for expected, (kind, leaf, _, _, layout, _) in zip(kinds, self.traits, strict=True)
+        )
+        self._pointers: list[int] = []
+        self._addresses: frozenset[int] = frozenset()
+        self._scratch: list[Tensor] = []
+
+    @property
+    def scratch(self) -> list[Tensor]:
+        """Tensors like the statistics, for replays to update: their values influence no output."""
+        if not self._scratch:
+            with torch.inference_mode(False):
+                found = [s.owner[s.name] for s in self.statistics]
+                self._scratch = [torch.zeros_like(t, requires_grad=False) for t in found]
+        return self._scratch
+
+    def tensors(self) -> list[Any]:
+        """The parameters, then the statistics; None where one is missing."""
+        found = [table.get(k) for table, k in self.places]
+        return found + [s.owner.get(s.name) for s in self.statistics]
+
+    def still_there(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
+        """The present tensors, if a new search of ``modules`` would find tensors like them."""
+        tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+        if key != self._key or not all(map(is_, tables, self._tables)):
+            return None
+        if list(map(len, tables)) != self._sizes:
+            return None
+        if any(table.get(k) is not None for table, k in self._absent):
+            return None
+        tensors = self.tensors()
+        if any(t is None for t in tensors) or list(map(_traits, tensors)) != self.traits:
+            return None
+        return tensors
+
+    def addresses(self, tensors: list[Tensor]) -> frozenset[int]:
+        """Addresses of :meth:`tensors`."""
+        pointers = [t.data_ptr() for t in tensors]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._addresses = frozenset(map(address, tensors))
+        return self._addresses
+
+
+def _throws_away(m: nn.Module, reads: bool) -> bool:
+    """Whether the buffers of ``m`` are statistics that influence no output."""
+    # a subclass, a hook or other code of the step may read statistics in training
+    if not m.training or reads or type(m) not in _NORMS:
+        return False
+    return not (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
+
+
 # large buffers that no forward pass has changed so far: (name, training)
 _steady: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
 _Source = torch.device | Generator
@@ -246,6 +354,7 @@ class Conditions:
         "_left",
         "_locked",
         "_locks",
+        "_owned",
         "_plain",
         "_reach",
         "_rng",
@@ -254,6 +363,8 @@ class Conditions:
         "_standing",
         "_statistics",
         "_swap_mark",
+        "_tensors",
+        "_versions",
     )
 
     def __init__(
@@ -279,6 +390,7 @@ class Conditions:
                 "replay cannot exchange; expected a plain module. Use torch.compile instead of "
                 "torch.jit, or memory='store' or 'offload' for this step"
             )
+        members = len(modules)
         self._extra = None
         self._plain = self._reach.plain_values(modules)
         if context:
@@ -295,7 +407,12 @@ class Conditions:
         reads = any(reach.reads_statistics for reach in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
-        for m in modules:
+        self._owned: _Owned | None = None
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        if not self._capture_owned(modules[:members], reads, unseen):
+            members = 0
+        for m in modules[members:]:
             self._capture(m, reads, unseen)
         for reach in self._reaches():
             self._flags.extend((m, "training", m.training) for m in reach.shells)
@@ -305,7 +422,8 @@ class Conditions:
             self._devices = self._devices_held()
             self._autocast = _autocast_state(_with_autocast(self._devices))
         self._sources: tuple[_Source, ...] = ()
-        if not _is_faked(inputs):  # fake tensors draw nothing
+        silent = self._owned is not None and self._extra is None and self._reach.draws_nothing
+        if not (silent and all(map(_is_plain, inputs))) and not _is_faked(inputs):  # fake: no draws
             generators = [g for reach in self._reaches() for g in reach.generators]
             self._sources = (_CPU, *self._devices, *generators)
         self._rng: _States | None = None
@@ -313,8 +431,61 @@ class Conditions:
         self._entered = self._locked = False
 
     def _devices_held(self) -> frozenset[torch.device]:
-        held = [*self._held, *(s.held for s in self._snapshots)]
-        return frozenset(h.tensor.device for h in held if h.tensor.device.type not in _HOST)
+        held = [h.tensor for h in (*self._held, *(s.held for s in self._snapshots))]
+        devices = [t.device for t in (*held, *self._tensors)]
+        return frozenset(d for d in devices if d.type not in _HOST)
+
+    def _capture_owned(self, modules: list[nn.Module], reads: bool, unseen: bool) -> bool:
+        """Capture modules at once, where their parameters and statistics are as in the last pass.
+
+        Their parameters have no :class:`_Held` until :meth:`_hold_each` makes them.
+        """
+        reach = self._reach
+        key = [reads, unseen, *map(_training, modules)]
+        owned: _Owned | None = reach.owned
+        tensors = None if owned is None else owned.still_there(modules, key)
+        if owned is None or tensors is None:
+            reach.owned = owned = _Owned(modules, key)
+            tensors = owned.tensors()
+        if not owned.plain:
+            return False
+        try:
+            self._versions = list(map(_version, tensors[: len(owned.places)]))
+        except RuntimeError:  # inference tensors
+            return False
+        self._owned, self._tensors = owned, tensors
+        self._statistics += owned.statistics
+        for i in owned.steps:
+            m = modules[i]
+            self._flags += ((m, "grid", m.grid), (m, "memory", m.memory))
+            if isinstance(m, Invertible) and m.carried:
+                self._carried.extend((m._buffers, name) for name in m.carried)
+        for i in owned.buffered:
+            self._capture_buffers(modules[i], reads, unseen)
+        return True
+
+    def _hold_each(self) -> None:
+        """Make a :class:`_Held` of each captured parameter."""
+        if self._owned is not None:
+            owned = self._owned
+            each = zip(owned.places, self._tensors, self._versions, owned.traits, strict=False)
+            self._held += [
+                _Held(table, key, key, t, None, version, needs, dtype)
+                for (table, key), t, version, (_, _, needs, dtype, *_) in each
+            ]
+            self._owned, self._tensors, self._versions = None, [], []
+
+    def _stand(self) -> bool:
+        """Whether the captured parameters are in their places, unchanged."""
+        owned = self._owned
+        if owned is None:
+            return True
+        now = [table.get(key) for table, key in owned.places]
+        return (
+            all(map(is_, now, self._tensors))
+            and list(map(_version, now)) == self._versions
+            and list(map(_traits, now)) == owned.traits[: len(now)]
+        )
 
     def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         if isinstance(m, Step):
@@ -332,10 +503,7 @@ class Conditions:
             self._capture_buffers(m, reads, unseen)
 
     def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
-        # a subclass, a hook or other code of the step may read statistics in training
-        throw_away = m.training and not reads and type(m) in _NORMS
-        if throw_away and (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__):
-            throw_away = False
+        throw_away = _throws_away(m, reads)
         unseen |= m.training and isinstance(m, batchnorm._NormBase)
         for name, b in m._buffers.items():
             if b is None:
@@ -374,8 +542,9 @@ class Conditions:
         threads.acquire(self._locks)
         self._locked = self._reach.draws and bool(self._sources) and threads.random_lock.acquire()
         self._entered = True
-        self._swap_mark = threads.swaps.now()
-        self._rng = _rng_state(self._sources)
+        if self._sources:
+            self._swap_mark = threads.swaps.now()
+            self._rng = _rng_state(self._sources)
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """End the forward pass; drop random states and buffers that it did not change."""
@@ -389,6 +558,8 @@ class Conditions:
             threads.release(self._locks)
 
     def _finish_random(self) -> None:
+        if not self._sources:
+            return
         assert self._rng is not None
         before, after = self._rng, _rng_state(self._sources)
         changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
@@ -401,6 +572,10 @@ class Conditions:
 
     def _finish_tensors(self) -> None:
         self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
+        if self._owned is not None:
+            versions = list(map(_version, self._tensors[: len(self._versions)]))
+            if self._changes_unseen or versions != self._versions:
+                self._hold_each()
         for i, held in enumerate(self._held):
             if held.owner is None:
                 continue
@@ -431,15 +606,19 @@ class Conditions:
                 known = _steady.setdefault(s.module, set())
                 (known.discard if s in self._snapshots else known.add)((s.held.key, s.training))
 
-    def storages(self) -> set[int]:
-        """Addresses of parameters and buffers, which stay in memory anyway."""
+    def storages(self) -> tuple[Set[int], Set[int]]:
+        """Addresses of parameters and buffers, which stay in memory anyway; ids of most of them."""
         held = [h.tensor for h in self._held]
         held += [s.held.tensor for s in self._snapshots]
-        held += [s.owner[s.name] for s in self._statistics]
-        return {address(t) for t in held}
+        if self._owned is None:
+            held += [s.owner[s.name] for s in self._statistics]
+            return set(map(address, held)), set()
+        known = self._owned.addresses(self._tensors)
+        found = known.union(map(address, held)) if held else known
+        # a forward pass may replace the storage of a parameter (weight.data = ...)
+        return found, set() if self._changes_unseen else set(map(id, self._tensors))
 
-    @contextlib.contextmanager
-    def restored(self, *, inverting: bool = False) -> Iterator[None]:
+    def restored(self, *, inverting: bool = False) -> _Restored:
         """Restore the conditions of the forward pass; afterwards the caller's, also after errors.
 
         Args:
@@ -449,41 +628,14 @@ class Conditions:
             RuntimeError: a parameter or buffer was changed in place since the forward pass, or
                 the replay drew other random numbers.
         """
+        return _Restored(self, inverting)
+
+    def _check_unchanged(self) -> None:
+        if not self._stand():
+            self._hold_each()
         for held in self._held:
             if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
                 held.check()
-        entered = self._entered
-        rng = self._rng if entered else _rng_state(self._sources)
-        locks = self._reach.locks if self._statistics or self._snapshots else []
-        threads.acquire(locks)
-        locked = bool(rng) and threads.random_lock.acquire()
-        if rng:
-            threads.swaps.enter()
-        undo: _Undo = [(_put_back, (space, space.copy())) for space in self._namespaces()]
-        _thread.depth = getattr(_thread, "depth", 0) + 1
-        try:
-            if rng:
-                undo.append((_set_rng_state, (_rng_state(rng),)))
-                _set_rng_state(rng)
-            self._restore_modules(undo)
-            for owner, name, left in self._left if inverting else ():
-                _swap(undo, owner, name, left.clone())
-            copies = self._swap_copies(undo)
-            with self._ambient_restored(), self._autocast_restored():
-                yield
-            for held in self._altered:
-                held.check_copy(copies[id(held.tensor)], self._changes_unseen)
-            if rng and entered and not inverting:
-                self._check_draws(rng)
-        finally:
-            _thread.depth -= 1
-            for fn, arguments in reversed(undo):
-                fn(*arguments)
-            if rng:
-                threads.swaps.leave()
-            if locked:
-                threads.random_lock.release()
-            threads.release(locks)
 
     def drawn(self) -> bool:
         """Whether the replay that is under way has drawn all that the forward pass drew."""
@@ -521,17 +673,10 @@ class Conditions:
             _swap(undo, held.owner, held.key, copy)
         return copies
 
-    def _ambient_restored(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if _ambient() == self._ambient else _set(self._ambient)
-
     @property
     def in_float16(self) -> bool:
         """Whether the forward pass ran under autocast to float16."""
         return any(on and dtype is torch.float16 for _, on, dtype in self._autocast[1])
-
-    def _autocast_restored(self) -> contextlib.AbstractContextManager[None]:
-        same = self._autocast == _autocast_state(_with_autocast(self._devices))
-        return contextlib.nullcontext() if same else _autocast(self._autocast)
 
     def _restore_modules(self, undo: _Undo) -> None:
         for container, items in self._contents:
@@ -543,7 +688,7 @@ class Conditions:
                 _swap(undo, place, key, value)
             else:
                 undo.append((_stand_again, (place, key, value)))
-        if not self._reach.holds(self._reach.modules()):
+        if self._reach.unchanged() is None:
             for table, before in self._reach.tables:
                 if table != before:
                     undo.append((_refill, (table, dict(table))))
@@ -564,7 +709,10 @@ class Conditions:
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
-        for owner, name, dtype, device in self._statistics:
+        scratch = self._owned.scratch if self._owned is not None else ()
+        for (owner, name, *_), copy in zip(self._statistics, scratch, strict=False):
+            _swap(undo, owner, name, copy)
+        for owner, name, dtype, device in self._statistics[len(scratch) :]:
             copy = owner[name].detach().clone()
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
@@ -577,6 +725,78 @@ class Conditions:
 
 
 _Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+
+
+class _Restored:
+    """The context of :meth:`Conditions.restored`; a class, since a generator takes longer."""
+
+    __slots__ = (
+        "_conditions",
+        "_copies",
+        "_entered",
+        "_inverting",
+        "_locked",
+        "_locks",
+        "_rng",
+        "_undo",
+    )
+
+    def __init__(self, conditions: Conditions, inverting: bool) -> None:
+        self._conditions = conditions
+        self._inverting = inverting
+
+    def __enter__(self) -> None:
+        c = self._conditions
+        c._check_unchanged()
+        self._entered = c._entered
+        self._rng = rng = c._rng if self._entered else _rng_state(c._sources)
+        self._locks = c._reach.locks if c._statistics or c._snapshots else []
+        threads.acquire(self._locks)
+        self._locked = bool(rng) and threads.random_lock.acquire()
+        if rng:
+            threads.swaps.enter()
+        self._undo: _Undo = [(_put_back, (space, space.copy())) for space in c._namespaces()]
+        _thread.depth = getattr(_thread, "depth", 0) + 1
+        try:
+            if rng:
+                self._undo.append((_set_rng_state, (_rng_state(rng),)))
+                _set_rng_state(rng)
+            c._restore_modules(self._undo)
+            for owner, name, left in c._left if self._inverting else ():
+                _swap(self._undo, owner, name, left.clone())
+            self._copies = c._swap_copies(self._undo)
+            if _ambient() != c._ambient:
+                self._enter(_set(c._ambient))
+            if c._autocast != _autocast_state(_with_autocast(c._devices)):
+                self._enter(_autocast(c._autocast))
+        except BaseException:
+            self._leave()
+            raise
+
+    def _enter(self, context: contextlib.AbstractContextManager[None]) -> None:
+        context.__enter__()
+        self._undo.append((context.__exit__, (None, None, None)))
+
+    def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
+        c = self._conditions
+        try:
+            if failure is None:
+                for held in c._altered:
+                    held.check_copy(self._copies[id(held.tensor)], c._changes_unseen)
+                if self._rng and self._entered and not self._inverting:
+                    c._check_draws(self._rng)
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        _thread.depth -= 1
+        for fn, arguments in reversed(self._undo):
+            fn(*arguments)
+        if self._rng:
+            threads.swaps.leave()
+        if self._locked:
+            threads.random_lock.release()
+        threads.release(self._locks)
 
 
 def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:
@@ -611,6 +831,10 @@ def _address_without_storage(t: Tensor) -> int:
     if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
         return address(t.values())
     return -id(t)  # no storage has a negative address
+
+
+def _is_plain(t: Tensor) -> bool:
+    return type(t) in (Tensor, nn.Parameter)
 
 
 def version_of(t: Tensor) -> int:

@@ -6,14 +6,16 @@ The streams stay separate tensors through the whole sequence: no block concatena
 from __future__ import annotations
 
 import copy
+import functools
 import operator
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, overload
 
+import torch
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import forget_stale_words, moved, renew_words
+from revzoo.core.fixedpoint import Grid, forget_stale_words, moved, renew_words
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -296,7 +298,7 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if merge:
-            state = run_step(_like(next(iter(self), self), Split(self.dim, self.split)), state)
+            state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
         outer, _thread.walks = getattr(_thread, "walks", False), True
         try:
@@ -308,7 +310,7 @@ class ReversibleSequence(Invertible):
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
-            state = merged(state, last, Merge(self.dim, self.split))
+            state = run_step(_edge(Merge, self.dim, self.split, last), state)
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -416,6 +418,23 @@ def _like(neighbour: Step, edge: Step) -> Step:
     """Let a split or merge join the chain of the step beside it, if that step is inverted."""
     edge.memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
     edge.grid = neighbour.grid
+    return edge
+
+
+def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], neighbour: Step) -> Step:
+    if torch.compiler.is_compiling():  # which does not trace caches
+        return _like(neighbour, kind(dim, parts))
+    inverts = mode_of(neighbour.memory).inverts
+    return _edge_in(kind, dim, parts, neighbour.memory if inverts else "store", neighbour.grid)
+
+
+@functools.lru_cache(maxsize=256)
+def _edge_in(
+    kind: Callable[..., Step], dim: int, parts: tuple[int, int], memory: str, grid: Grid | None
+) -> Step:
+    # the same object in each call: what a new one reaches would be searched again
+    edge = kind(dim, parts)
+    edge.memory, edge.grid, edge.guarded = memory, grid, False
     return edge
 
 

@@ -36,6 +36,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import is_
 from types import NoneType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
@@ -126,6 +127,8 @@ class SideBits(Invertible):
         super().__init__()
         self.bits = bits
         self.last = last
+        self._others: list[Any] = []  # what the block returns besides tensors
+        self._structure: Any = None
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
         object.__setattr__(self, "patched", vars(block).get("forward"))
@@ -219,14 +222,19 @@ class SideBits(Invertible):
                 "with make_reversible(blocks=...)"
             )
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._others = leaves[len(tensors) :]
-        if any(isinstance(leaf, Tensor) for leaf in self._others):
+        others = leaves[len(tensors) :]
+        if any(isinstance(leaf, Tensor) for leaf in others):
             raise TypeError(
                 f"{name_of(self)} got {structure} from {type(self.block).__name__}: expected its "
                 "tensors before whatever else it returns"
             )
-        self._structure = structure
-        self.extras = len(tensors) - 1
+        # only if they differ: a step with new attributes is searched again (core/reach.py)
+        if len(others) != len(self._others) or not all(map(is_, others, self._others)):
+            self._others = others
+        if structure != self._structure:
+            self._structure = structure
+        if self.extras != len(tensors) - 1:
+            self.extras = len(tensors) - 1
         return tuple(tensors)
 
     def _plain(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -319,3 +319,13 @@ def test_the_search_is_repeated_only_after_a_change():
     assert len(second.generators) == 1
     branch.register_forward_hook(lambda *_: None)
     assert reached(step)[0] is not second
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_step_is_searched_once(mode):
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))], memory=mode)
+    found = []
+    for _ in range(3):
+        net(torch.randn(3, 4)).sum().backward()
+        found.append(reached(net[0])[0])
+    assert found[0] is found[1] is found[2]

@@ -284,3 +284,65 @@ def test_random_numbers_of_another_device_are_drawn_again(mode, monkeypatch):
     z = inputs()
     ((z.asinh() * 2).asinh() * 3).asinh().sum().backward()
     assert error([x.grad], [z.grad]) < 1e-6
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_bias_that_a_layer_gets_after_the_first_pass_is_watched(mode):
+    layer = nn.Linear(4, 4, bias=False)
+    net = ReversibleSequence([AdditiveCoupling(nn.Sequential(layer, nn.Tanh()))], memory=mode)
+    x = torch.randn(3, 8)
+    for _ in range(3):  # the first pass adds an attribute to the step
+        net(x).sum().backward()
+    layer.bias = nn.Parameter(torch.ones(4))
+    y = net(x)
+    with torch.no_grad():
+        layer.bias.mul_(2)
+    with pytest.raises(RuntimeError, match=r"'bias' .*modified by an in-place"):
+        y.sum().backward()
+
+
+def twice(net, change, x):
+    """Gradients of the second training step, before which ``change`` changes the network."""
+    torch.manual_seed(0)
+    net(x).square().sum().backward()
+    change(net)
+    net.zero_grad()
+    net(x).square().sum().backward()
+    return [p.grad for p in net.parameters()]
+
+
+@pytest.mark.parametrize("mode", [*MODES, "exact"])
+def test_a_dropout_that_gets_a_probability_after_the_first_pass(mode):
+    layers = nn.Linear(4, 4), nn.Dropout(0.0), nn.Linear(4, 4)
+    net = ReversibleSequence([AdditiveCoupling(nn.Sequential(*layers))], memory=mode)
+    x = torch.randn(3, 8)
+
+    def change(net):
+        net[0].branch[1].p = 0.5
+
+    expected = copy.deepcopy(net)
+    set_memory(expected, "store", grid="auto" if mode == "exact" else None)
+    found = twice(net, change, x)
+    torch.testing.assert_close(found, twice(expected, change, x))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_global_hook_that_draws(mode):
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))], memory=mode)
+    x = torch.randn(3, 8)
+    net(x).sum().backward()
+
+    def noise(module, inputs, output):
+        return output * torch.rand(4) if isinstance(module, nn.Linear) else None
+
+    hook = nn.modules.module.register_module_forward_hook(noise)
+    try:
+        expected = set_memory_of(copy.deepcopy(net), "store")
+        torch.testing.assert_close(twice(net, id, x), twice(expected, id, x))
+    finally:
+        hook.remove()
+
+
+def set_memory_of(net, mode):
+    set_memory(net, mode)
+    return net

@@ -21,6 +21,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.fixedpoint import Fixed, pack_bits, undo_second_difference
+from revzoo.core.reach import reached
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.live import LiveMemory
 
@@ -459,3 +460,13 @@ def test_inside_a_reversible_sequence_of_a_users_own():
         x = torch.randn(2, 8, 8, 8, generator=torch.Generator().manual_seed(3))
         found.append(torch.autograd.grad(net(x).square().sum(), list(net.parameters())))
     assert all(map(torch.equal, *found))
+
+
+def test_a_block_is_searched_once():
+    net = make_reversible(network(3))
+    step = next(m for m in net.modules() if isinstance(m, SideBits))
+    found = []
+    for _ in range(3):
+        net(pictures()).sum().backward()
+        found.append(reached(step.subject)[0])
+    assert found[0] is found[1] is found[2]
