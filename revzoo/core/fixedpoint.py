@@ -423,11 +423,24 @@ def undo_second_difference(
 
 
 def _difference(
-    x: Tensor, value: Tensor, words: Tensor, scratch: Tensor, up: Scale, n: int
+    x: Tensor, value: Tensor, words: Tensor, scratch: Tensor, of_value: Scale, of_x: Scale
 ) -> None:
-    b = 2.0**-n
-    scratch.copy_(value).mul_(1 + b).sub_(x, alpha=2 * b).mul_(up)
+    """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
+    if value.dtype == scratch.dtype:
+        torch.mul(value, of_value, out=scratch)
+    else:
+        scratch.copy_(value).mul_(of_value)
+    if isinstance(of_x, Tensor):
+        scratch.addcmul_(x, of_x)
+    else:
+        scratch.add_(x, alpha=of_x)
     words.copy_(scratch.round_())
+
+
+def _factors(up: Scale, bits: int) -> tuple[Scale, Scale]:
+    """Of the value and of x in the second difference, in units."""
+    b = 2.0**-bits
+    return up * (1 + b), up * (-2 * b)
 
 
 def _shift_in(
@@ -441,7 +454,7 @@ def _shift_in(
     down: Scale,
     n: int,
 ) -> None:
-    _difference(x, value, words, scratch, up, n)
+    _difference(x, value, words, scratch, *_factors(up, n))
     words += before >> n
     _read(words, total, scratch, down)
 
@@ -449,26 +462,32 @@ def _shift_in(
 def _shift_out(
     total: Tensor, x: Tensor, value: Tensor, before: Tensor, scratch: Tensor, up: Scale, n: int
 ) -> None:
-    _difference(x, value, before, scratch, up, n)
+    _difference(x, value, before, scratch, *_factors(up, n))
     torch.sub(total, before, out=before)
     before <<= n
 
 
 def pack_bits(words: Tensor, bits: int) -> Tensor:
     """The low ``bits`` of each word; a byte holds as many words as fit."""
-    low = (words & (2**bits - 1)).to(torch.uint8).flatten()
     slot = _slot(bits)
-    parts = nn.functional.pad(low, (0, -len(low) % (8 // slot))).view(8 // slot, -1)
-    packed = parts[0].clone()
-    for k, part in enumerate(parts[1:], 1):
-        packed |= part << (slot * k)
-    return packed
+    low = words.to(torch.uint8).flatten()  # the low byte
+    if rest := -len(low) % (8 // slot):
+        low = nn.functional.pad(low, (0, rest))
+    low &= 2**bits - 1
+    packed, *parts = low.view(8 // slot, -1)
+    for k, part in enumerate(parts, 1):
+        packed |= part.bitwise_left_shift_(slot * k)
+    return packed.clone() if parts else packed
 
 
 def _unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
+    """Bytes in the shape of ``words``."""
     slot = _slot(bits)
-    parts = [(packed >> (slot * k)) & (2**bits - 1) for k in range(8 // slot)]
-    return torch.cat(parts)[: words.numel()].view(words.shape).to(words.dtype)
+    parts = packed.new_empty(8 // slot, len(packed))
+    for k, part in enumerate(parts):
+        torch.bitwise_right_shift(packed, slot * k, out=part)
+    parts &= 2**bits - 1
+    return parts.flatten()[: words.numel()].view(words.shape)
 
 
 def _slot(bits: int) -> int:
