@@ -37,6 +37,7 @@ from revzoo.models.revnet import REVNETS, RevNet
 from revzoo.models.revvit import REVVITS, RevViT
 from revzoo.models.save import Spec
 from revzoo.models.tensors import TensorFile, read_checkpoint
+from revzoo.weights.errors import EntryError
 from revzoo.weights.table import SHIPPED, WeightsTable
 
 
@@ -239,7 +240,15 @@ def create_model(
         file = read_weights(source.entry, cache_dir=cache_dir)
     if pretrained and source.entry is None and is_library_name(source.architecture):
         keywords["pretrained"] = True
-    model = _build(source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords)
+    own = bool(keywords) or num_classes is not None or in_chans is not None
+    try:
+        model = _build(
+            source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords
+        )
+    except (ValueError, TypeError) as error:
+        if own or file is None or not source.options:
+            raise
+        raise EntryError(f"{name}: its entry describes no network: {error}") from error
     if file is not None:
         _load(model, file, source, allow_nonfinite=allow_nonfinite)
     model.entry = source.entry if pretrained else None

@@ -1,4 +1,5 @@
 import json
+import random
 import sys
 import types
 from pathlib import Path
@@ -10,7 +11,7 @@ from small_weights import FACTS, OPTIONS, small, write_entry
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
 from revzoo.models.save import json_of
 from revzoo.weights.entry import read_entry
-from revzoo.weights.errors import EntryError
+from revzoo.weights.errors import EntryError, WeightsError
 from revzoo.weights.table import WeightsTable
 
 
@@ -106,3 +107,29 @@ def test_a_new_head_asks_for_the_facts_of_its_data(tmp_path):
     facts = {"classes": tuple("vwxyz"), "mean": (0.1,) * 3, "std": (0.5,) * 3}
     entry = model.save_pretrained(tmp_path / "net", **facts)
     assert (entry.classes, entry.mean, entry.std) == tuple(facts.values())
+
+
+def test_a_saved_folder_with_flipped_bits_is_refused_by_name(tmp_path):
+    """An option with another name raised an error without the file."""
+    network = create_model("revnet38", units=(1, 1, 1))
+    network.save_pretrained(tmp_path, mean=[0.5] * 3, std=[0.5] * 3)
+    rng, refused = random.Random(0), 0
+    for file in ("model.safetensors", "config.json"):
+        path = tmp_path / file
+        content = path.read_bytes()
+        places = [content.index(b"units") + 2] if file == "config.json" else []
+        places += [rng.randrange(len(content)) for _ in range(20)]
+        for place in places:
+            flipped = bytearray(content)
+            flipped[place] ^= 1 << rng.randrange(8)
+            path.write_bytes(flipped if place % 3 or place in places[:1] else content[:place])
+            try:
+                found = from_pretrained(tmp_path)
+            except WeightsError as error:
+                assert str(tmp_path) in str(error)  # noqa: PT017
+                refused += 1
+            else:
+                pairs = zip(found.parameters(), network.parameters(), strict=True)
+                assert all(torch.equal(a, b) for a, b in pairs)
+        path.write_bytes(content)
+    assert refused > 30
