@@ -34,6 +34,13 @@ NOTE [ What a replay restores ]
        :mod:`revzoo.core.reach`): modules count as submodules, tensors as buffers. Functions, lists
        and modules that were replaced after the forward pass are put back during the replay.
 
+NOTE [ Gathered once ]
+    A search result keeps where the parameters and statistics of its modules are, and what they are
+    like. Each forward pass checks it: the same tables of the same sizes, the same
+    training flags, tensors of the same kinds. A difference gathers anew. Only if a parameter is
+    replaced or changed before the backward pass do we look at each one by itself. Random states are
+    not read for a step of layers that draw no random numbers (``Reach.draws_nothing``).
+
 NOTE [ Copies of buffers ]
     Only after a forward pass do we know whether it changed a buffer in place. So we copy each
     buffer of up to ``_SMALL`` elements before every forward pass. We copy a larger buffer (a mask,
@@ -225,9 +232,9 @@ _traits = attrgetter("__class__", "is_leaf", "requires_grad", "dtype", "layout",
 
 
 class _Owned:
-    """Where the parameters and statistics of a step's modules are, and what they are like.
+    """Where parameters and statistics are; see NOTE [ Gathered once ].
 
-    The search result keeps it from one forward pass to the next. It holds no tensor.
+    Its only tensors are scratch ones, which replays update instead of the statistics.
     """
 
     __slots__ = (
