@@ -185,7 +185,7 @@ class InvertibleModuleWrapper(nn.Module):
         preserve_rng_state: no effect: replays always draw the same random numbers.
 
     Raises:
-        TypeError: ``fn`` has no ``inverse``; with ``disable``, not before it is called without.
+        TypeError: in a call that needs it, if ``fn`` has no ``inverse``.
     """
 
     memory_options = "keep_input, keep_input_inverse and disable"
@@ -206,42 +206,39 @@ class InvertibleModuleWrapper(nn.Module):
         self.num_bwd_passes = num_bwd_passes
         self.preserve_rng_state = preserve_rng_state
         self._fn = fn
-        if not disable:
-            self._check()
 
     @property
     def memory(self) -> str:
         """The memory mode that the options choose for ``forward``."""
         return "store" if self.disable else "recompute" if self.keep_input else "invert"
 
-    def _check(self) -> None:
-        if not callable(getattr(self._fn, "inverse", None)):
+    def _inverse(self) -> Callable[..., Any]:
+        if not callable(inverse := getattr(self._fn, "inverse", None)):
             raise TypeError(
                 f"InvertibleModuleWrapper got a {type(self._fn).__name__}, which has no inverse(): "
-                "expected a module with forward and inverse, such as an AdditiveCoupling; to only "
-                "recompute a module use revzoo.checkpoint"
+                "expected a module with forward and inverse, such as an AdditiveCoupling; "
+                "keep_input=True recomputes any module from its input"
             )
+        return inverse
 
     def forward(self, *xin: Tensor) -> Any:
         fn: Any = self._fn
         if self.disable:
             return _unpacked(fn(*xin))
-        self._check()
         if isinstance(fn, _Coupling):
             fn._check(fn.implementation_fwd)
             return fn.block("recompute" if self.keep_input else "invert")(*xin)
         if self.keep_input:
             return _unpacked(checkpoint(fn, *xin))
-        return _unpacked(invertible_checkpoint(fn, fn.inverse, *xin))
+        return _unpacked(invertible_checkpoint(fn, self._inverse(), *xin))
 
     def inverse(self, *yin: Tensor) -> Any:
-        fn: Any = self._fn
+        inverse = self._inverse()
         if self.disable:
-            return _unpacked(fn.inverse(*yin))
-        self._check()
+            return _unpacked(inverse(*yin))
         if self.keep_input_inverse:
-            return _unpacked(checkpoint(fn.inverse, *yin))
-        return _unpacked(invertible_checkpoint(fn.inverse, fn, *yin))
+            return _unpacked(checkpoint(inverse, *yin))
+        return _unpacked(invertible_checkpoint(inverse, self._fn, *yin))
 
 
 class ReversibleBlock(InvertibleModuleWrapper):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torchvision.ops import StochasticDepth
 
+from revzoo.core.invertible import as_state
 from revzoo.core.modes import MODES, set_memory
 from revzoo.models import create_model
 from revzoo.models.staged import Stem
@@ -192,7 +193,7 @@ def test_drop_path_rate_reaches_both_branches_of_every_unit():
 @pytest.mark.parametrize("out_streams", [1, 2])
 def test_streams_share_the_channels(in_chans, out_streams):
     stem = Stem(in_chans, channels=8, out_streams=out_streams, downsample=False)
-    streams = stem(torch.randn(2, in_chans, 6, 6))
+    streams = as_state(stem(torch.randn(2, in_chans, 6, 6)))
     assert [s.shape for s in streams] == [(2, 8 // out_streams, 6, 6)] * out_streams
 
 
