@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint, ModelCheckpoint
 from torch import Tensor
 
+from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.checkpoint.files import LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
@@ -36,11 +37,13 @@ class LastCheckpoint(Checkpoint):
     Args:
         folder: the folder of the checkpoints.
         minutes: a killed run loses at most about this much training.
+
+    Raises:
+        ValueError: ``minutes`` is not above 0.
     """
 
     def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
-        if not minutes > 0:
-            raise ValueError(f"callbacks.last_checkpoint.minutes={minutes}: expected minutes > 0")
+        check_number("minutes", minutes, open_low=True)
         self.path = folder / LAST
         self.minutes = minutes
         self._saved_at = self._step_began = time.monotonic()
@@ -79,6 +82,7 @@ class LastCheckpoint(Checkpoint):
         trainer.save_checkpoint(self.path, weights_only=False)
         self._saved_at = time.monotonic()
         if not was_saved(trainer, self.path):
+            # due again in a minute, not after the whole interval
             self._saved_at += SAVE_AGAIN_AFTER - self.minutes * 60
             note_failed_save(trainer, self.path)
 

@@ -24,6 +24,7 @@ import torch
 from pytorch_lightning.trainer.states import TrainerFn
 from torch import Tensor
 
+from revzoo._checks import check_number
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.lightning_compat import OpenWeightAveraging
 
@@ -34,9 +35,13 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     Args:
         decay: the weight of the old average at each update; updates follow every optimiser step.
         warmup: start with a smaller decay, see above.
+
+    Raises:
+        ValueError: ``decay`` is not in [0, 1).
     """
 
     def __init__(self, *, decay: float = 0.999, warmup: bool = True) -> None:
+        check_number("decay", decay, high=1, open_high=True)
         self.decay = decay
         self.warmup = warmup
         self._in_place = False  # whether the module holds the average

@@ -1,19 +1,19 @@
-"""Differentially private training: DP-SGD, with whatever optimiser the run has.
+"""Differentially private training (DP-SGD), with any optimiser.
 
     g = (sum over the batch of g_n * min(1, C / |g_n|) + N(0, (s C)^2)) / E
 
 with the gradients g_n of single samples, the largest norm C, the noise multiplier s and the
 expected size E of a batch. Each batch draws each image with the same probability (M. Abadi et al.,
 "Deep Learning with Differential Privacy", CCS 2016, arXiv 1607.00133, algorithm 1). Gradients are
-clipped inside the backward pass, at the memory of the network's mode
-(:mod:`revzoo.training.sample_gradients`); Opacus counts the budget.
+clipped inside the backward pass, in the network's memory mode
+(:mod:`revzoo.training.sample_gradients`); Opacus computes the spent budget.
 
 NOTE [ What is private ]
     1. The weights of a run are (epsilon, delta)-private for adding or removing one training image.
     2. Its log is not: training loss and accuracy come from the images, unclipped and without noise.
        Nor are statistics of pixels, which the data module measures, nor choices between runs.
-    3. Batches and noise come from torch's generators and the run's seed: keep a seed secret whose
-       weights you publish, and do not choose it among several by their result.
+    3. Batches and noise come from torch's generators and the run's seed: keep the seed of published
+       weights secret, and do not pick the best of several seeds.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo._checks import check_number
+from revzoo._checks import check_choice, check_number
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.layers.per_sample import refuse_mixing
@@ -37,7 +37,6 @@ from revzoo.training.sample_gradients import ClippedGradients
 log = logging.getLogger(__name__)
 
 PRECISIONS = ("32-true", "64-true")  # a norm rounded to fewer bits would bound nothing
-_NOISE = 1  # sets the seeds of noise apart from those of batches
 
 
 class PrivateTraining(RestoresAfterFit):
@@ -67,17 +66,12 @@ class PrivateTraining(RestoresAfterFit):
         noise_multiplier: float | None = None,
         accountant: str = "rdp",
     ) -> None:
-        check_number("callbacks.private.epsilon", epsilon, open_low=True, open_high=True)
-        check_number("callbacks.private.delta", delta, high=1, open_low=True, open_high=True)
-        check_number(
-            "callbacks.private.max_grad_norm", max_grad_norm, open_low=True, open_high=True
-        )
+        check_number("epsilon", epsilon, open_low=True, open_high=True)
+        check_number("delta", delta, high=1, open_low=True, open_high=True)
+        check_number("max_grad_norm", max_grad_norm, open_low=True, open_high=True)
         if noise_multiplier is not None:
-            check_number("callbacks.private.noise_multiplier", noise_multiplier, open_high=True)
-        if accountant not in ("rdp", "prv"):
-            raise ValueError(
-                f"callbacks.private.accountant={accountant!r}: expected 'rdp' or 'prv'"
-            )
+            check_number("noise_multiplier", noise_multiplier, open_high=True)
+        check_choice("accountant", accountant, ("rdp", "prv"))
         self.options: dict[str, Any] = {
             "epsilon": epsilon,
             "delta": delta,
@@ -162,7 +156,7 @@ class PrivateTraining(RestoresAfterFit):
         assert self._sampler is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         generator = torch.Generator(pl_module.device)
-        generator.manual_seed(hash_seed(self._seed, trainer.global_step, _NOISE))
+        generator.manual_seed(noise_seed(self._seed, trainer.global_step))
         for p in filter(lambda p: p.requires_grad, parameters):
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
             noise *= self._scale
@@ -208,6 +202,12 @@ class PrivateTraining(RestoresAfterFit):
         if self._clipped is not None:
             self._clipped.remove()
         self._clipped = None
+
+
+def noise_seed(seed: int, step: int) -> int:
+    """The seed of the noise of an optimiser step; no batch has it, nor its augmentation."""
+    # those hash up to four numbers, and trailing zeros do not count
+    return hash_seed(seed, step, 0, 0, 1)
 
 
 def _check(trainer: pl.Trainer, data: Any) -> None:

@@ -1,19 +1,22 @@
 """The table of callbacks by name. A configuration holds names, never import paths.
 
-Each factory takes the run's folder and, as keywords, the options of the configuration.
+A row is a class or a function. Its keyword-only parameters are the options of the configuration. If
+it has a positional parameter, it gets the run's folder there.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Mapping
+from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_names, check_number, check_types, keyword_names
+from revzoo._checks import check_count, check_names, check_types, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -22,7 +25,7 @@ from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.epoch_log import EpochLog
-from revzoo.training.callbacks.finetune import Finetuning, Unfreeze
+from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.graceful_stop import GracefulStop
@@ -55,39 +58,9 @@ def last_checkpoint(run_dir: Path, *, minutes: float = 10.0) -> pl.Callback:
     return LastCheckpoint(run_dir / CHECKPOINTS, minutes=minutes)
 
 
-def learning_rate(run_dir: Path) -> pl.Callback:
+def learning_rate() -> pl.Callback:
     """The learning rate of every logged step."""
     return LearningRateMonitor(logging_interval="step")
-
-
-def progress_bar(run_dir: Path, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> pl.Callback:
-    """A bar on a terminal; a log line every ``log_seconds`` elsewhere."""
-    return Progress(refresh_rate=refresh_rate, log_seconds=log_seconds)
-
-
-def footprint(run_dir: Path) -> pl.Callback:
-    """Peak memory and throughput."""
-    return Footprint()
-
-
-def epoch_log(run_dir: Path) -> pl.Callback:
-    """One log line per epoch."""
-    return EpochLog()
-
-
-def drift(run_dir: Path, *, every_n_steps: int = 100) -> pl.Callback:
-    """Relative error of reconstructed activations, per step of the model."""
-    return DriftLogger(every_n_steps=every_n_steps)
-
-
-def samples(run_dir: Path, *, count: int = 16, every_n_epochs: int = 5) -> pl.Callback:
-    """Validation images with true and predicted class, in TensorBoard."""
-    return Samples(count=count, every_n_epochs=every_n_epochs)
-
-
-def reconstructions(run_dir: Path, *, count: int = 8, every_n_epochs: int = 5) -> pl.Callback:
-    """Validation images as an i-RevNet reconstructs them, in TensorBoard."""
-    return Reconstructions(count=count, every_n_epochs=every_n_epochs)
 
 
 def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
@@ -96,102 +69,34 @@ def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
 
 
 def early_stopping(
-    run_dir: Path, *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
+    *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
 ) -> pl.Callback:
     """Stop after ``patience`` validations without a better ``monitor``."""
-    check_count("callbacks.early_stopping.patience", patience)
+    check_count("patience", patience)
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
-def ema(run_dir: Path, *, decay: float = 0.999, warmup: bool = True) -> pl.Callback:
-    """Validate, test and save an exponential moving average of the weights.
-
-    ``last.ckpt`` keeps both, to resume from.
-    """
-    check_number("callbacks.ema.decay", decay, high=1, open_high=True)
-    return AveragedWeights(decay=decay, warmup=warmup)
-
-
-def side_bits(run_dir: Path, *, epochs: int, most: int = 8) -> pl.Callback:
-    """More bits of reversible blocks over the last epochs."""
-    return AnnealedBits(epochs=epochs, most=most)
-
-
-def batch_norm(
-    run_dir: Path, *, momentum: float | None = None, warmup: bool = True, recalibrate: int = 0
-) -> pl.Callback:
-    """BatchNorm's momentum, with a warm-up; None keeps each BatchNorm's momentum."""
-    if momentum is not None:
-        check_number("callbacks.batch_norm.momentum", momentum, high=1, open_low=True)
-    return BatchNormMomentum(momentum=momentum, warmup=warmup, recalibrate=recalibrate)
-
-
-def finetuning(run_dir: Path, *, unfreeze: Unfreeze = None) -> pl.Callback:
-    """Train only the classifier first; ``unfreeze`` lists the epochs that add more parts."""
-    return Finetuning(unfreeze=unfreeze)
-
-
-def compiled_branches(run_dir: Path, *, backend: str = "inductor") -> pl.Callback:
-    """Compile the residual functions during training."""
-    return CompiledBranches(backend=backend)
-
-
-def private(
-    run_dir: Path,
-    *,
-    epsilon: float = 8.0,
-    delta: float = 1e-5,
-    max_grad_norm: float = 1.0,
-    noise_multiplier: float | None = None,
-    accountant: str = "rdp",
-) -> pl.Callback:
-    """Differentially private training; needs ``pip install 'revzoo[opacus]'``."""
-    return PrivateTraining(
-        epsilon=epsilon,
-        delta=delta,
-        max_grad_norm=max_grad_norm,
-        noise_multiplier=noise_multiplier,
-        accountant=accountant,
-    )
-
-
-def gradient_noise_scale(
-    run_dir: Path, *, every_n_steps: int = 10, decay: float = 0.9
-) -> pl.Callback:
-    """The batch size up to which larger batches pay, from norms of samples' gradients."""
-    return GradientNoiseScale(every_n_steps=every_n_steps, decay=decay)
-
-
-def hard_samples(run_dir: Path, *, count: int = 16, every_n_steps: int = 1) -> pl.Callback:
-    """The training images with the largest gradients of each epoch, in TensorBoard."""
-    return HardSamples(count=count, every_n_steps=every_n_steps)
-
-
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
-    builder.__name__: builder
-    for builder in (
-        best_checkpoint,
-        last_checkpoint,
-        learning_rate,
-        progress_bar,
-        footprint,
-        epoch_log,
-        drift,
-        ema,
-        samples,
-        reconstructions,
-        confusion,
-        early_stopping,
-        batch_norm,
-        side_bits,
-        finetuning,
-        compiled_branches,
-        private,
-        gradient_noise_scale,
-        hard_samples,
-    )
+    "best_checkpoint": best_checkpoint,
+    "last_checkpoint": last_checkpoint,
+    "learning_rate": learning_rate,
+    "progress_bar": Progress,
+    "footprint": Footprint,
+    "epoch_log": EpochLog,
+    "drift": DriftLogger,
+    "ema": AveragedWeights,
+    "samples": Samples,
+    "reconstructions": Reconstructions,
+    "confusion": confusion,
+    "early_stopping": early_stopping,
+    "batch_norm": BatchNormMomentum,
+    "side_bits": AnnealedBits,
+    "finetuning": Finetuning,
+    "compiled_branches": CompiledBranches,
+    "private": PrivateTraining,
+    "gradient_noise_scale": GradientNoiseScale,
+    "hard_samples": HardSamples,
 }
-
 
 # (first, later, why): all constraints on the order of callbacks; a test checks them
 ORDER: tuple[tuple[type[pl.Callback], type[pl.Callback], str], ...] = (
@@ -210,7 +115,8 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
 
     Args:
         name: a name that no callback has.
-        factory: takes the run's folder and, as keyword-only parameters, the options.
+        factory: a class or function whose keyword-only parameters are the options; a positional
+            parameter gets the run's folder.
 
     Raises:
         ValueError: the name is taken.
@@ -243,9 +149,10 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
                 f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} uses the defaults, null removes the "
                 "callback"
             )
-        place = f"callbacks.{name}"
-        check_names(options or {}, keyword_names(CALLBACKS[name]), where=place)
-        check_types(options or {}, get_type_hints(CALLBACKS[name]), where=place)
+        place, factory = f"callbacks.{name}", CALLBACKS[name]
+        constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
+        check_names(options or {}, keyword_names(factory), where=place)
+        check_types(options or {}, get_type_hints(constructor), where=place)
 
 
 def build_callbacks(
@@ -254,15 +161,25 @@ def build_callbacks(
     """The callbacks that ``specs`` names, with their options; None removes one.
 
     Raises:
-        ValueError: for a name or option that does not exist, naming the nearest.
+        ValueError: for a name or option that does not exist, naming the nearest; or for a value
+            that the callback refuses.
     """
     check_callbacks(specs)
     ordered = {name: specs[name] for name in CALLBACKS if name in specs}  # see ORDER
     return [
-        CALLBACKS[name](run_dir, **options)
-        for name, options in ordered.items()
-        if options is not None
+        _build(name, options, run_dir) for name, options in ordered.items() if options is not None
     ]
+
+
+def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
+    factory = CALLBACKS[name]
+    parameters = signature(factory).parameters.values()
+    takes_folder = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
+    try:
+        return factory(*[run_dir] * takes_folder, **options)
+    except ValueError as error:  # constructors write "option=value: expected ..."
+        joint = "." if re.match(r"\w+=", str(error)) else ": "
+        raise ValueError(f"callbacks.{name}{joint}{error}") from error
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:

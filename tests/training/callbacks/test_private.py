@@ -12,9 +12,9 @@ import torch
 from small_task import TINY, TinyNet, loader, trainer
 
 from revzoo.data import Digits
-from revzoo.data.order import PoissonSampler
+from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.private import PrivateTraining
+from revzoo.training.callbacks.private import PrivateTraining, noise_seed
 from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
 
 pytest.importorskip("opacus")
@@ -161,7 +161,7 @@ def test_an_empty_batch_takes_a_step_of_noise_alone(tmp_path: Path, monkeypatch:
         ({"max_epochs": -1, "max_steps": -1}, "schedule|without an end"),
         ({"private": {"delta": 0.01}}, "delta=0.01 for 1"),
         ({"private": {"epsilon": 0.0}}, "epsilon=0.0"),
-        ({"private": {"accountant": "gdp"}}, "accountant='gdp'"),
+        ({"private": {"accountant": "gdp"}}, "callbacks.private.accountant=gdp"),
     ],
 )
 def test_what_breaks_the_guarantee_is_refused(
@@ -176,3 +176,13 @@ def test_plain_loaders_are_refused(tmp_path: Path) -> None:
     runner = trainer(tmp_path, callbacks=[callback])
     with pytest.raises(ValueError, match="a data module of"):
         runner.fit(Classifier(TinyNet()), loader(), loader())
+
+
+def test_noise_shares_no_seed_with_batches_and_augmentation() -> None:
+    """The noise of step n had the seed of batch 1 of epoch n."""
+    numbers = range(12)
+    batches = {hash_seed(7, epoch, index) for epoch in numbers for index in numbers}
+    augmented = {
+        hash_seed(7, epoch, i, rank) for epoch in numbers for i in numbers for rank in (0, 1)
+    }
+    assert not {noise_seed(7, step) for step in numbers} & (batches | augmented)
