@@ -95,17 +95,23 @@ def check_types(options: Mapping[str, Any], hints: Mapping[str, Any], *, where: 
         where: the section, for error messages.
     """
     for name, value in options.items():
-        kinds = _kinds(hints.get(name, Any))
-        if not any(_fits(value, kind) for kind in kinds):
-            words = dict.fromkeys(_WORDS[kind] for kind in kinds if kind in _WORDS)
-            raise ValueError(f"{where}.{name}={value!r:.80}: expected {' or '.join(words)}")
+        if expected := expected_type(value, hints.get(name, Any)):
+            raise ValueError(f"{where}.{name}={value!r:.80}: expected {expected}")
+
+
+def expected_type(value: object, hint: Any) -> str:
+    """``"a number or null"`` if a value does not match a type hint; an empty string if it does."""
+    kinds = _kinds(hint)
+    if any(_fits(value, kind) for kind in kinds):
+        return ""
+    return " or ".join(dict.fromkeys(_WORDS[kind] for kind in kinds if kind in _WORDS))
 
 
 _WORDS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
-    str: "a word",
+    str: "a string",
     list: "a list",
     tuple: "a list",
     Sequence: "a list",

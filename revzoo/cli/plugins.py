@@ -23,8 +23,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 
 GROUP = "revzoo.plugins"
 SESSIONS_FILE = "sessions.jsonl"  # in a run's folder; each line records the imports of a session
-FITTED = ("variant", "memory", "num_classes", "in_chans")  # set by other sections or the registry
-_imported: list[str] = []  # the modules of --import in this process
+imported: list[str] = []  # the modules of --import in this process
 
 
 def add_import_option(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +51,8 @@ def load_plugins(modules: Sequence[str]) -> None:
         sys.path.insert(0, str(Path.cwd()))  # as with python -m
     for module in modules:
         _load(lambda module=module: import_module(module), f"--import {module}")
-        if module not in _imported:
-            _imported.append(module)
+        if module not in imported:
+            imported.append(module)
     if modules or plugins:
         add_config_nodes()
 
@@ -65,14 +64,9 @@ def _load(load: Any, name: str) -> None:
         raise ConfigError(f"{name} failed: {type(error).__name__}: {one_line(error)}") from error
 
 
-def imported() -> list[str]:
-    """The modules of ``--import`` in this process."""
-    return list(_imported)
-
-
 def import_arguments() -> list[str]:
     """The modules of ``--import`` as arguments, for further processes."""
-    return [part for module in _imported for part in ("--import", module)]
+    return [part for module in imported for part in ("--import", module)]
 
 
 def add_config_nodes() -> None:
@@ -83,6 +77,7 @@ def add_config_nodes() -> None:
     """
     from hydra.core.config_store import ConfigStore
 
+    from revzoo.cli.config.checks import FITTED
     from revzoo.cli.config.compose import CONFIGS
     from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
@@ -92,7 +87,7 @@ def add_config_nodes() -> None:
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
             options = {**_keywords(entry.network), "pretrained": False}
-            plain = {key: value for key, value in options.items() if key not in FITTED}
+            plain = {k: v for k, v in options.items() if k not in ("variant", *FITTED)}
             store.store(group="model", name=name, node={"name": name, **plain})
     for name, kind in DATA.items():
         if not name.startswith("revzoo.data."):
@@ -133,7 +128,7 @@ def check_imports(run_dir: Path) -> None:
         recorded = json.loads(lines[-1]).get("imports", [])
     except (OSError, ValueError, IndexError, AttributeError):
         return  # without the record, an unknown name raises later
-    missing = [str(name) for name in recorded if name not in _imported]
+    missing = [str(name) for name in recorded if name not in imported]
     if missing:
         raise ConfigError(
             f"{run_dir} was trained with plugins: add "

@@ -7,11 +7,16 @@ import shutil
 import sys
 from pathlib import Path
 
+from revzoo.cli.plugins import import_arguments
+
 SCRIPT = "train.py"  # in a checkout; the same as ``revzoo train``
 
 
 def command_line(command: str, *arguments: object) -> str:
-    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``."""
+    """The text of a command that works in the user's environment: ``revzoo eval ckpt=...``.
+
+    It repeats this process's ``--import``.
+    """
     script, python = Path(sys.argv[0]).name, _as_typed("python", sys.executable)
     if _module() is None and script == SCRIPT and command == "train":
         words = [python, sys.argv[0]]
@@ -21,7 +26,7 @@ def command_line(command: str, *arguments: object) -> str:
         words = ["revzoo", command]
     else:
         words = [python, "-m", "revzoo", command]
-    return shlex.join([*words, *map(str, arguments)])
+    return shlex.join([*words, *import_arguments(), *map(str, arguments)])
 
 
 def tool_line(name: str, *arguments: object) -> str:
@@ -44,13 +49,18 @@ def _as_typed(name: str, path: str) -> str:
 
 
 def process_of(command: str) -> list[str]:
-    """The first words of a command line that runs ``command`` the way this process was started."""
+    """The first words of a command line that runs ``command`` the way this process was started.
+
+    They repeat this process's ``--import``.
+    """
     script = Path(sys.argv[0])
     if _module() is None and script.name == SCRIPT and command == "train":
-        return [sys.executable, str(script.absolute())]
-    if _module() is None and script.name == "revzoo":
-        return [sys.executable, str(script.absolute()), command]
-    return [sys.executable, "-m", "revzoo", command]
+        words = [sys.executable, str(script.absolute())]
+    elif _module() is None and script.name == "revzoo":
+        words = [sys.executable, str(script.absolute()), command]
+    else:
+        words = [sys.executable, "-m", "revzoo", command]
+    return [*words, *import_arguments()]
 
 
 def _module() -> str | None:

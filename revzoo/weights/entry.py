@@ -12,11 +12,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 from urllib.parse import urlsplit
 
-from revzoo._checks import is_count
+from revzoo._checks import expected_type, is_count
 from revzoo.weights.errors import EntryError
 
 if TYPE_CHECKING:
@@ -24,6 +23,7 @@ if TYPE_CHECKING:
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_NUMBERS = ("num_classes", "input_size", "crop_pct")  # their own checks say more than the type
 _NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
 
 
@@ -78,6 +78,7 @@ class WeightsEntry:
     def __post_init__(self) -> None:
         for name in ("input_size", "classes", "mean", "std"):
             value = getattr(self, name)
+            # the class is frozen, and JSON has lists only
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
         wrong = list(self._faults())
         if wrong:
@@ -136,22 +137,12 @@ class WeightsEntry:
         yield from self._faults_of_shape()
 
     def _faults_of_type(self) -> Iterator[str]:
-        for name in ("name", "architecture", "sha256"):
-            if not isinstance(getattr(self, name), str):
-                yield f"{name}={getattr(self, name)!r}, expected a string"
-        for name in ("file", "url", "license", "recipe", "measured_on"):
-            if not isinstance(getattr(self, name), (str, NoneType)):
-                yield f"{name}={getattr(self, name)!r}, expected a string or nothing"
-        for name in ("options", "metrics"):
-            if not isinstance(getattr(self, name), Mapping):
-                yield f"{name}={getattr(self, name)!r}, expected an object"
-        for name in ("classes", "mean", "std"):
-            if not isinstance(getattr(self, name), (tuple, NoneType)):
-                yield f"{name}={getattr(self, name)!r}, expected a list or nothing"
+        for name, hint in get_type_hints(WeightsEntry).items():
+            value = getattr(self, name)
+            if name not in _NUMBERS and (expected := expected_type(value, hint)):
+                yield f"{name}={value!r}, expected {expected}"
         if not isinstance(self.input_size, tuple):
             yield f"input_size={self.input_size!r}, expected [channels, height, width]"
-        if not isinstance(self.default, bool):
-            yield f"default={self.default!r}, expected true or false"
         if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
             yield "classes holds items that are no names"
 

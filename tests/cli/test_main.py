@@ -104,7 +104,7 @@ def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83'; did you mean"):
         main(["info", "revnet83"])
-    with pytest.raises(SystemExit, match="--batch 0: expected"):
+    with pytest.raises(SystemExit, match="--batch=0: expected"):
         main(["info", "revnet38", "--batch", "0"])
     write_entry(tmp_path)
     change(tmp_path, "revnet38.small", sha256="0")

@@ -73,7 +73,7 @@ def test_missing_fields_are_reported(tmp_path):
         ({"crop_pct": 87.5}, "expected a share"),
         ({"crop_pct": "0.875"}, "expected a share"),
         ({"metrics": {"acc": "high"}}, "expected finite numbers"),
-        ({"options": [1]}, r"options=\[1\], expected an object"),
+        ({"options": [1]}, r"options=\[1\], expected a mapping"),
         ({"nmae": "x"}, r"unknown fields \['nmae'\]"),
         ({"input_size": 3}, r"input_size=3, expected \[channels"),
         ({"url": ["https://x"]}, r"url=\['https://x'\], expected a string"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from revzoo._checks import check_count
+
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
 
@@ -48,8 +50,7 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     Raises:
         ValueError: the batch or image size is impossible.
     """
-    if args.batch < 1:
-        raise ValueError(f"--batch {args.batch}: expected a whole number >= 1")
+    check_count("--batch", args.batch)
     side = args.image or model.image_size
     model.check_size(side, side)
     return args.batch, model.in_chans, side, side

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from revzoo._checks import check_count
 from revzoo.cli.commands._models import add_bits_option, bits_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
@@ -35,8 +36,7 @@ def run(args: argparse.Namespace) -> None:
     Raises:
         ValueError: there is no such model, or the batch or size is impossible.
     """
-    if args.batch < 1:
-        raise ValueError(f"--batch {args.batch}: expected a whole number >= 1")
+    check_count("--batch", args.batch)
     table = weights_table(args)
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
         model = model_for(args, args.name)
     shape = shape_for(args, model)
     if args.fit:
-        sys.stdout.write(f"{_largest(args, budget)}\n")
+        sys.stdout.write(f"{_largest(args, budget, shape)}\n")
         return
     planner = Planner(model, shape, inverting=args.memory)
     plan = planner.plan(budget)
@@ -67,12 +67,12 @@ def run(args: argparse.Namespace) -> None:
         draw(planner, plan, args.plot)
 
 
-def _largest(args: argparse.Namespace, budget: int) -> str:
+def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
     """A sentence with the largest batch, image or depth that has a plan."""
     from revzoo.profiling.fit import largest
     from revzoo.profiling.units import in_units
 
-    start, need = _needs(args)
+    start, need = _needs(args, shape)
     value = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
     if value is None:
         return f"no {args.fit} of {args.name} fits {in_units(budget)}"
@@ -80,7 +80,9 @@ def _largest(args: argparse.Namespace, budget: int) -> str:
     return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {value}, needs {least}"
 
 
-def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
+def _needs(
+    args: argparse.Namespace, shape: Sequence[int]
+) -> tuple[int, Callable[[int], int | None]]:
     """The first value of the search, and a function: the least peak of a value, None if wrong."""
     import torch
 
@@ -88,9 +90,7 @@ def _needs(args: argparse.Namespace) -> tuple[int, Callable[[int], int | None]]:
     from revzoo.models.registry import MODELS
     from revzoo.profiling.plan import Planner
 
-    with torch.device("meta"):
-        model = model_for(args, args.name)
-    batch, channels, side, _ = shape_for(args, model)
+    batch, channels, side, _ = shape
     row = MODELS[args.name.partition(".")[0]].variant
 
     if args.fit == "depth" and not (hasattr(row, "depth") or hasattr(row, "units")):

@@ -27,11 +27,9 @@ import argparse
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from revzoo.cli.commands.options import groups
 from revzoo.cli.config.errors import ConfigError, one_line
@@ -133,27 +131,13 @@ def _multirun(args: argparse.Namespace, source: Source) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config.compose import compose_checked
+    from revzoo.cli.config.compose import check_changes, compose_checked
 
     check_changes(args.overrides)
     compose_checked(args.overrides)
     from revzoo.cli.run.resume import resume
 
     resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)
-
-
-def check_changes(overrides: Sequence[str]) -> None:
-    """Refuse overrides that would change the results of a resumed run.
-
-    Raises:
-        ConfigError: naming the override.
-    """
-    for override in overrides:
-        if override.partition("=")[0] not in ("memory", "precision"):
-            raise ConfigError(
-                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
-                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
-            )
 
 
 def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
@@ -171,24 +155,22 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     sys.stdout.write(OmegaConf.to_yaml(part) if isinstance(part, Container) else f"{part}\n")
 
 
-@contextmanager
-def _one_line_errors() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # Hydra fails without the shell's variables or with overrides
-        raise ConfigError(f"{type(error).__name__}: {one_line(error)}") from error
-
-
 def _show(args: argparse.Namespace, source: Source) -> None:
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode
 
     from revzoo.cli.config.compose import hydra_of
 
-    with hydra_of(source) as hydra, _one_line_errors():
-        if args.shell_completion:
-            hydra.shell_completion(config_name=source.name, overrides=args.overrides)
-        elif args.hydra_help:
-            hydra.hydra_help(config_name=source.name, args_parser=get_args_parser(), args=args)
-        else:
-            hydra.show_info(args.info, source.name, overrides=args.overrides, run_mode=RunMode.RUN)
+    options: dict[str, Any] = {"config_name": source.name, "overrides": args.overrides}
+    try:
+        with hydra_of(source) as hydra:
+            if args.shell_completion:
+                hydra.shell_completion(**options)
+            elif args.hydra_help:
+                hydra.hydra_help(config_name=source.name, args_parser=get_args_parser(), args=args)
+            else:
+                hydra.show_info(args.info, **options, run_mode=RunMode.RUN)
+    except ConfigError:
+        raise
+    except Exception as error:  # Hydra fails without the shell's variables or with overrides
+        raise ConfigError(f"{type(error).__name__}: {one_line(error)}") from error

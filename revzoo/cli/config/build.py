@@ -15,12 +15,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
-from pytorch_lightning.profilers import (
-    AdvancedProfiler,
-    Profiler,
-    PyTorchProfiler,
-    SimpleProfiler,
-)
+from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from revzoo.cli.config.errors import ConfigError
 from revzoo.data import ImageData
@@ -143,11 +138,6 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     }
 
 
-def build_profiler(name: str | None, *, run_dir: Path) -> Profiler | None:
-    """Lightning's profiler by name; it writes into the run's folder."""
-    return None if name is None else PROFILERS[name](dirpath=run_dir, filename="profile")
-
-
 def build_trainer(
     config: Mapping[str, Any],
     *,
@@ -176,18 +166,19 @@ def build_trainer(
     options = dict(config["trainer"])
     if specs.get("finetuning") is not None and in_parallel(options):
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
-    profiler = build_profiler(options.pop("profiler", None), run_dir=run_dir)
+    if (profiler := options.pop("profiler", None)) is not None:
+        profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile")
     return pl.Trainer(
         **options,
         profiler=profiler,
         precision=config["precision"]["trainer"],
         callbacks=callbacks,
-        plugins=[PlainCheckpointIO()],
+        plugins=[PlainCheckpointIO()],  # writes and reads every checkpoint
         logger=loggers,
         default_root_dir=run_dir,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        enable_model_summary=False,
+        enable_model_summary=False,  # the opening of the log says it in one line
     )
 
 

@@ -27,7 +27,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +42,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo._checks import nearest
+from revzoo._checks import expected_type, nearest
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.yaml_files import check_growth
 
@@ -115,7 +114,7 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
             path=f"file://{source.extra.resolve()}",
             anchor=SearchPathQuery(provider="schema"),
         )
-    GlobalHydra.instance().clear()
+    GlobalHydra.instance().clear()  # Hydra refuses a second initialisation in a process
     try:
         hydra = Hydra.create_main_hydra2("train", search_path)
         _check_search_path(hydra, source)
@@ -264,6 +263,20 @@ def to_plain(cfg: DictConfig) -> dict[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
+def check_changes(overrides: Sequence[str]) -> None:
+    """Refuse overrides that would change the results of a resumed run.
+
+    Raises:
+        ConfigError: naming the override.
+    """
+    for override in overrides:
+        if override.partition("=")[0] not in ("memory", "precision"):
+            raise ConfigError(
+                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
+                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
+            )
+
+
 def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Override]:
     """Check the keys and options of several runs (``-m``), but not their combinations.
 
@@ -272,13 +285,13 @@ def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Overri
     """
     with hydra_of(source) as hydra:
         _check(overrides, source.name)
-        return check_hydra(overrides, hydra.config_loader)
+        return parse(overrides, hydra.config_loader)
 
 
 def _check(overrides: Sequence[str], name: str) -> DictConfig:
     """Check names; return the configuration with the chosen options, without other overrides."""
     loader = GlobalHydra.instance().config_loader()
-    parsed = check_hydra(overrides, loader)
+    parsed = parse(overrides, loader)
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     parsed = [override for override in parsed if not override.is_hydra_override()]
     choices = [override for override in parsed if override.key_or_group in groups]
@@ -293,7 +306,7 @@ def _check(overrides: Sequence[str], name: str) -> DictConfig:
     return base
 
 
-def check_hydra(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
     """Parse overrides; of Hydra's section, only :data:`FREE` is allowed.
 
     Raises:
@@ -398,18 +411,9 @@ def _of_others(key: str, groups: Sequence[str]) -> str:
 
 def _check_type(key: str, before: Any, after: Any) -> None:
     """Refuse a word in place of a number, or a number in place of true or false."""
-    if after is None or before == after or key in WORD_OR_NUMBER:
+    if after is None or key in WORD_OR_NUMBER or type(before) not in (bool, int, float):
         return
-    if isinstance(before, bool):
-        expected, fits = "true or false", isinstance(after, bool)
-    elif isinstance(before, int):
-        expected = "a whole number"
-        fits = isinstance(after, int) and not isinstance(after, bool)
-    elif isinstance(before, float):
-        expected, fits = "a number", isinstance(after, Real) and not isinstance(after, bool)
-    else:
-        return
-    if not fits:
+    if before != after and (expected := expected_type(after, type(before))):
         raise ConfigError(f"{key}={after}: expected {expected}, such as {before}")
 
 

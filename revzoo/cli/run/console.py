@@ -11,7 +11,6 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import command_line, tool_line
 from revzoo.data import ImageData
 from revzoo.profiling.costs import activation_bytes
@@ -146,9 +145,8 @@ def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[s
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
         yield "curves", tool_line("tensorboard", "--logdir", short_path(run_dir))
     if best:
-        arguments = import_arguments()
-        yield "predict", f"{command_line('predict', *arguments, short_path(best))} IMAGES"
-        yield "evaluate", command_line("eval", *arguments, f"ckpt={short_path(best)}")
+        yield "predict", f"{command_line('predict', short_path(best))} IMAGES"
+        yield "evaluate", command_line("eval", f"ckpt={short_path(best)}")
 
 
 def short_path(path: Path) -> Path:

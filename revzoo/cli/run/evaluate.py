@@ -48,7 +48,12 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     if data_config:
         check_data(data_config)
     else:
-        data_config = recorded_data(config["ckpt"])
+        data_config = run_data(config["ckpt"])
+        if data_config is None:
+            raise ConfigError(
+                f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
+                "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
+            )
         with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
             check_data(data_config)
     if config["batch_size"] is not None:
@@ -103,28 +108,13 @@ def check_eval(config: Mapping[str, Any]) -> None:
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
 
 
-def recorded_data(checkpoint: str) -> dict[str, Any]:
-    """The data section of the run whose folder contains a checkpoint.
-
-    Raises:
-        ConfigError: the checkpoint is not in a run's folder.
-    """
-    data = run_data(checkpoint)
-    if data is None:
-        raise ConfigError(
-            f"{checkpoint} is not in the folder of a run, so its data are unknown: give "
-            "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
-        )
-    return data
-
-
 def run_of(checkpoint: str) -> Path:
     """The folder of a checkpoint's run, if the checkpoint is in one."""
     return Path(checkpoint).absolute().parent.parent
 
 
 def run_data(checkpoint: str) -> dict[str, Any] | None:
-    """As :func:`recorded_data`; None for a checkpoint outside a run's folder.
+    """The data section of the run whose folder contains a checkpoint; None outside of one.
 
     Raises:
         ConfigError: the run's configuration names no data.

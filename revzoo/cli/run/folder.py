@@ -25,7 +25,7 @@ from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.yaml_files import read_yaml, write_yaml
-from revzoo.cli.plugins import SESSIONS_FILE, import_arguments, imported
+from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.program import command_line
 from revzoo.cli.run.errors import USER_ERRORS
 from revzoo.cli.run.lock import LOCK_FILE
@@ -113,7 +113,7 @@ def resume_hint(run_dir: Path) -> str:
         return "training had not started: run the command again"
     saved = has_saved(run_dir / CHECKPOINTS)
     note = "" if saved else " (no checkpoint yet: from the start)"
-    return f"to resume: {command_line('train', '--resume', run_dir, *import_arguments())}{note}"
+    return f"to resume: {command_line('train', '--resume', run_dir)}{note}"
 
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
@@ -137,7 +137,7 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
     session = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
-        "imports": imported(),
+        "imports": imported,
         "from_step": from_step,
         "versions": versions(),
         "git": git_state(),

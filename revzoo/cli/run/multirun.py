@@ -19,7 +19,6 @@ from hydra.errors import HydraException
 
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import process_of
 from revzoo.cli.run.subprocess import quoted, run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
@@ -52,11 +51,10 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
                 [
                     *process_of("train"),
                     *source_arguments(source),
-                    *import_arguments(),
                     *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
                 ]
             )
-        except ConfigError as error:
+        except ConfigError as error:  # the other jobs still run
             failed.append(f"job {number}: {error}")
             continue
         except RunStopped as stopped:

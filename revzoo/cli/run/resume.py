@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.commands.train import check_changes
 from revzoo.cli.config.build import data_name, model_spec
 from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.compose import check_changes, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.plugins import check_imports
 from revzoo.cli.run.console import shorten_log

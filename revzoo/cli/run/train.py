@@ -6,6 +6,7 @@ import logging
 import os
 import sys
 import time
+from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -184,6 +185,7 @@ def _train(
 ) -> dict[str, float]:
     with quiet(), user_errors():
         prepare_process(config)
+        # a run that stopped before its first checkpoint begins at step 0 and replaces its log rows
         again = (run_dir / CONFIG_FILE).exists()
         step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
         with type_errors_explained():
@@ -244,6 +246,7 @@ def fit_and_test(
         SystemExit: training or test has failed in a known way; the summary has the message, too.
         RunStopped: after SIGTERM or Ctrl-C.
     """
+    # as if the earlier sessions had ended just now
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
@@ -275,9 +278,9 @@ def fit_and_test(
 
 def figures_of(trainer: pl.Trainer) -> dict[str, float]:
     """The figures of training and validation; for a resumed run, also those before the resume."""
-    states = [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
-    before = states[0].figures if states else {}
-    return {**before, **{name: float(v) for name, v in trainer.callback_metrics.items()}}
+    before = [state.figures for state in RunState.of(trainer)]
+    now = {name: float(v) for name, v in trainer.callback_metrics.items()}
+    return dict(ChainMap(now, *before))
 
 
 def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import check_names, check_number, did_you_mean
+from revzoo._checks import check_choice, check_names, check_number
 from revzoo.cli.config.build import build_data, build_module
 from revzoo.cli.config.errors import ConfigError
 from revzoo.training.callbacks.finetune import Finetuning
@@ -23,7 +23,7 @@ from revzoo.training.tuning.out_of_memory import memory_of
 log = logging.getLogger(__name__)
 
 SECTION = "tuner"
-AFTERWARDS = ("stop", "train", "use")
+AFTERWARDS = ("stop", "train", "use")  # train: as configured; use: with the suggestion
 GIB = 2**30
 
 
@@ -122,20 +122,12 @@ def check_tuner(config: Mapping[str, Any]) -> None:
     """Check the section ``tuner``.
 
     Raises:
-        ConfigError: naming the option.
+        ValueError: naming the option.
     """
     options = dict(config[SECTION])
     kind, then = options.pop("kind", None), options.pop("then", None)
-    if kind not in KINDS:
-        raise ConfigError(
-            f"tuner.kind={kind}: expected one of {', '.join(KINDS)}"
-            + did_you_mean(str(kind), KINDS)
-        )
-    if then not in AFTERWARDS:
-        raise ConfigError(
-            f"tuner.then={then}: expected stop, train (as configured) or use (the suggestion)"
-            + did_you_mean(str(then), AFTERWARDS)
-        )
+    check_choice("tuner.kind", kind, KINDS)
+    check_choice("tuner.then", then, AFTERWARDS)
     check_names(options, KINDS[kind].options, where=SECTION)
     if kind == "lr":
         check_sweep(**options)

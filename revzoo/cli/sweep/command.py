@@ -43,7 +43,6 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
-    from revzoo.cli.plugins import import_arguments
     from revzoo.cli.program import command_line
     from revzoo.cli.sweep.plan import load_optuna, read_plan
     from revzoo.cli.sweep.space import check_space
@@ -67,7 +66,7 @@ def run(args: argparse.Namespace) -> None:
             search.run()
         except (RunStopped, KeyboardInterrupt) as end:  # KeyboardInterrupt: between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
-            again = command_line("sweep", f"dir={folder}", *import_arguments())
+            again = command_line("sweep", f"dir={folder}")
             log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
         log_best(search)

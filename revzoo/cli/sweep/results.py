@@ -12,7 +12,6 @@ from typing import Any
 from revzoo._files import replacing_table
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
-from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import command_line
 from revzoo.cli.run.folder import SUMMARY_FILE
 from revzoo.cli.sweep.plan import Plan
@@ -102,4 +101,4 @@ def _described(best: Any, plan: Plan) -> dict[str, Any]:
 
 def best_command(best: Any, plan: Plan) -> str:
     """The command line that trains with a trial's parameters."""
-    return command_line("train", *plan.overrides(best.params), *import_arguments())
+    return command_line("train", *plan.overrides(best.params))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.plugins import import_arguments
 from revzoo.cli.program import process_of
 from revzoo.cli.run.folder import CONFIG_FILE
 from revzoo.cli.run.lock import locked
@@ -27,12 +26,6 @@ log = logging.getLogger(__name__)
 
 STUDY = "study.db"
 GIVE_UP = 3  # consecutive failures that end a sweep without any success
-
-
-def _sql_errors() -> type[Exception]:
-    """The errors of optuna's database, which comes with it."""
-    errors: type[Exception] = import_module("sqlalchemy.exc").SQLAlchemyError
-    return errors
 
 
 class Search:
@@ -50,6 +43,7 @@ class Search:
         self.plan, self.folder = plan, folder
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState
+        sql: Any = import_module("sqlalchemy.exc")  # of optuna's storage
         file = folder.absolute() / STUDY
         try:
             self.study = self.optuna.create_study(
@@ -60,7 +54,7 @@ class Search:
                 load_if_exists=True,
             )
             self.study.get_trials(deepcopy=False)
-        except (_sql_errors(), self.optuna.exceptions.OptunaError, RuntimeError) as error:
+        except (sql.SQLAlchemyError, self.optuna.exceptions.OptunaError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(
                 f"{file} is not readable as a study of optuna ({reason}): restore it from a copy, "
@@ -128,12 +122,12 @@ class Search:
         """The command of a trial: a new run, or ``--resume`` if it was interrupted."""
         if (run_dir / CONFIG_FILE).exists():
             with locked(run_dir):  # fails if a run that outlived its sweep still works there
-                return [*process_of("train"), *import_arguments(), "--resume", str(run_dir)]
+                return [*process_of("train"), "--resume", str(run_dir)]
         overrides = self.plan.overrides(trial.params)
         if not any(override.startswith("test=") for override in overrides):
             overrides.append("test=false")  # validation chooses; only the best run is tested, later
-        start = [*process_of("train"), *import_arguments()]
-        return [*start, *overrides, f"hydra.run.dir={quoted(run_dir.absolute())}"]
+        folder = f"hydra.run.dir={quoted(run_dir.absolute())}"
+        return [*process_of("train"), *overrides, folder]
 
     def end(self, trial: Any, state: Any, *, value: float | None = None, error: str = "") -> Any:
         """Report the end of a trial to the study, and log it."""

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import (
     ChoiceSweep,
     Glob,
@@ -25,9 +24,8 @@ from hydra.core.override_parser.types import (
     RangeSweep,
     Sweep,
 )
-from hydra.errors import HydraException, OverrideParseException
 
-from revzoo.cli.config.compose import compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, parse, to_plain
 from revzoo.cli.config.errors import ConfigError
 
 
@@ -55,19 +53,6 @@ class Parameter:
     def outermost(self) -> tuple[str | float, ...]:
         """All choices, or the two ends of the range."""
         return self.choices or (self.low, self.high)
-
-
-def parse(overrides: Sequence[str]) -> list[Override]:
-    """Parse overrides with Hydra's parser.
-
-    Raises:
-        ConfigError: an override is not in Hydra's grammar.
-    """
-    try:
-        return OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        prefix = f"{error.override}: " if isinstance(error, OverrideParseException) else ""
-        raise ConfigError(f"{prefix}{str(error).splitlines()[0]}") from None
 
 
 def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from revzoo.cli import program
 from revzoo.cli.config.compose import Source
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run import multirun
@@ -15,12 +16,12 @@ def test_jobs_use_the_configuration_of_the_command_line(
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started: list[list[str]] = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    monkeypatch.setattr(multirun, "import_arguments", lambda: ["--import", "mine"])
+    monkeypatch.setattr(program, "import_arguments", lambda: ["--import", "mine"])
     given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
     multirun.multirun(given, Source("own", extra=tmp_path))
     assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]
     for number, command in enumerate(started):
-        named = ["--config-name", "own", "--config-dir", str(tmp_path), "--import", "mine"]
+        named = ["--import", "mine", "--config-name", "own", "--config-dir", str(tmp_path)]
         assert command[-4 - len(named) : -4] == named
         assert command[-3:-1] == given[1:]
         assert command[-1] == f"hydra.run.dir='{tmp_path / 'jobs' / str(number)}'"
