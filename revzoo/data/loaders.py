@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -11,7 +12,13 @@ from torch.utils.data import DataLoader
 
 from revzoo.data.errors import DataError
 from revzoo.data.images import Batch, ImageSet, as_is
-from revzoo.data.order import EpochSampler, PoissonSampler, RestartingLoader, TrainLoader
+from revzoo.data.order import (
+    EpochSampler,
+    PoissonSampler,
+    RestartingLoader,
+    TrainLoader,
+    batches_of_epoch,
+)
 
 _MOST_WORKERS = 8
 
@@ -33,7 +40,7 @@ def train_loader(
         workers: as in ``ImageData``.
         seed: decides the order, together with the number of the epoch.
         trainer: Lightning's trainer; None for your own loop in one process.
-        poisson: draw each batch by itself, see ``PoissonSampler``.
+        poisson: draw batches independently, see ``PoissonSampler``.
 
     Raises:
         DataError: this process's share is smaller than a batch.
@@ -52,8 +59,7 @@ def train_loader(
         drop_last=True,
     )
     if trainer is not None:
-        progress = trainer.fit_loop.epoch_loop.batch_progress
-        loader.first_batch = lambda: progress.current.ready
+        loader.first_batch = partial(batches_of_epoch, trainer)
     return loader
 
 

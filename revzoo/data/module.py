@@ -84,7 +84,7 @@ class ImageData(pl.LightningDataModule, ABC):
         classes: class names by label, after ``setup("fit")``.
         num_classes, in_chans, image_size: also after ``setup("fit")``; image_size is the side in
             pixels.
-        poisson: whether each training batch is drawn by itself, for private training; set it
+        poisson: whether training batches are drawn independently, for private training; set it
             before the loader is made.
 
     Raises:
@@ -190,10 +190,8 @@ class ImageData(pl.LightningDataModule, ABC):
 
     def _read_once(self, split: Split) -> ImageSet | None:
         if split not in self._sets and (images := self.read(split)) is not None:
-            self._sets = {
-                **self._sets,
-                split: images,
-            }  # a new dict: copies of this module share the old
+            # a new dict: copies of this module share the old one
+            self._sets = {**self._sets, split: images}
         return self._sets.get(split)
 
     def _images(self, split: Split) -> ImageSet:

@@ -42,6 +42,7 @@ class Normalisation:
         """Map images (B, C, H, W) of any dtype to normalised float32 on the same device."""
         if self.mean.device != images.device:  # once per run: no copy to the device in each step
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
+        # a copy, also of float32 images: the caller's must not change
         return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
     def inverse(self, images: Tensor) -> Tensor:

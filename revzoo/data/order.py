@@ -37,10 +37,14 @@ def hash_seed(*numbers: int) -> int:
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
+def batches_of_epoch(trainer: pl.Trainer) -> int:
+    """Training batches of this epoch so far; the trainer has no public count of them."""
+    return trainer.fit_loop.epoch_loop.batch_progress.current.ready
+
+
 def batch_seed(seed: int, trainer: pl.Trainer) -> int:
     """The seed of this process's current training batch, in a run with ``seed``."""
-    batch = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-    return hash_seed(seed, trainer.current_epoch, batch, trainer.global_rank)
+    return hash_seed(seed, trainer.current_epoch, batches_of_epoch(trainer), trainer.global_rank)
 
 
 @contextmanager
@@ -83,6 +87,7 @@ class EpochSampler(DistributedSampler[int]):
         start, self.start = self.start, 0
         generator = torch.Generator().manual_seed(self.epoch_seed)
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
+        # as DistributedSampler does: all processes get equally many images
         padded = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
         yield from padded[self.rank :: self.num_replicas][start:].tolist()
         self.epoch += 1

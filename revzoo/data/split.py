@@ -54,6 +54,7 @@ def _quotas(counts: Tensor, fraction: float) -> list[int]:
     exact = counts.double() * fraction
     quotas = exact.floor().long()
     missing = round(float(exact.sum())) - int(quotas.sum())
+    # the training keeps an image of every class
     can_spare = quotas + 1 < counts
     remainders = torch.where(can_spare, exact - quotas, -1.0)
     winners = torch.argsort(remainders, descending=True, stable=True)[:missing]

@@ -113,9 +113,8 @@ class ImageNetwork(Saved, ABC):
         check_probability("drop_rate", drop_rate)
         self.pool = GlobalPool(global_pool, places=self.places)
         self.drop = nn.Dropout(drop_rate)
-        self._merge = (
-            Merge(self.channel_dim),
-        )  # in a tuple: follows the memory mode of the stages
+        # in a tuple, so that it is no submodule: it follows the memory mode of the stages
+        self._merge = (Merge(self.channel_dim),)
         self.reset_classifier(num_classes)
         label_steps(self)
         if memory is not None:  # raises for modes that do not fit; the default fits

@@ -299,7 +299,7 @@ def _build(
         row,
         num_classes=num_classes,
         in_chans=in_chans,
-        memory=memory if bits is None else None,
+        memory=memory if bits is None else None,  # the mode may fit only the converted network
         **others,
     )
     if bits is not None:

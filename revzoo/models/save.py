@@ -209,5 +209,5 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
             "unknown) to save_pretrained"
         )
     if network.in_chans != facts.get("input_size", (network.in_chans,))[0]:
-        del facts["input_size"]
+        del facts["input_size"]  # it has the channels of the weights, not of this network
     return facts

@@ -150,7 +150,7 @@ class Classifier(pl.LightningModule):
                 f"the model of {where} cannot be created ({type(error).__name__}: {error!s:.300}): "
                 "use the version of revzoo that wrote it"
             ) from None
-        module.on_load_checkpoint(state)
+        module.on_load_checkpoint(state)  # Lightning's loader would call it
         load_tensors(module, state["state_dict"], where, strict=strict)
         states = data_states(state)
         module.learn_from(states[0] if len(states) == 1 and _is_valid(states[0], module) else None)
@@ -194,6 +194,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
+        # where the guard samples streams: elsewhere in each step, and the same in a resumed run
         draw_places((self.current_epoch << 32) + batch_idx)
         self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))

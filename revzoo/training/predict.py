@@ -79,17 +79,14 @@ def predict(
         >>> len(result), sum(result.values()) <= 1
         (2, True)
     """
-    network = model if isinstance(model, ImageNetwork) else _restored(model)
+    if isinstance(model, ImageNetwork):
+        network = model
+    else:
+        network = restore(model).network.to("cuda" if torch.cuda.is_available() else "cpu")
     sources = images if isinstance(images, list | tuple) else [images]
     opened = (opened_image(image, network.in_chans) for image in sources)
     results = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
     return results if sources is images else results[0]
-
-
-def _restored(model: str | Path) -> ImageNetwork:
-    network = restore(model).module.model
-    assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
-    return network.to("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
@@ -141,6 +138,7 @@ def classify(
     images = iter(images)
     while batch := list(islice(images, batch_size)):
         prepared = torch.stack([transforms(image) for image in batch]).to(device)
+        # in a generator: between two batches the caller may use the network
         with evaluation_mode(network), torch.inference_mode():
             rows = network(prepared).float()
         if not rows.isfinite().all():

@@ -12,7 +12,7 @@ inputs, and compute the step again from the same state:
    keep the values of the first forward pass, which was right.
 4. Distributed processes agree on the drifted parts, so all of them repeat the step.
 
-Networks without a part in mode ``invert`` make no copies.
+Networks whose modes cannot drift make no copies.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor, distributed, nn
 
 from revzoo.core.guard import DriftError
 from revzoo.core.invertible import Step
-from revzoo.training.checkpoint.state import RunState
+from revzoo.training.checkpoint.state import RunState, can_drift
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Redo:
         """Copy the state before a forward pass."""
         if not self.running:
             self._attempt = None
-            if any(step.memory == "invert" for step in _steps(self.module).values()):
+            if any(map(can_drift, _steps(self.module).values())):
                 buffers = [buffer.clone() for buffer in self.module.buffers()]
                 device = self.module.device
                 on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -116,7 +116,7 @@ class Redo:
 
     def _switch(self, names: list[str]) -> list[str]:
         steps = _steps(self.module)
-        switched = [name for name in names if steps[name].memory == "invert"]
+        switched = [name for name in names if can_drift(steps[name])]
         for name in switched:
             steps[name].memory = "recompute"
         return switched
@@ -169,4 +169,4 @@ def _steps(module: nn.Module) -> dict[str, Step]:
 
 
 def _drifted(step: Step) -> bool:
-    return step.memory == "invert" and step.drift is not None and not step.drift <= step.drift_limit
+    return can_drift(step) and step.drift is not None and not step.drift <= step.drift_limit

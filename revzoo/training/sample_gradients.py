@@ -1,15 +1,16 @@
-"""Norms of single samples' gradients, and gradients clipped by them, at the memory of a branch.
+"""Per-sample gradient norms, and gradients clipped by them, at the memory of one branch.
 
-Each layer gives the norms of its own parameters' gradients while the backward pass is there
-(:mod:`revzoo.layers.per_sample`); the gradients themselves are never held.
+When the backward pass reaches a layer, we compute the norms of its parameters' per-sample gradients
+(:mod:`revzoo.layers.per_sample`). The per-sample gradients themselves are never kept.
 
 NOTE [ Clipping inside the backward pass ]
-    The gradient of a sum of losses, each weighted by w_n, is what the network makes of the logits'
-    gradient weighted by w_n, if no layer mixes samples. So private training needs no losses of
-    single samples, and works with any training loop: when a backward pass reaches the logits, a
-    first pass below them measures the norms, the gradient is weighted, and the pass goes on. The
-    first pass asks for the gradient of the images alone, so it computes none of weights. This is
-    ghost clipping (arXiv 2110.05679) inside one call of ``backward``.
+    If no layer mixes samples, it makes no difference whether sample n's loss or sample n's row of
+    the logits' gradient is weighted by w_n: the parameters get the same gradients. So clipping
+    needs no per-sample losses and works with any training loop. When a backward pass reaches the
+    logits, a first pass below them measures the norms. Then the gradient is weighted, and the
+    backward pass continues. The first pass only asks for the gradient of the images, so it computes
+    no gradients of weights. This is ghost clipping (arXiv 2110.05679) inside one call of
+    ``backward``.
 
 Shapes: B samples.
 """
@@ -67,7 +68,7 @@ class SampleNorms:
         self._forget()
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -90,7 +91,7 @@ class SampleNorms:
 
     def _forget(self) -> None:
         self._total: Tensor | None = None
-        self._sums: dict[nn.Parameter, Tensor] = {}  # gradients of what is used several times
+        self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are used several times
         self._seen: set[nn.Module] = set()
 
     def _add(self, call: Call, gradient: Tensor) -> None:
@@ -118,7 +119,7 @@ class ClippedGradients:
     """Clips each sample's gradient to a norm in every backward pass through ``model``.
 
     After ``loss.backward()`` of a mean over the batch, gradients are ``1 / size`` times the sum
-    over the samples of ``g_n * min(1, max_norm / |g_n|)``, with a sample's own gradient ``g_n``.
+    over the samples of ``g_n * min(1, max_norm / |g_n|)``; ``g_n`` is the gradient of one loss.
 
     Args:
         model: ``(B, ...) -> (B, ...)``, called with one floating-point tensor.
@@ -153,7 +154,7 @@ class ClippedGradients:
         ]
 
     def remove(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         self._sums.remove()
         for hook in self._hooks:
             hook.remove()
@@ -162,7 +163,7 @@ class ClippedGradients:
         if not (model.training and torch.is_grad_enabled()):
             return None
         refuse_mixing(model)
-        self._images = args[0].detach().requires_grad_()  # what the first pass asks for
+        self._images = args[0].detach().requires_grad_()  # for the first pass
         return (self._images, *args[1:])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
@@ -173,7 +174,7 @@ class ClippedGradients:
         return clipped
 
     def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
-        """Each sample's weight ``(B,)``; the losses' mean over B is turned into one over size."""
+        """Each sample's weight ``(B,)``; it also replaces the divisor B of the mean by ``size``."""
         count = len(gradient)
         self._sums.collecting = True
         try:
@@ -182,12 +183,12 @@ class ClippedGradients:
         finally:
             self._sums.collecting = False
         self.norms = norms
-        # The same constant as Opacus': of no effect but for gradients near zero.
+        # 1e-6 is Opacus' constant; it matters for gradients near zero only
         return (self.max_norm / (norms + 1e-6)).clamp(max=1) * (count / self.size(count))
 
 
 class _Weighted(torch.autograd.Function):
-    """The identity, whose gradient is weighted by sample."""
+    """The identity; its backward pass weights the gradient by sample."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, images: Tensor, weights: Callable[..., Tensor]) -> Tensor:

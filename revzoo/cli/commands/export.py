@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _job(args: argparse.Namespace) -> Export:
     from revzoo.interop.export import Export
-    from revzoo.models import ImageNetwork, create_model
+    from revzoo.models import create_model
     from revzoo.models.registry import MODELS
     from revzoo.training.checkpoint.restore import restore
 
@@ -79,9 +79,7 @@ def _job(args: argparse.Namespace) -> Export:
     if Path(args.name).suffix == ".ckpt":
         restored = restore(args.name)
         size = args.image_size or restored.image_size
-        network = restored.module.model
-        assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
-        return Export(network=network, image_size=size, facts=restored.facts, **options)
+        return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
     trained = args.pretrained or args.name not in MODELS
     model = create_model(args.name, pretrained=trained, table=weights_table(args))
     if model.entry is None:

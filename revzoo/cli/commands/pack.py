@@ -65,13 +65,11 @@ def publish(
         CheckpointError: it is damaged, lacks its hyperparameters, or holds more than plain values.
         WeightsError: it has NaN or Inf, or a fact is not valid.
     """
-    from revzoo.models import ImageNetwork
     from revzoo.models.save import pack
     from revzoo.training.checkpoint.restore import restore
 
     restored = restore(checkpoint)
-    model = restored.module.model
-    assert isinstance(model, ImageNetwork), "restore builds models of the zoo"
+    model = restored.network
     side = size or restored.image_size or model.image_size
     facts = {**restored.facts, "input_size": (model.in_chans, side, side), **facts}
     data, entry = pack(model, file=f"{facts['name']}.safetensors", facts=facts)

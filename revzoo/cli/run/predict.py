@@ -13,7 +13,6 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
-from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.restore import Restored
 from revzoo.training.predict import classify
 
@@ -46,10 +45,9 @@ def predict(
     """
     if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint has no image size: give --size PIXELS")
-    network = restored.module.model.to(device)
-    assert isinstance(network, ImageNetwork), "restore builds models of the zoo"
     files = [str(path) for path in image_files(paths)]
     images = (open_image(path, restored.in_chans) for path in files)
+    network = restored.network.to(device)
     probabilities = classify(network, images, size=image_size, batch_size=batch_size)
     return zip(files, probabilities, strict=True)
 

@@ -70,7 +70,7 @@ class BatchNormMomentum(RestoresAfterFit):
             )
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if not self.recalibrate or trainer.global_step:
+        if not self.recalibrate or trainer.global_step:  # a resumed run has its statistics
             return
         loader: Any = trainer.train_dataloader
         with torch.random.fork_rng():  # training draws the same numbers with and without

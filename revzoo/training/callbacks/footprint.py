@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.profiling.audit import audit
+from revzoo.training.tuning.memory_limit import field_bytes
 
 log = logging.getLogger(__name__)
 
@@ -31,14 +32,7 @@ STATUS = Path("/proc/self/status")
 
 def peak_host_bytes(status: Path = STATUS) -> int | None:
     """The process's peak resident set in bytes; None on systems without ``/proc/self/status``."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024  # the kernel prints KiB
-    return None
+    return field_bytes(status, "VmHWM")
 
 
 def peak_bytes(device: torch.device) -> int | None:

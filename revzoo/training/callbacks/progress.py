@@ -118,20 +118,6 @@ class Progress(ProgressBar):
     ) -> None:
         self._evaluated("test", batch_idx, trainer.num_test_batches[dataloader_idx])
 
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close()
-
-    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._close()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._close()
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        self._close()
-
     def _evaluated(self, head: str, batch_idx: int, total: float) -> None:
         if self._due(batch_idx + 1):
             self._show(head, batch_idx + 1, total, [])
@@ -157,10 +143,13 @@ class Progress(ProgressBar):
         self._bar.bar_format = f"{head} {{bar:{width}}} {text}" if width else f"{head} {text}"
         self._bar.refresh()
 
-    def _close(self) -> None:
+    def _close(self, *args: Any, **kwargs: Any) -> None:
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+    # Lightning passes arguments to these hooks, which they ignore
+    on_train_end = on_test_end = teardown = on_exception = _close
 
     def _left(self, trainer: pl.Trainer) -> list[str]:
         """The time until the run ends, if it can be estimated."""

@@ -1,7 +1,7 @@
-"""What the gradients of single samples say: the gradient noise scale, and the hardest images.
+"""Two figures from per-sample gradients: the gradient noise scale, and the hardest images.
 
-Both read the norms that a backward pass leaves at little cost and without more memory
-(:mod:`revzoo.training.sample_gradients`). Steps in between run as without them.
+Both take the norms from an ordinary backward pass, at little cost and without more memory
+(:mod:`revzoo.training.sample_gradients`). Steps that are not measured run as usual.
 
 The gradient noise scale is the batch size up to which larger batches pay: the trace of the
 covariance of the samples' gradients over the squared norm of their mean (S. McCandlish, J. Kaplan,
@@ -10,10 +10,10 @@ B samples of mean squared norm S, and the squared norm G of their mean gradient,
 
     |mean|^2 = (B G - S) / (B - 1)        trace = B (S - G) / (B - 1)
 
-are unbiased: the paper's appendix A.1 with batches of 1 and B. As there, both are averaged before
-they are divided.
+are unbiased: the paper's appendix A.1 with batches of 1 and B. As in the paper, we average both
+before we divide.
 
-Under data parallelism S and the images are the first process's, G is of the whole batch.
+Under data parallelism, S and the images come from the first process, G from the whole batch.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from revzoo.training.sample_gradients import SampleNorms
 
 
 class _ReadsNorms(RestoresAfterFit):
-    """Gives subclasses the norms of every ``every_n_steps``-th step.
+    """Passes the norms of every ``every_n_steps``-th step to :meth:`read`.
 
     Args:
-        every_n_steps: optimiser steps from one to the next.
+        every_n_steps: measure at every n-th optimiser step.
 
     Raises:
         ValueError: ``every_n_steps`` is no positive whole number. When training starts: the model
@@ -60,7 +60,7 @@ class _ReadsNorms(RestoresAfterFit):
 
     @abstractmethod
     def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
-        """Use the squared norms ``(B,)`` of the gradients of the samples' own losses."""
+        """Called with the squared norms ``(B,)`` of the gradients of each sample's loss."""
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         name = type(self).__name__
@@ -90,7 +90,8 @@ class _ReadsNorms(RestoresAfterFit):
             return
         batch, self._batch, self._norms.collecting = self._batch, None, False
         squares = self._norms.take().float()
-        self.read(trainer, pl_module, squares * len(squares) ** 2, batch)  # of a mean over B
+        own = squares * len(squares) ** 2  # the loss is a mean over B
+        self.read(trainer, pl_module, own, batch)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._norms is not None:
@@ -102,8 +103,8 @@ class GradientNoiseScale(_ReadsNorms):
     """Logs ``gradients/noise_scale``, in samples, and ``gradients/norm`` of the batch's gradient.
 
     Args:
-        every_n_steps: optimiser steps from one measurement to the next.
-        decay: weight of what was measured before, in the averages.
+        every_n_steps: measure at every n-th optimiser step.
+        decay: weight of earlier measurements in the moving averages.
     """
 
     def __init__(self, *, every_n_steps: int = 10, decay: float = 0.9) -> None:
@@ -122,7 +123,7 @@ class GradientNoiseScale(_ReadsNorms):
         found = count * (mean - whole) / (count - 1), (count * whole - mean) / (count - 1)
         self._trace += (1 - self.decay) * (found[0] - self._trace)
         self._square += (1 - self.decay) * (found[1] - self._square)
-        if self._square > 0:  # else noise hides the mean gradient: the scale is beyond measure
+        if self._square > 0:  # else noise hides the mean gradient
             scale = self._trace / self._square
             module.log("gradients/noise_scale", scale, on_step=True, on_epoch=False)
 
@@ -136,12 +137,12 @@ class GradientNoiseScale(_ReadsNorms):
 class HardSamples(_ReadsNorms):
     """Shows the training images with the largest gradients of an epoch, tag ``hard_samples``.
 
-    They are hard or mislabelled. Logs the median and the largest norm of each measured batch as
-    ``gradients/sample_median`` and ``gradients/sample_max``.
+    Often these are hard or mislabelled. Logs the median and the largest norm of each measured batch
+    as ``gradients/sample_median`` and ``gradients/sample_max``.
 
     Args:
         count: images of the picture.
-        every_n_steps: optimiser steps from one measured batch to the next.
+        every_n_steps: measure at every n-th optimiser step.
     """
 
     def __init__(self, *, count: int = 16, every_n_steps: int = 1) -> None:

@@ -2,7 +2,7 @@
 
 The weight b = 2^-bits of :mod:`revzoo.layers.side_bits` goes towards 0, as Dr2Net's coefficients do
 (Zhao et al., CVPR 2024, arXiv 2401.04105). The epoch alone decides the bits, so a resumed run needs
-no other state. Checkpoints of models by name say the bits of their weights.
+no other state. A checkpoint of a model created by name records the bits of its weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class AnnealedBits(pl.Callback):
     """Raises the bits of a network that :func:`revzoo.make_reversible` has changed.
 
     Args:
-        epochs: over how many of the last epochs, in equal steps.
+        epochs: number of final epochs over which the bits rise, in equal steps.
         most: the bits of the last epoch.
 
     Raises:

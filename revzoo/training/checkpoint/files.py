@@ -139,7 +139,7 @@ def _keep_previous(path: Path) -> None:
     previous = path.with_name(PREVIOUS)
     link = path.with_name(f".{PREVIOUS}{TEMPORARY}")
     try:
-        link.hardlink_to(path)
+        link.hardlink_to(path)  # last.ckpt keeps its name: a kill here loses nothing
     except OSError:  # the file system has no hard links
         path.replace(previous)
     else:

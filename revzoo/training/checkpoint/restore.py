@@ -17,7 +17,7 @@ from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError,
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
-from revzoo.weights.table import SHIPPED, WeightsTable
+from revzoo.weights.table import SHIPPED
 
 UNIT = 1  # the largest pixel value to which mean and std of an entry refer
 
@@ -28,32 +28,46 @@ class Restored:
 
     Attributes:
         module: in evaluation mode, on the CPU.
-        classes: names, by label.
         data_state: the state of the data module.
-        image_size: side in pixels; None if the checkpoint lacks it.
-        in_chans: channels of the images.
     """
 
     module: Classifier
-    classes: list[str]
     data_state: dict[str, Any]
-    image_size: int | None
-    in_chans: int
+
+    @property
+    def network(self) -> ImageNetwork:
+        """The model of the module."""
+        network = self.module.model
+        assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
+        return network
+
+    @property
+    def classes(self) -> list[str]:
+        """The names of the classes, by label."""
+        return list(self.data_state["classes"])
+
+    @property
+    def image_size(self) -> int | None:
+        """The side of the images in pixels; None if the checkpoint lacks it."""
+        return self.data_state.get("image_size")
+
+    @property
+    def in_chans(self) -> int:
+        """The channels of the images."""
+        return self.network.in_chans
 
     @property
     def facts(self) -> dict[str, Any]:
         """The fields of a weights entry that describe the data, for pixels in [0, 1]."""
-        assert isinstance(self.module.model, ImageNetwork), "hyperparameters name models of the zoo"
-        return facts_of(self.data_state, self.module.model)
+        return facts_of(self.data_state, self.network)
 
 
-def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restored:
+def restore(source: str | Path) -> Restored:
     """Load a trained classifier for evaluation.
 
     Args:
         source: a run's checkpoint (``.ckpt``); a safetensors file, or a folder from
             ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
-        table: the table of weights by name; None for the package's.
 
     Raises:
         CheckpointError: the file is damaged, is no checkpoint of a run, or has NaN or Inf.
@@ -67,12 +81,11 @@ def restore(source: str | Path, *, table: WeightsTable | None = None) -> Restore
             f"{path / CHECKPOINTS / BEST}"
         )
     is_name = text.partition(".")[0] in MODELS or text.startswith(HUB)
-    if (path.suffix == SUFFIX and path.is_file()) or path.is_dir():
-        return _from_weights(source, table)
-    if is_name and not path.is_file():
-        return _from_weights(source, table)
+    is_weights = (path.suffix == SUFFIX and path.is_file()) or path.is_dir()
+    if is_weights or (is_name and not path.is_file()):
+        return _from_weights(source)
     if not path.suffix and not path.exists():
-        names = (SHIPPED if table is None else table).names()
+        names = SHIPPED.names()
         raise CheckpointError(
             f"there are no weights {text!r}{did_you_mean(text, names) or '.'} Known are "
             f"{', '.join(names)}; or give the path of a .ckpt file"
@@ -85,17 +98,16 @@ def _from_checkpoint(path: Path) -> Restored:
     module = Classifier.from_state(state, str(path))
     data = _data_state(state, path)
     module.lay_out(channels_last=False)  # the layout of training does not matter here
-    network = module.model
-    assert isinstance(network, ImageNetwork), "hyperparameters name models of the zoo"
+    restored = Restored(module.eval(), data)
     try:
-        check_state(data, num_classes=network.num_classes, in_chans=network.in_chans)
+        check_state(data, num_classes=restored.network.num_classes, in_chans=restored.in_chans)
     except DataError as error:
         raise CheckpointError(f"{path} cannot be used: {error}") from None
-    return Restored(module.eval(), data["classes"], data, data.get("image_size"), network.in_chans)
+    return restored
 
 
-def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
-    model = create_model(source, pretrained=True, table=table)
+def _from_weights(source: str | Path) -> Restored:
+    model = create_model(source, pretrained=True)
     entry = model.entry
     assert entry is not None, "pretrained weights have one"
     lacking = [name for name in ("classes", "mean", "std") if not getattr(entry, name)]
@@ -104,12 +116,14 @@ def _from_weights(source: str | Path, table: WeightsTable | None) -> Restored:
             f"the entry of the weights {source} lacks {', '.join(lacking)}: add these fields to "
             "NAME.json, or use the checkpoint from which the weights were made"
         )
-    normalisation = {"mean": list(entry.mean), "std": list(entry.std)}
-    classes = list(entry.classes)
-    data = {"classes": classes, "pixel_max": UNIT, "normalisation": normalisation}
-    data |= {"image_size": entry.input_size[-1], "crop_pct": entry.crop_pct}
-    module = Classifier(model).eval()
-    return Restored(module, classes, data, entry.input_size[-1], entry.in_chans)
+    data = {
+        "classes": list(entry.classes),
+        "pixel_max": UNIT,
+        "normalisation": {"mean": list(entry.mean), "std": list(entry.std)},
+        "image_size": entry.input_size[-1],
+        "crop_pct": entry.crop_pct,
+    }
+    return Restored(Classifier(model).eval(), data)
 
 
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from pytorch_lightning.trainer.states import TrainerFn
 from torchmetrics import Metric
 
 from revzoo.core.invertible import Step
+from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
 from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
@@ -53,6 +54,12 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     random.setstate((version, tuple(internal), gauss))
 
 
+def can_drift(step: Step) -> bool:
+    """Whether the step's memory mode inverts it in floating point."""
+    mode = mode_of(step.memory)
+    return mode.inverts and mode.grid is None
+
+
 class RunState(pl.Callback):
     """Saves and restores the random states of each process, training metrics and logged figures.
 
@@ -62,12 +69,13 @@ class RunState(pl.Callback):
         recomputed: names of the steps whose drift was too large to invert; they are recomputed.
     """
 
+    _trainer: pl.Trainer  # both from setup
+    _module: pl.LightningModule
+
     def __init__(self) -> None:
         self.figures: dict[str, float] = {}
         self.notes: dict[str, str] = {}
         self.recomputed: list[str] = []
-        self._trainer: pl.Trainer | None = None
-        self._module: pl.LightningModule | None = None
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 
@@ -81,7 +89,6 @@ class RunState(pl.Callback):
         count_epochs(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._trainer is not None, "setup() comes first"
         figures = {name: float(v) for name, v in self._trainer.callback_metrics.items()}
         row = row_to_come(self._trainer)
         for logger in self._trainer.loggers:
@@ -103,7 +110,6 @@ class RunState(pl.Callback):
             CheckpointError: the run has another number of processes, or of steps if the learning
                 rates depend on that number.
         """
-        assert self._trainer is not None, "setup() comes first"
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_same_length(state_dict)
         self._loaded = state_dict
@@ -118,7 +124,7 @@ class RunState(pl.Callback):
         """Restore here, not earlier: the setup of a run may draw random numbers, too."""
         for name, step in pl_module.named_modules():
             # the resumed run may use another memory mode than before
-            if name in self.recomputed and isinstance(step, Step) and step.memory == "invert":
+            if name in self.recomputed and isinstance(step, Step) and can_drift(step):
                 step.memory = "recompute"
         if self._loaded is None:
             return
@@ -135,7 +141,6 @@ class RunState(pl.Callback):
         set_random_states(state["random"][trainer.global_rank])
 
     def _check_same_length(self, saved: Mapping[str, Any]) -> None:
-        assert self._trainer is not None, "setup() comes first"
         path, before, now = self._trainer.ckpt_path, len(saved["random"]), _process_count()
         if before != now:
             raise CheckpointError(
@@ -152,18 +157,15 @@ class RunState(pl.Callback):
 
     def _plan(self) -> float | None:
         """The optimiser steps of the run; None if the learning rates do not depend on them."""
-        assert self._module is not None, "setup() comes first"
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
 
     def _open_metrics(self) -> dict[str, Metric]:
         """The training metrics of an epoch in progress; empty between epochs."""
-        assert self._trainer is not None, "setup() comes first"
         return self._metrics() if epoch_is_open(self._trainer) else {}
 
     def _metrics(self) -> dict[str, Metric]:
         """The metrics of the training steps, by their path in the module."""
-        assert self._module is not None, "setup() comes first"
         metrics: dict[str, Metric] = getattr(self._module, "training_metrics", dict)()
         return metrics
 

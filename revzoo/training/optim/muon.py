@@ -62,6 +62,7 @@ class Muon(Optimizer):
                 if p.grad is not None:
                     update = self._momentum(p, group["momentum"])
                     update = _orthogonal(update) if group["orthogonal"] else update
+                    # decoupled weight decay, as in AdamW
                     p.mul_(1 - rate * group["weight_decay"]).sub_(update, alpha=rate)
         return loss
 

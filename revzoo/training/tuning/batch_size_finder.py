@@ -5,7 +5,7 @@ stop. On the CPU there is no error: the system swaps, or kills a process. So the
 upper end first:
 
 1. A trial with two images triggers all lazy loading. We count the activations of one image in each
-   memory mode (:func:`bytes_per_image`). Together with gradients, momentum and the optimiser's
+   memory mode (:func:`bytes_by_mode`). Together with gradients, momentum and the optimiser's
    copies this gives the largest batch for the free (or allowed) memory.
 2. Lightning's finder trains batches from an eighth of that size up to it. Before each one we
    extrapolate the growth of the process, after each one we measure it. Beyond the limit we raise
@@ -37,12 +37,11 @@ import torch
 from pytorch_lightning.tuner.tuning import Tuner
 
 from revzoo._files import write_atomically
-from revzoo.core.modes import COUNTED
 from revzoo.data import ImageData
 from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier
 from revzoo.training.tuning.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
-from revzoo.training.tuning.out_of_memory import bytes_per_image, is_out_of_memory, memory_of
+from revzoo.training.tuning.out_of_memory import bytes_by_mode, is_out_of_memory, memory_of
 from revzoo.training.tuning.trial import Trial, data_copy, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
@@ -147,9 +146,8 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
     Counted in float32: autocast to a narrower dtype takes no more.
     """
     factor = 2 if options.get("precision") == "64-true" else 1
-    spec = dict(module.hparams["model"])
-    counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
-    return {mode: factor * count for mode, count in counts.items() if count is not None}
+    counts = bytes_by_mode(module.hparams["model"], data.image_size)
+    return {mode: factor * count for mode, count in counts.items()}
 
 
 class _Search:

@@ -138,6 +138,7 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
 def _check_moves(module: Classifier, *rates: float) -> None:
     """Raise a ValueError if ``optim.lr`` changes the rate of no parameter."""
     spec = module.optim
+    # with Muon and frozen layers, all trained parameters may use sgd_lr
     if len({tuple(rates_at(module, replace(spec, lr=lr))) for lr in rates}) == 1:
         raise ValueError(
             f"optim.lr is the rate of no trained parameter: with optim.name={spec.name} and the "

@@ -28,7 +28,7 @@ def free_bytes(device: torch.device) -> int | None:
 
 def resident_bytes(proc: Path = PROC) -> int | None:
     """Resident memory of this process in bytes; None if the system does not report it."""
-    return _field(proc / "self/status", "VmRSS")
+    return field_bytes(proc / "self/status", "VmRSS")
 
 
 def reset_peak(proc: Path = PROC) -> bool:
@@ -53,7 +53,7 @@ def give_back() -> None:
 
 
 def _of_machine(proc: Path = PROC) -> int | None:
-    return _field(proc / "meminfo", "MemAvailable")
+    return field_bytes(proc / "meminfo", "MemAvailable")
 
 
 def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
@@ -72,7 +72,7 @@ def _of_group(folder: Path) -> int | None:
     if not limit or not used or limit[0] == "max":
         return None
     # cached file pages, which the kernel drops before it kills a process
-    cached = _field(folder / "memory.stat", "inactive_file", unit=1) or 0
+    cached = field_bytes(folder / "memory.stat", "inactive_file", unit=1) or 0
     return int(limit[0]) - int(used[0]) + cached
 
 
@@ -83,11 +83,11 @@ def _of_address_space(proc: Path = PROC) -> int | None:
     except ImportError:  # not on Windows
         return None
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    used = _field(proc / "self/status", "VmSize")
+    used = field_bytes(proc / "self/status", "VmSize")
     return None if limit == resource.RLIM_INFINITY or used is None else limit - used
 
 
-def _field(path: Path, name: str, *, unit: int = 1024) -> int | None:
+def field_bytes(path: Path, name: str, *, unit: int = 1024) -> int | None:
     """The value of field ``name`` in bytes; ``/proc`` prints KiB."""
     for line in _lines(path):
         words = line.replace(":", " ").split()

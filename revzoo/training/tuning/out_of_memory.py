@@ -120,10 +120,10 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     needs: dict[str, float] = {}
     # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
-        counts = {m: bytes_per_image({**spec, "memory": m}, data.image_size) for m in COUNTED}
-        if mixed:
-            counts = {PLAN: bytes_per_image(spec, data.image_size, plan), **counts}
-        needs = {m: count * batch_size for m, count in counts.items() if count is not None}
+        counts = bytes_by_mode(spec, data.image_size)
+        if mixed and (planned := bytes_per_image(spec, data.image_size, plan)) is not None:
+            counts = {PLAN: planned, **counts}
+        needs = {m: count * batch_size for m, count in counts.items()}
     if mode not in needs:
         return f"{used}; lower data.batch_size ({batch_size})"
     counted = ", ".join(f"{name} {need / GIB:.3f} GiB" for name, need in needs.items())
@@ -151,6 +151,12 @@ def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size:
         f"memory={best} needs least, but only {free / GIB:.3f} GiB are free without the step: "
         f"lower data.batch_size ({batch_size}) as well"
     )
+
+
+def bytes_by_mode(spec: Mapping[str, Any], image_size: int) -> dict[str, float]:
+    """:func:`bytes_per_image` in each memory mode that the model has."""
+    counts = {m: bytes_per_image({**spec, "memory": m}, image_size) for m in COUNTED}
+    return {mode: count for mode, count in counts.items() if count is not None}
 
 
 def bytes_per_image(

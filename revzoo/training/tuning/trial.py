@@ -51,9 +51,8 @@ class Trial(Classifier):
 
     def on_train_batch_end(self, *args: Any) -> None:
         if (stop := GracefulStop.active) is not None:
-            stop.on_validation_batch_end(
-                self.trainer, self
-            )  # stops at once: a trial saves no state
+            # stops at once: a trial saves no state
+            stop.on_validation_batch_end(self.trainer, self)
 
     def on_train_end(self) -> None:
         if (stop := GracefulStop.active) is not None:
