@@ -30,6 +30,7 @@ STRANGERS = {
     frozenset({"interop", "profiling"}),
     frozenset({"integrations", "interop"}),
     frozenset({"integrations", "profiling"}),
+    frozenset({"compat", "integrations"}),
     frozenset({"compat", "interop"}),
     frozenset({"compat", "profiling"}),
     frozenset({"models", "data"}),

@@ -1,18 +1,18 @@
 """BackPACK 1.7 on reversible networks: per-sample gradients at the memory of one branch.
 
-BackPACK's ``extend`` keeps the input and output of every module from the forward pass on. This one
-leaves the inputs to the memory modes (:mod:`revzoo.core.capture`); extensions, their context and
+BackPACK's ``extend`` keeps the input and output of every module until the backward pass. This one
+leaves the inputs to the memory modes (:mod:`revzoo.core.capture`). Extensions, their context and
 their options are BackPACK's.
 
-It adds rules for the layers that BackPACK has none for: GroupNorm, LayerNorm, convolutions that
-pad with other values than zeros, and any other layer that has parameters; parameters that are used
-several times; and :class:`BatchDotGrad`.
+BackPACK has no rules for GroupNorm, LayerNorm, convolutions that pad with other values than zeros,
+other layers with parameters, and parameters that are used several times. This module adds them, and
+the extension :class:`BatchDotGrad`.
 
 Source: F. Dangel, F. Kunstner, P. Hennig, "BackPACK: Packing more into Backprop", ICLR 2020, arXiv
 1912.10985.
 
-Known limit: first-order extensions only. The others send quantities from module to module, for
-which every operation must be a module that BackPACK knows; sums of streams are none.
+Known limit: first-order extensions only. Second-order extensions pass quantities from module to
+module, so every operation must be a module that BackPACK knows. Sums of streams are not.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from revzoo.layers.per_sample import (
 
 
 class BatchDotGrad(FirstOrderBackpropExtension):  # type: ignore[misc]
-    """Products of the gradients of all pairs of samples, ``(B, B)``, in ``batch_dot``.
+    """Dot products of the gradients of all pairs of samples, ``(B, B)``, in ``batch_dot``.
 
-    Of a parameter alone; their sum over the parameters is the Gram matrix of the gradients. Scaled
+    Each parameter has its own matrix; their sum is the Gram matrix of the whole gradients. Scaled
     as BackPACK's ``BatchGrad``: with a loss that is a mean over B samples, by ``1 / B**2``.
     """
 
@@ -61,7 +61,7 @@ def _dot(gradients: Tensor) -> Tensor:
     return rows @ rows.T
 
 
-# What an extension makes of per-sample gradients (B, ...).
+# each extension's quantity, from per-sample gradients (B, ...)
 _QUANTITIES: dict[type, Callable[[Tensor], Tensor]] = {
     BatchGrad: lambda g: g,
     BatchL2Grad: lambda g: g.flatten(1).square().sum(1),
@@ -100,7 +100,7 @@ def extend(model: nn.Module) -> nn.Module:
     A second call changes nothing. Layers whose parameters are frozen cost nothing.
 
     Raises:
-        ValueError: BackPACK's own ``extend`` was here before: it keeps every input and output.
+        ValueError: BackPACK's own ``extend``, which keeps every input and output, came before.
 
     Example:
         >>> from backpack import backpack
@@ -143,7 +143,7 @@ def _hooks(module: nn.Module) -> list[int]:
 
 
 def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
-    """What BackPACK does in its backward hook, with the inputs of this call."""
+    """Run the extensions as BackPACK's backward hook does, on the inputs of this call."""
     module, exts = call.module, CTX.get_active_exts()
     if not exts or not (trainable(module) or mixes_samples(module)):
         return
@@ -160,12 +160,12 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
         _add(module, call.inputs(), gradient, exts)
         return
     for ext in exts:
-        lean = type(ext) is BatchL2Grad  # BackPACK's forms products of all pairs of places
-        with contextlib.suppress(ValueError):  # BackPACK has one
+        lean = type(ext) is BatchL2Grad  # BackPACK's rule multiplies all pairs of positions
+        with contextlib.suppress(ValueError):  # BackPACK has its own rule
             ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=lean)
     for i, t in enumerate(call.inputs()):
         setattr(module, f"input{i}", t)
-    module.output = gradient  # rules of first order read its shape alone
+    module.output = gradient  # first-order rules only read its shape
     try:
         hook_run_extensions(module, (), (gradient,))
     finally:
@@ -183,7 +183,7 @@ class _Sums:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def _current(self) -> dict[nn.Parameter, Tensor]:
-        if (task := torch._C._current_graph_task_id()) != self._task:  # an error ended the last one
+        if (task := torch._C._current_graph_task_id()) != self._task:  # the last pass failed
             self._task, self._gradients = task, {}
         return self._gradients
 
@@ -192,7 +192,7 @@ class _Sums:
         return any(p in gradients for p in own_parameters(module).values())
 
     def add(self, p: nn.Parameter, gradients: Tensor) -> Tensor:
-        """The sum so far; it goes with the backward pass."""
+        """The sum so far; cleared when the backward pass ends."""
         sums = self._current()
         if not sums:
             Variable._execution_engine.queue_callback(sums.clear)

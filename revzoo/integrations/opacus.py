@@ -1,11 +1,10 @@
 """Opacus 1.6 on reversible networks: private training at the memory of one branch.
 
-Opacus keeps the input of every layer in a forward hook. Where activations are recomputed, that hook
-runs once more, and the count of uses by which Opacus knows that a parameter is done goes wrong:
-``grad_sample`` stays None. Here the inputs are left to the memory modes
-(:mod:`revzoo.core.capture`) and only uses of the forward pass count. Samplers, optimisers,
-accountants and loaders are Opacus'. With ``grad_sample_mode="ghost"``, no gradients of samples are
-kept beyond one layer.
+Opacus keeps the input of every layer in a forward hook. A replay runs that hook a second time, so
+Opacus expects too many uses of each parameter and never finishes: ``grad_sample`` stays None. Here
+the memory modes hold the inputs (:mod:`revzoo.core.capture`), and only uses in the forward pass
+count. Samplers, optimisers, accountants and loaders are Opacus'. With ``grad_sample_mode="ghost"``,
+per-sample gradients exist for one layer at a time.
 
 Importing this module registers rules for the norms that ghost clipping needs with Opacus: of
 convolutions, GroupNorm and LayerNorm (NOTE [ Norms without gradients ] in
@@ -64,7 +63,7 @@ def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> 
 
 
 class _OnReplays:
-    """What a class of Opacus' that hooks into layers does differently here."""
+    """Overrides for Opacus' classes that hook into layers."""
 
     _module: nn.Module
     autograd_grad_sample_hooks: list[Any]
@@ -122,7 +121,7 @@ class _OnReplays:
             del module.activations
 
     def _uses(self, p: nn.Parameter) -> int:
-        """How often this backward pass may yet reach ``p``."""
+        """How many more times this backward pass may reach ``p``."""
         return sum(waiting(owner, self._on_gradient) for owner in self._owners.get(p, ()))
 
 

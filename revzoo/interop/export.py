@@ -21,7 +21,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -102,11 +102,12 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     plain = copy.deepcopy(job.network).eval()
     if any(isinstance(m, Step) for m in plain.modules()):
         set_memory(plain, "store")
-    job = Export(**{**vars(job), "network": plain})
+    job = replace(job, network=plain)
     plain.check_size(*job.images(1).shape[2:])
     with replacing(path) as temporary, torch.no_grad():
         form.write(job, temporary)
         predict = form.load(temporary)
+        # two sizes: a batch size that became a constant of the graph shows
         sizes = (1, 3) if job.batch is None else (job.batch, job.batch)
         largest = max(_difference(predict, plain, job.images(size)) for size in sizes)
         if not largest <= tolerance:  # NaN as well

@@ -76,9 +76,8 @@ class _RebuildTensor(_Rebuild):
 
     def __call__(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
         flat = torch.empty(0, dtype=storage.dtype).set_(storage.untyped())
-        return flat.as_strided(
-            tuple(size), tuple(stride), offset
-        )  # raises if it exceeds the storage
+        # raises if it exceeds the storage
+        return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
 class _First(_Rebuild):

@@ -78,7 +78,7 @@ def load_published(
         ) from error
     if name is not None:
         spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
-    spec |= overrides
+    spec |= overrides  # the caller knows what shapes do not show
     model = create_model(**spec).eval()
     _fill(model, weights, dict(SOURCES[source].keys(model)), path)
     return model

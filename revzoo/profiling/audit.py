@@ -68,6 +68,7 @@ class Audit:
 
     Attributes:
         kept_bytes: activations alive between forward and backward pass.
+        activation_bytes: the peak without parameters, buffers, gradients, input and optimiser.
         peak_bytes: largest number of bytes alive at once.
         kinds: bytes at that peak, by kind: parameters, buffers, gradients, input, optimiser, kept
             activations and temporary tensors.
@@ -137,6 +138,7 @@ class Report:
 
     Attributes:
         audits: by mode, the present setting first.
+        kept_bytes, activation_bytes, peak_bytes, rows: of the present setting, see :class:`Audit`.
         input_shape: of the batch.
         converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
         plain: the audit of the plain network; None without such blocks.
@@ -153,7 +155,9 @@ class Report:
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
-        self._own = audits[0]
+        self._own = own = audits[0]
+        self.kept_bytes, self.activation_bytes = own.kept_bytes, own.activation_bytes
+        self.peak_bytes, self.rows = own.peak_bytes, own.rows
         self.converted = [
             Converted(block, *(self._an_image(audit, block.path) for audit in (plain, self._own)))
             for block in blocks
@@ -164,26 +168,6 @@ class Report:
         """Bytes per image that the module at ``path`` keeps."""
         inside = (row.bytes for row in audit.rows if f"{row.module}.".startswith(f"{path}."))
         return sum(inside) // self.input_shape[0]
-
-    @property
-    def kept_bytes(self) -> int:
-        """Activations alive between forward and backward pass, in the present setting."""
-        return self._own.kept_bytes
-
-    @property
-    def activation_bytes(self) -> int:
-        """The peak without parameters, buffers, gradients, input and optimiser."""
-        return self._own.activation_bytes
-
-    @property
-    def peak_bytes(self) -> int:
-        """Largest number of bytes alive at once, in the present setting."""
-        return self._own.peak_bytes
-
-    @property
-    def rows(self) -> list[Row]:
-        """The kept storages in the present setting, the largest first."""
-        return self._own.rows
 
     def to_csv(self, path: str | Path) -> None:
         """Write the rows of every mode."""

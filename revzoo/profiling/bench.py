@@ -47,15 +47,6 @@ class Measured:
     peak_bytes: int
 
 
-def set_mode(model: nn.Module, memory: str, shape: Sequence[int]) -> None:
-    """Set a memory mode; ``auto`` is planned for the shape first.
-
-    Raises:
-        ValueError: the mode is unknown or does not fit.
-    """
-    set_memory(model, Planner(model, shape, clock=False).auto() if memory == AUTO else memory)
-
-
 def bench(
     build: Callable[[], nn.Module],
     name: str,
@@ -83,7 +74,7 @@ def bench(
     device = torch.device("cpu")
     for mode in dict.fromkeys(modes):
         model = in_training(build())
-        set_mode(model, mode, shape)
+        set_memory(model, Planner(model, shape, clock=False).auto() if mode == AUTO else mode)
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)
         device = images.device

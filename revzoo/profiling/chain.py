@@ -161,12 +161,13 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
                 closing = open_run is not None and not choice.joins
                 now = held
                 added = 0
-                if closing and open_run is not None:
+                if closing and open_run is not None:  # now the run before must keep its state
                     added = open_run.closes + chain.bytes_of(open_run.state - held)
                     now = held | open_run.state
                 entering = added + chain.bytes_of(frozenset(link.inputs) - now) + choice.forward
                 added += choice.keeps + chain.bytes_of(choice.holds - now)
                 most = room - max(entering, added + choice.backward)
+                # streams that no later link mentions cannot tell two assignments apart
                 state = choice if choice.joins else None, (now | choice.holds) & later
                 front = following.setdefault(state, [])
                 for label in labels:
@@ -204,13 +205,7 @@ def leanest(chain: Chain) -> list[Choice]:
 def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
     """The links with cost 0: the search then keeps one label per state, with the fewest bytes."""
     return tuple(
-        Link(
-            link.name,
-            link.inputs,
-            link.outputs,
-            tuple(replace(c, cost=0) for c in link.choices),
-        )
-        for link in links
+        replace(link, choices=tuple(replace(c, cost=0) for c in link.choices)) for link in links
     )
 
 

@@ -141,47 +141,28 @@ class _Pieces:
                 number = self.numbers[stream]
                 self.words[number] = self.numbers[id(made)] = streams.words_of(number, made.size)
         self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
-        joins = [call.joins for call in calls]
-        holds, keeps = self._kept(joins)
-        closes = [self._closing(i) if joins[i] else 0 for i in range(len(calls))]
+        # each list has an item for every step, and a last one for the head
+        joins = [*(call.joins for call in calls), False]
         modes = [*map(_mode_of, calls), "store"]
-        states = [self._kept_of(streams.outputs[i]) for i in range(len(calls))]
+        states = [*map(self._kept_of, streams.outputs), frozenset[int]()]
+        closes = [*(self._closing(i) if calls[i].joins else 0 for i in range(len(calls))), 0]
+        holds, keeps = self._kept()
+        rows = zip(modes, joins, map(frozenset, holds), keeps, closes, states, strict=True)
         plain = [
-            replace(Choice(*row), state=state)
-            for *row, state in zip(
-                modes,
-                (*joins, False),
-                map(frozenset, holds),
-                keeps,
-                (*closes, 0),
-                (*states, frozenset()),
-                strict=True,
-            )
+            Choice(mode, joins=joined, holds=held, keeps=kept, closes=closed, state=state)
+            for mode, joined, held, kept, closed, state in rows
         ]
-        links = tuple(
-            Link("", enters, leaves, (choice,))
-            for enters, leaves, choice in zip(
-                (*streams.inputs, streams.outputs[-1]),
-                (*streams.outputs, ()),
-                plain,
-                strict=True,
-            )
-        )
-        chain = Chain(links, streams.sizes, trace.base)
-        forward, backward, costs = self._forward_peaks(), self._backward_peaks(), self._costs()
+        enters, leaves = (*streams.inputs, streams.outputs[-1]), (*streams.outputs, ())
+        ends = zip(enters, leaves, plain, strict=True)
+        links = tuple(Link("", before, after, (choice,)) for before, after, choice in ends)
+        alive = levels(Chain(links, streams.sizes, trace.base), plain)
+        peaks = zip(self._forward_peaks(), self._backward_peaks(), self._costs(), strict=True)
         self.choices = [
-            replace(
-                choice,
-                forward=max(0, forward[i] - before),
-                backward=max(0, backward[i] - after),
-                cost=costs[i],
-            )
-            for i, (choice, (before, after)) in enumerate(
-                zip(plain, levels(chain, plain), strict=True)
-            )
+            replace(choice, forward=max(0, top - before), backward=max(0, back - after), cost=cost)
+            for choice, (before, after), (top, back, cost) in zip(plain, alive, peaks, strict=True)
         ]
 
-    def _kept(self, joins: Sequence[bool]) -> tuple[list[set[int]], list[int]]:
+    def _kept(self) -> tuple[list[set[int]], list[int]]:
         """The streams that each link holds, and the other bytes that it keeps."""
         calls = self.trace.calls
         holds: list[set[int]] = [set() for _ in range(len(calls) + 1)]
@@ -198,7 +179,7 @@ class _Pieces:
         saving = {i for made in kept for i in made.savers}
         alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
         for i, call in enumerate(calls):
-            if i not in saving and not joins[i]:  # a tape keeps its inputs
+            if i not in saving and not call.joins:  # a tape keeps its inputs
                 inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)
                 holds[i].update(alive.intersection(inputs))
         return holds, keeps

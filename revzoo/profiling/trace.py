@@ -373,7 +373,7 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
         trace.register((p.grad for p in trained if p.grad is not None), "gradient")
         trace.register([images], "input")
         with trace, _explained(model):
-            with saved_tensors_hooks(trace.pack, _same):
+            with saved_tensors_hooks(trace.pack, lambda t: t):
                 value = loss(model(images))
             torch.clear_autocast_cache()  # as at the end of the autocast context
             trace.turn_back()
@@ -394,10 +394,6 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
-def _same(t: Tensor) -> Tensor:
-    return t
-
-
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
@@ -411,7 +407,9 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         for t in (*model.parameters(), *model.buffers()):
             where = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
             fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where)
-            memo[id(t)] = nn.Parameter(fake, t.requires_grad) if _is_parameter(t) else fake
+            memo[id(t)] = (
+                nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
+            )
         twin = copy.deepcopy(model, memo)
     return in_training(twin)
 
@@ -424,10 +422,6 @@ def real_twin(model: nn.Module) -> nn.Module:
 def in_training(model: nn.Module) -> nn.Module:
     """``model`` in training mode; one that trains already keeps the modes of its submodules."""
     return model if model.training else model.train()
-
-
-def _is_parameter(t: Tensor) -> bool:
-    return isinstance(t, nn.Parameter)
 
 
 def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
