@@ -81,6 +81,7 @@ from revzoo.core.recording import (
     call_on_grid,
     call_without_changing_hooks,
     explained,
+    noting,
     outside_recordings,
     unpack,
 )
@@ -120,9 +121,10 @@ def record(
     tape.close()  # steps inside this one must not join this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
+    asided = asides(aside if inverts else None)
     call = call_without_changing_hooks if inverts else plain_call
     try:
-        with entry.conditions, packed, explained(step), asides(aside if inverts else None):
+        with entry.conditions, packed, explained(step), asided, noting(entry.notes):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
         if entry.witness is not None:

@@ -172,11 +172,11 @@ class outside_recordings:
     __slots__ = ("_outer",)
 
     def __enter__(self) -> None:
-        self._outer = getattr(_thread, "hooks", None), getattr(_thread, "aside", None)
-        _thread.hooks = _thread.aside = None
+        self._outer = [getattr(_thread, name, None) for name in ("hooks", "aside", "notes")]
+        _thread.hooks = _thread.aside = _thread.notes = None
 
     def __exit__(self, *_: object) -> None:
-        _thread.hooks, _thread.aside = self._outer
+        _thread.hooks, _thread.aside, _thread.notes = self._outer
 
 
 def keep(t: Tensor) -> Callable[[], Tensor]:
@@ -263,6 +263,44 @@ class asides:
 
     def __exit__(self, *_: object) -> None:
         _thread.aside = self._outer
+
+
+_Notes = dict[nn.Module, tuple[Tensor, ...]]
+
+
+def note(layer: nn.Module, *packed: object) -> None:
+    """Let replays of the running step recall small tensors that the layer computed.
+
+    Args:
+        layer: at each of its calls; if it is called twice, nothing is recalled.
+        *packed: the tensors as the graph saved them; nothing is recalled if one has a slot.
+    """
+    notes: _Notes | None = getattr(_thread, "notes", None)
+    if notes is not None and not _thread.recalls:
+        kept = tuple(p.tensor for p in packed if isinstance(p, Resident))
+        notes[layer] = kept if layer not in notes and len(kept) == len(packed) else ()
+
+
+def recalled(layer: nn.Module) -> tuple[Tensor, ...]:
+    """In a replay, the tensors that the layer noted in the forward pass; otherwise ()."""
+    notes: _Notes | None = getattr(_thread, "notes", None)
+    return notes.get(layer, ()) if notes is not None and _thread.recalls else ()
+
+
+class noting:
+    """Let :func:`note` write to ``notes``, or with ``recalls`` :func:`recalled` read from it."""
+
+    __slots__ = ("_notes", "_outer")
+
+    def __init__(self, notes: _Notes | None, *, recalls: bool = False) -> None:
+        self._notes = notes, recalls
+
+    def __enter__(self) -> None:
+        self._outer = getattr(_thread, "notes", None), getattr(_thread, "recalls", False)
+        _thread.notes, _thread.recalls = self._notes
+
+    def __exit__(self, *_: object) -> None:
+        _thread.notes, _thread.recalls = self._outer
 
 
 def call_on_grid(
@@ -464,6 +502,7 @@ class Entry:
         "limit",
         "name",
         "needs",
+        "notes",
         "peaks",
         "samples",
         "saved",
@@ -506,6 +545,7 @@ class Entry:
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
         self._aside: Kept | None = None
+        self.notes: _Notes | None = None if self.conditions.reads_statistics else {}
         self.witness = _Witness() if stops and step.early_stop else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
@@ -601,7 +641,7 @@ class Entry:
     def invert(self, outputs: Streams) -> Streams:
         """The step's inputs, without recording."""
         versions = versions_of(outputs)
-        with torch.no_grad(), self.conditions.restored(inverting=True):
+        with torch.no_grad(), self._repeated(inverting=True):
             if self._aside is not None:
                 inputs: Streams = self.step.replay(outputs, _Unrecorded(self), self.context)  # type: ignore[operator]
             else:
@@ -636,10 +676,16 @@ class Entry:
         """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
         replayed = Replayed(self, stops=self.witness is not None)
         outputs: State = ()
-        with self.conditions.restored(), contextlib.suppress(_EnoughRecordedError):
+        with self._repeated(), contextlib.suppress(_EnoughRecordedError):
             outputs = replayed(self._forward, floats(inputs), self.needs, self.context)
         replayed.check()
         return replayed.noted(fixed_or_not(outputs)), replayed
+
+    @contextlib.contextmanager
+    def _repeated(self, *, inverting: bool = False) -> Iterator[None]:
+        """The conditions and notes of the forward pass."""
+        with self.conditions.restored(inverting=inverting), noting(self.notes, recalls=True):
+            yield
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:
         return call_on_grid(plain_call, self.step, state, context)
@@ -655,7 +701,7 @@ class Entry:
         replayed = Replayed(self, stops=self.witness is not None)
         versions = versions_of(outputs)
         inputs: Streams | None = None
-        with self.conditions.restored(), contextlib.suppress(_EnoughRecordedError):
+        with self._repeated(), contextlib.suppress(_EnoughRecordedError):
             if step.reads_words:
                 inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
             elif self.moves(outputs):

@@ -372,6 +372,7 @@ class Conditions:
         "_swap_mark",
         "_tensors",
         "_versions",
+        "reads_statistics",
     )
 
     def __init__(
@@ -411,7 +412,7 @@ class Conditions:
             modules = list(dict.fromkeys((*modules, *others)))
         self._standing = [entry for reach in self._reaches() for entry in reach.standing()]
         self._contents = [entry for reach in self._reaches() for entry in reach.contents()]
-        reads = any(reach.reads_statistics for reach in self._reaches())
+        self.reads_statistics = reads = any(r.reads_statistics for r in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
         self._owned: _Owned | None = None
