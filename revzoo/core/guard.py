@@ -79,7 +79,13 @@ class DriftError(RuntimeError):
 
 
 class RangeError(RuntimeError):
-    """A stream left the range in which its fixed-point sums are exact."""
+    """A stream left the range in which its fixed-point sums are exact.
+
+    Attributes:
+        grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do.
+    """
+
+    grid: int | None = None
 
 
 class _Channels(NamedTuple):
@@ -378,7 +384,7 @@ class _Pass:
             if (found := _beyond(peaks)) is None:
                 drifts += of_chain
             elif math.isfinite(found[1]):
-                raise RangeError(_explain_range(*found))
+                raise _range_error(*found)
         _check_drifts(drifts)
 
 
@@ -389,7 +395,7 @@ def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
     found = _beyond(peaks_of(step, name_of(step), fixed_or_not(state)))
     if found is not None:
-        raise RangeError(_explain_range(*found))
+        raise _range_error(*found)
 
 
 def _read(found: Sequence[Tensor]) -> list[float]:
@@ -412,19 +418,22 @@ def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 
-def _explain_range(peak: Peak, value: float) -> str:
+def _range_error(peak: Peak, value: float) -> RangeError:
     unit = float(peak.unit)
     bits = round(-math.log2(unit)) - (EXTRA_BITS if peak.limit > 2.0**32 else 0)
     excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else bits + 1
+    fitting = bits - excess if excess <= bits else None
     remedy = (
-        f"choose grid={bits - excess} or fewer bits"
-        if excess <= bits
-        else "normalise the branches, or lower the learning rate if the training diverges"
+        "normalise the branches, or lower the learning rate if the training diverges"
+        if fitting is None
+        else f"choose grid={fitting} or fewer bits"
     )
-    return (
+    error = RangeError(
         f"{peak.name}: a stream or a value added to it reached {value * unit:.3g}, but with grid="
         f"{bits} sums are exact only below {peak.limit * unit:g}; {remedy}"
     )
+    error.grid = fitting
+    return error
 
 
 def _check_drifts(drifts: list[_Drift]) -> None:

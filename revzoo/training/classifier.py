@@ -200,17 +200,18 @@ class Classifier(pl.LightningModule):
         logits = at_least_float32(self(images))
         smoothing = self.optim.label_smoothing
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
-        if self.redo.running:  # the first attempt has logged its figures
-            return loss
-        self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        update_metrics(self.metrics_of("train"), loss, logits, labels)
+        if not self.redo.running:  # Lightning does not expect a figure from a backward pass
+            self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
+        if not self.redo.counted:
+            update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
-        """Run the backward pass; compute the step again if activations drifted.
+        """Run the backward pass; compute the step again after a drift or a value beyond the range.
 
         Raises:
-            DriftError: they drift again although no step is inverted any more.
+            DriftError: activations drift again although no step is inverted any more.
+            RangeError: a stream left its range, and no grid fits.
         """
         backward = super().backward
         self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))

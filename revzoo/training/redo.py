@@ -1,18 +1,20 @@
-"""Computes a training step again if its activations drifted, instead of ending the run.
+"""Computes a training step again if its activations drifted or left their range.
 
 A drift beyond its limit makes the gradients of a step wrong, and happens again at every resume:
 under bfloat16 autocast, all of four revnet38 in mode ``invert`` drifted by 2e-3 to 6e-3 within 40
 steps. So we switch the drifted parts of the network to mode ``recompute``, which keeps their
-inputs, and compute the step again from the same state:
+inputs, and compute the step again from the same state. A stream beyond the range of its integers
+(``RangeError``) gives all streams a coarser grid, and the step is computed again likewise:
 
 1. Before the forward pass, copy buffers (BatchNorm's statistics) and torch's random states: 1.3 ms
    for revnet38 on the CPU, 0.2 % of a step of 32 images.
 2. Before the backward pass, copy the gradients of earlier batches of the same optimiser step.
-3. After a drift, restore 1 and 2, and run forward and backward again. Metrics and logged figures
-   keep the values of the first forward pass, which was right.
-4. Distributed processes agree on the drifted parts, so all of them repeat the step.
+3. After a failure, restore 1 and 2, and run forward and backward again. After a drift, metrics
+   keep the values of the first forward pass, which was right. After a value beyond the range its
+   loss was NaN: the metrics are restored and count the new loss; ``train/loss_step`` stays NaN.
+4. Distributed processes agree on the drifted parts and the grid, so all of them repeat the step.
 
-Networks whose modes cannot drift make no copies.
+Networks without a part in mode ``invert`` or ``exact`` make no copies.
 """
 
 from __future__ import annotations
@@ -26,9 +28,10 @@ import torch
 from pytorch_lightning.strategies import DDPStrategy
 from torch import Tensor, distributed, nn
 
-from revzoo.core.guard import DriftError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step
-from revzoo.training.checkpoint.state import RunState, can_drift
+from revzoo.core.modes import mode_of
+from revzoo.training.checkpoint.state import RunState, can_drift, set_grid, set_states, states_of
 
 log = logging.getLogger(__name__)
 
@@ -39,38 +42,60 @@ class Attempt(NamedTuple):
     batch: Any
     batch_idx: int
     buffers: list[Tensor]
+    metrics: dict[str, Any]
     random: Tensor
     device_random: Tensor | None
 
 
+class Failure(NamedTuple):
+    """What all processes found in a backward pass."""
+
+    error: DriftError | RangeError
+    drifted: list[str]
+    beyond: bool
+    """Whether a stream left its range."""
+    grid: int | None
+    """Fractional bits that fit."""
+
+
 class Redo:
-    """Repeats the training steps of ``module`` that drifted.
+    """Repeats the training steps of ``module`` that drifted or left their range.
 
     Attributes:
-        running: whether a step is being repeated; its figures are already logged.
+        running: whether a step is being repeated.
+        counted: whether the metrics have counted the repeated step already.
+        loss: the loss of a repeated step, on its device; None if the last step was not repeated.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
-        self.module = module
-        self.running = False
+        self.module: Any = module
+        self.running = self.counted = False
+        self.loss: Tensor | None = None
         self._attempt: Attempt | None = None
+
+    @property
+    def may_widen(self) -> bool:
+        """Whether streams live on a grid, so that a loss of NaN may come from their range."""
+        return any(step.grid is not None for step in _steps(self.module).values())
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
         if not self.running:
-            self._attempt = None
-            if any(map(can_drift, _steps(self.module).values())):
+            self._attempt = self.loss = None
+            if any(mode_of(step.memory).inverts for step in _steps(self.module).values()):
                 buffers = [buffer.clone() for buffer in self.module.buffers()]
+                metrics = states_of(self.module.training_metrics())
                 device = self.module.device
                 on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
                 random = torch.get_rng_state()
-                self._attempt = Attempt(batch, batch_idx, buffers, random, on_device)
+                self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
-        """Call ``run(loss)``; after a drift, switch the drifted steps and repeat the training step.
+        """Call ``run(loss)``; after a failure, change the steps and repeat the training step.
 
         Raises:
             DriftError: a step drifted that is not inverted, so its forward is not deterministic.
+            RangeError: a stream left its range, and no grid fits.
         """
         attempt, self._attempt = self._attempt, None
         if attempt is None:
@@ -82,65 +107,81 @@ class Redo:
         params = list(self.module.parameters())
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         while (failure := self._failure(loss, run)) is not None:
-            failed, drifted = failure
-            switched = self._switch(drifted)
-            if not switched:
-                raise self._final(failed) from failed
-            self._report(switched, failed)
-            loss = self._forward(attempt)
+            if failure.beyond:
+                self._widen(failure)
+            else:
+                self._switch(failure)
+            loss = self._forward(attempt, counted=not failure.beyond)
+            self.loss = loss.detach()
             for p, gradient in zip(params, gradients, strict=True):
                 p.grad = None if gradient is None else gradient.clone()
 
-    def _failure(
-        self, loss: Tensor, run: Callable[[Tensor], None]
-    ) -> tuple[DriftError, list[str]] | None:
-        """The error and the drifted steps of all processes; None after a good backward pass."""
+    def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
+        """The failure of all processes; None after a good backward pass."""
         trainer, steps = self.module.trainer, _steps(self.module)
-        error = None
+        error: DriftError | RangeError | None = None
+        drifted: list[str] = []
         try:
             run(loss)
         except DriftError as drift:
             error = drift.with_traceback(None)  # its frames would keep the failed graph
-        names = []
-        if error is not None:
-            names = [name for name, step in steps.items() if _drifted(step) or step is error.step]
+            drifted = [name for name, step in steps.items() if _drifted(step) or step is drift.step]
+        except RangeError as beyond:
+            error = beyond.with_traceback(None)
+        found = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
+        everywhere: list[Any] = [found]
         if trainer.world_size > 1:
             if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
                 return None
-            gathered: list[Any] = [None] * trainer.world_size
-            distributed.all_gather_object(gathered, names)
-            names = sorted({name for part in gathered for name in part})
+            everywhere = [None] * trainer.world_size
+            distributed.all_gather_object(everywhere, found)
         elif error is None:
             return None
-        return error or DriftError("another process of this run reports a drift"), names
+        names = sorted({name for part, _, _ in everywhere for name in part})
+        grids = [grid for _, beyond, grid in everywhere if beyond]
+        grid = None if None in grids else min(grids, default=None)
+        error = error or DriftError("another process of this run reports a drift or a range")
+        return Failure(error, names, bool(grids), grid)
 
-    def _switch(self, names: list[str]) -> list[str]:
+    def _switch(self, failure: Failure) -> None:
+        """Recompute the drifted steps from now on."""
         steps = _steps(self.module)
-        switched = [name for name in names if can_drift(steps[name])]
+        switched = [name for name in failure.drifted if can_drift(steps[name])]
+        if not switched:
+            assert isinstance(failure.error, DriftError)
+            raise self._final(failure.error) from failure.error
         for name in switched:
             steps[name].memory = "recompute"
-        return switched
+        self._report(f"memory=recompute from now on for {', '.join(switched)}", failure.error)
+        for state in RunState.of(self.module.trainer):
+            state.recomputed += switched
+            names = ", ".join(state.recomputed)
+            state.notes["drift"] = f"activations drifted: memory=recompute for {names}"
 
-    def _report(self, names: list[str], error: DriftError) -> None:
+    def _widen(self, failure: Failure) -> None:
+        """Give all streams the coarser grid from now on."""
+        if failure.grid is None:
+            raise failure.error
+        set_grid(self.module, failure.grid)
+        unit = f"multiples of 2**-{failure.grid} from now on in memory=exact"
+        self._report(unit, failure.error)
+        for state in RunState.of(self.module.trainer):
+            state.grid = failure.grid
+            state.notes["range"] = f"streams left their range: {unit}"
+
+    def _report(self, change: str, error: Exception) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
-            log.warning(
-                "computing step %d again, with memory=recompute from now on for %s: %s",
-                trainer.global_step,
-                ", ".join(names),
-                str(error).partition(", so the gradients")[0],
-            )
-        for state in RunState.of(trainer):
-            state.recomputed += names
-            state.notes["drift"] = (
-                f"activations drifted: memory=recompute for {', '.join(state.recomputed)}"
-            )
+            reason = str(error).partition(", so the gradients")[0].partition("; choose grid")[0]
+            log.warning("computing step %d again, with %s: %s", trainer.global_step, change, reason)
 
-    def _forward(self, attempt: Attempt) -> Tensor:
+    def _forward(self, attempt: Attempt, *, counted: bool) -> Tensor:
         """Compute the loss of the attempt again, scaled as Lightning scales it."""
         trainer: Any = self.module.trainer
         for buffer, before in zip(self.module.buffers(), attempt.buffers, strict=True):
             buffer.copy_(before)
+        if not counted:
+            set_states(self.module.training_metrics(), attempt.metrics)
         torch.set_rng_state(attempt.random)
         if attempt.device_random is not None:
             torch.cuda.set_rng_state(attempt.device_random, self.module.device)
@@ -148,11 +189,11 @@ class Redo:
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
-        self.running = True
+        self.running, self.counted = True, counted
         try:
             loss = trainer.strategy.training_step(attempt.batch, attempt.batch_idx)
         finally:
-            self.running = False
+            self.running = self.counted = False
         loss = loss / trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return loss if scaler is None else scaler.scale(loss)

@@ -14,12 +14,13 @@ import pytorch_lightning as pl
 import torch
 import torch.multiprocessing as mp
 from small_task import TINY, loader, trainer
+from torch import nn
 
-from revzoo.core.guard import DriftError
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
-from revzoo.training.checkpoint.state import RunState
+from revzoo.training.checkpoint.state import RunState, set_grid
 
 NET = {**TINY, "units": [2, 2, 2], "dropout": 0.1, "memory": "invert"}
 CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
@@ -56,7 +57,7 @@ def change(module: Classifier, what: str) -> str:
 def fit(folder: Path, *callbacks: pl.Callback, **options: Any) -> tuple[Classifier, pl.Trainer]:
     torch.manual_seed(0)
     ckpt_path = options.pop("ckpt_path", None)
-    module = Classifier(NET, optim=CONSTANT)
+    module = Classifier({**NET, "memory": options.pop("memory", "invert")}, optim=CONSTANT)
     runner = trainer(folder, callbacks=list(callbacks), plugins=[PlainCheckpointIO()], **options)
     runner.fit(module, loader(), ckpt_path=ckpt_path, weights_only=True)
     return module, runner
@@ -103,6 +104,53 @@ def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
     assert saved["recomputed"] == [name]
 
 
+class Grow(pl.Callback):
+    """Makes a branch's values large at the batch ``AT``; sets the grid there if one is given."""
+
+    def __init__(self, factor: float, grid: int | None = None) -> None:
+        self.factor, self.grid = factor, grid
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+        if trainer.fit_loop.total_batch_idx == AT:
+            *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
+            conv.weight.data.mul_(self.factor)
+            if self.grid is not None:
+                set_grid(pl_module, self.grid)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 3}])
+def test_a_stream_beyond_its_range_gets_a_coarser_grid(
+    options: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The run ended with "training has diverged; lower optim.lr".
+
+    It now equals a run that has the coarser grid from that batch on, bit for bit, and so does a
+    resumed run.
+    """
+    options |= {"memory": "exact", "max_epochs": 2}  # the batch is in the last epoch
+    with caplog.at_level(logging.WARNING, logger="revzoo"):
+        found, runner = fit(tmp_path, Grow(1e4), **options)
+    (state,) = RunState.of(runner)
+    assert state.grid is not None
+    messages = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
+    assert f"multiples of 2**-{state.grid} from now on" in messages[-1]
+    assert f"multiples of 2**-{state.grid} from now on" in state.notes["range"]
+    expected, whole = fit(tmp_path, Grow(1e4, state.grid), **options)
+    assert_same(found, expected)
+    assert runner.callback_metrics == whole.callback_metrics
+    runner.save_checkpoint(tmp_path / "last.ckpt")
+    options["max_epochs"] = 3
+    module, runner = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", **options)
+    grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
+    assert grids - {None} == {state.grid} == {RunState.of(runner)[0].grid}
+
+
+@pytest.mark.parametrize("factor", [float("nan"), float("inf")])
+def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_path: Path) -> None:
+    with pytest.raises((FloatingPointError, RangeError), match=r"is not finite|lower the learning"):
+        fit(tmp_path, Grow(factor), memory="exact")
+
+
 class Unrepeatable(pl.Callback):
     """Changes the input of a branch in another way at every call."""
 
@@ -127,12 +175,19 @@ def worker(rank: int, port: int, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
     options = {"strategy": "ddp", "devices": 2, "use_distributed_sampler": False}
-    for what in ("recompute", "drift"):
-        alone = 1 if what == "drift" else None
-        module, _ = fit(folder, Change(what, rank=alone), **options)
-        torch.save(module.state_dict(), folder / f"{what}{rank}.pt")
+    runs: list[tuple[str, pl.Callback]] = [
+        ("recompute", Change("recompute")),
+        ("drift", Change("drift", rank=1)),
+        ("grown", Grow(1e4)),
+    ]
+    for number, (name, callback) in enumerate(runs, start=1):
+        memory = "exact" if name == "grown" else "invert"
+        module, _ = fit(folder, callback, memory=memory, **options)
+        grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
+        torch.save(module.state_dict(), folder / f"{name}{rank}.pt")
+        (folder / f"{name}{rank}.txt").write_text(str(grids))
         torch.distributed.destroy_process_group()
-        os.environ["MASTER_PORT"] = str(port + 1)
+        os.environ["MASTER_PORT"] = str(port + number)
     os._exit(0)
 
 
@@ -142,7 +197,11 @@ def test_processes_repeat_the_step_together(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     mp.spawn(worker, (port, tmp_path), nprocs=2)
     expected = torch.load(tmp_path / "recompute0.pt")
-    for name in ("drift0", "drift1"):
+    grown = torch.load(tmp_path / "grown0.pt")
+    grids = [(tmp_path / f"grown{rank}.txt").read_text() for rank in (0, 1)]
+    assert "auto" not in grids[0]
+    assert grids[0] == grids[1]
+    for name, same in [("drift0", expected), ("drift1", expected), ("grown1", grown)]:
         found = torch.load(tmp_path / f"{name}.pt")
-        for key, value in expected.items():
+        for key, value in same.items():
             torch.testing.assert_close(found[key], value, rtol=0, atol=0)

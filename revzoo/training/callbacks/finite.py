@@ -1,9 +1,10 @@
 """Ends a run whose loss is NaN or infinite, never saves such weights, warns of a diverged loss.
 
-On the CPU each loss is checked before its backward pass. On a GPU such a check would wait for the
-device. There, the device records the first step whose loss is not finite and copies the record to
-the host asynchronously. The host reads it some steps later, and always before it saves a
-checkpoint.
+On the CPU each loss is checked before its backward pass; in mode ``exact`` after it, since a stream
+beyond its range makes the loss NaN, and :mod:`revzoo.training.redo` then repeats the step on a
+coarser grid. On a GPU such a check would wait for the device. There, the device records the first
+step whose loss is not finite and copies the record to the host asynchronously. The host reads it
+some steps later, and always before it saves a checkpoint.
 
 A finite loss has diverged if its mean over an epoch is above 10 times ln(classes), the loss of
 uniform guessing. Random weights start near ln(classes); label smoothing, mixup and a few bad steps
@@ -32,12 +33,13 @@ class FiniteLoss(pl.Callback):
     """Raises ``FloatingPointError`` if the training loss or a weight is NaN or infinite."""
 
     def __init__(self) -> None:
+        self._loss: Tensor | None = None  # to be checked after its backward pass
         self._first: Tensor | None = None  # on the device: step and epoch; -1 if all were finite
         self._copy: Tensor | None = None  # of _first, on the host
         self._copied: torch.cuda.Event | None = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._first = self._copy = self._copied = None
+        self._loss = self._first = self._copy = self._copied = None
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
@@ -47,6 +49,24 @@ class FiniteLoss(pl.Callback):
         Raises:
             FloatingPointError: naming the first step whose loss was not finite.
         """
+        redo = getattr(pl_module, "redo", None)
+        if redo is not None and redo.may_widen:
+            self._loss = loss.detach()
+        else:
+            self._check(trainer, pl_module, loss)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: Any) -> None:
+        """Check the loss of a network in mode ``exact``; of a repeated step, the last one.
+
+        Raises:
+            FloatingPointError: as above.
+        """
+        loss, self._loss = self._loss, None
+        if loss is not None:
+            again = pl_module.redo.loss
+            self._check(trainer, pl_module, loss if again is None else again)
+
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor) -> None:
         step, epoch = trainer.global_step, trainer.current_epoch
         finite = torch.isfinite(loss.detach())
         if trainer.world_size > 1:  # if only one process raised, the others would wait for it

@@ -67,6 +67,7 @@ class RunState(pl.Callback):
         figures: the logged figures when the run was saved; empty in a new run.
         notes: warnings for the run's summary, by topic.
         recomputed: names of the steps whose drift was too large to invert; they are recomputed.
+        grid: fractional bits of the streams after one left its range; None before.
     """
 
     _trainer: pl.Trainer  # both from setup
@@ -76,6 +77,7 @@ class RunState(pl.Callback):
         self.figures: dict[str, float] = {}
         self.notes: dict[str, str] = {}
         self.recomputed: list[str] = []
+        self.grid: int | None = None
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 
@@ -95,11 +97,12 @@ class RunState(pl.Callback):
             logger.save()  # a resumed run does not log the rows before this state again
         return {
             "random": _of_all_processes(random_states()),
-            "metrics": {name: _state(metric) for name, metric in self._open_metrics().items()},
+            "metrics": states_of(self._open_metrics(), sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
             "notes": dict(self.notes),
             "recomputed": list(self.recomputed),
+            "grid": self.grid,
             "row": None if row is None else [row[0], row[1]],
         }
 
@@ -116,6 +119,7 @@ class RunState(pl.Callback):
         self.figures = dict(state_dict["figures"])
         self.notes = dict(state_dict.get("notes", {}))
         self.recomputed = list(state_dict.get("recomputed", []))
+        self.grid = state_dict.get("grid")
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._planned_steps = self._plan()
@@ -126,6 +130,8 @@ class RunState(pl.Callback):
             # the resumed run may use another memory mode than before
             if name in self.recomputed and isinstance(step, Step) and can_drift(step):
                 step.memory = "recompute"
+        if self.grid is not None:
+            set_grid(pl_module, self.grid)
         if self._loaded is None:
             return
         state, self._loaded = self._loaded, None
@@ -136,8 +142,7 @@ class RunState(pl.Callback):
                 if logger not in tables:
                     logger.log_metrics(row[1], row[0])
         if trainer.is_global_zero:  # only one process: the saved states are sums over all of them
-            for name, metric in self._metrics().items():
-                _set_state(metric, state["metrics"].get(name, {}))
+            set_states(self._metrics(), state["metrics"])
         set_random_states(state["random"][trainer.global_rank])
 
     def _check_same_length(self, saved: Mapping[str, Any]) -> None:
@@ -182,14 +187,30 @@ def _of_all_processes(state: dict[str, Any]) -> list[dict[str, Any]]:
     return states
 
 
-def _state(metric: Metric) -> dict[str, Any]:
-    with metric.sync_context():
-        state: dict[str, Any] = metric.metric_state
-        values = {name: value.detach().clone().cpu() for name, value in state.items()}
-    return {"updates": metric.update_count, "values": values}
+def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str, Any]:
+    """Copies of the metrics' states; with ``sync``, sums over all processes, on the CPU."""
+    states = {}
+    for name, metric in metrics.items():
+        with metric.sync_context(should_sync=sync):
+            state: dict[str, Any] = metric.metric_state
+            values = {key: value.detach().clone() for key, value in state.items()}
+        if sync:
+            values = {key: value.cpu() for key, value in values.items()}
+        states[name] = {"updates": metric.update_count, "values": values}
+    return states
 
 
-def _set_state(metric: Metric, state: Mapping[str, Any]) -> None:
-    for name, value in state.get("values", {}).items():
-        setattr(metric, name, value.to(metric.device))
-    metric._update_count = state.get("updates", 0)
+def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None:
+    """Restore the result of :func:`states_of`; metrics without a state begin anew."""
+    for name, metric in metrics.items():
+        state = states.get(name, {})
+        for key, value in state.get("values", {}).items():
+            setattr(metric, key, value.to(metric.device))
+        metric._update_count = state.get("updates", 0)
+
+
+def set_grid(module: torch.nn.Module, grid: int) -> None:
+    """Give the fixed-point streams of all steps multiples of ``2**-grid``."""
+    for step in module.modules():
+        if isinstance(step, Step) and step.grid is not None:
+            step.grid = grid

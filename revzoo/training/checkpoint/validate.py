@@ -31,7 +31,7 @@ from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient scaler
 
 # keys that checkpoints of earlier versions lack
-OPTIONAL = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "row")
+OPTIONAL = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "grid", "row")
 
 WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is a momentum buffer per parameter
 
@@ -188,6 +188,8 @@ def _wrong_callbacks(
     notes, names, row = (saved.get(part) for part in ("notes", "recomputed", "row"))
     if not isinstance(notes or {}, dict) or not isinstance(names or [], list):
         yield f"{place}['notes'] or {place}['recomputed'] has a wrong type"
+    if not isinstance(saved.get("grid"), int | None):
+        yield f"{place}['grid'] has a wrong type"
     if row is not None:
         yield from differences([0, {}], row, f"{place}['row']")
     expected = {**random_states_of_cpu(), "cuda": None}
