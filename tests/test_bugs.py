@@ -2309,6 +2309,95 @@ def test_an_output_changed_around_autograd_enters_a_sequence_as_it_is(part, arou
         torch.cat(found).square().sum().backward()
 
 
+class EditsBetween(nn.Module):
+    """Two exact sequences, and an output of the first that is changed around autograd."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = (
+            ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))], memory="exact")
+            for _ in range(2)
+        )
+
+    def forward(self, x):
+        y = self.first(x)
+        y.data.mul_(2)
+        return self.second(y)
+
+
+def test_an_output_changed_around_autograd_inside_a_branch():
+    """Inside another sequence, the next sequence computed with the words from before."""
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(EditsBetween())], memory="exact")
+    x = torch.randn(4, 8)
+    with torch.no_grad():
+        found = net(x)
+        set_memory(net, "store")
+        assert error([found], [net(x)]) < 1e-6
+
+
+def test_an_output_changed_around_autograd_with_log_determinants():
+    """``forward_with_log_det`` computed with the words from before."""
+    torch.manual_seed(0)
+    net = EditsBetween()
+    with torch.no_grad():
+        y = net.first(torch.randn(4, 4))
+        y.data.mul_(2)
+        found, expected = (net.second.forward_with_log_det(t)[0] for t in (y, y.clone()))
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_a_normalisation_whose_channels_are_pruned_between_steps(mode, norm):
+    """The replay updated scratch statistics of the old number of channels, which raised."""
+    torch.manual_seed(0)
+    branch = nn.Sequential(
+        nn.Conv1d(2, 4, 1), norm(4, track_running_stats=True), nn.Conv1d(4, 2, 1)
+    )
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    x = torch.randn(3, 4, 5)
+    for _ in range(2):  # the first pass adds an attribute to the step
+        net(x).sum().backward()
+    for layer in branch[:2]:
+        for name, t in (*layer.named_parameters(), *layer.named_buffers()):
+            if t.dim():
+                kept = t.detach()[:3].clone()
+                setattr(layer, name, nn.Parameter(kept) if isinstance(t, nn.Parameter) else kept)
+    branch[1].num_features = 3
+    branch[2].weight = nn.Parameter(branch[2].weight.detach()[:, :3].clone())
+    expected = copy.deepcopy(net)
+    set_memory(expected, "store", grid="auto" if mode == "exact" else None)
+    for each in (net, expected):
+        each.zero_grad()
+        each(x).square().sum().backward()
+    grads = ([p.grad for p in each.parameters()] for each in (net, expected))
+    torch.testing.assert_close(*grads)
+    torch.testing.assert_close(list(net.buffers()), list(expected.buffers()))
+
+
+@pytest.mark.parametrize("kind", [dict, lambda d: collections.defaultdict(int, d)])
+def test_a_dictionary_whose_keys_change_after_the_forward(kind):
+    """Keys with the same values were replaced by the old ones in the backward pass for good."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scales = kind({"a": 1})
+
+        def forward(self, x):
+            return x.tanh() * sum(self.scales.values())
+
+    net = ReversibleSequence([AdditiveCoupling(Scaled())], memory="invert")
+    x = torch.randn(3, 4, requires_grad=True)
+    for name in "bc":
+        y = net(x)
+        net[0].branch.scales.clear()
+        net[0].branch.scales[name] = 1
+        y.sum().backward()
+        assert net[0].branch.scales == {name: 1}
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -447,12 +447,14 @@ class Plain(NamedTuple):
     @staticmethod
     def of(attributes: dict[Any, Any]) -> Plain:
         values = {k: v for k, v in attributes.items() if type(v) in _BORING and k not in OURS}
-        get = itemgetter(*values) if len(values) > 1 else functools.partial(_values_of, values)
+        # in a defaultdict, reading a missing key would insert it
+        fast = len(values) > 1 and not hasattr(type(attributes), "__missing__")
+        get = itemgetter(*values) if fast else functools.partial(_values_of, values)
         return Plain(frozenset(attributes), values, get)
 
 
 def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
-    return [attributes[name] for name in names]
+    return [attributes.get(name, attributes) for name in names]
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:

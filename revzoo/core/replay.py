@@ -228,6 +228,7 @@ _parameters_of = attrgetter("_parameters")
 _buffers_of = attrgetter("_buffers")
 _training = attrgetter("training")
 _version = attrgetter("_version")
+_shape = attrgetter("shape")
 _traits = attrgetter("__class__", "is_leaf", "requires_grad", "dtype", "layout", "device")
 
 
@@ -243,6 +244,7 @@ class _Owned:
         "_key",
         "_pointers",
         "_scratch",
+        "_shapes",
         "_sizes",
         "_tables",
         "buffered",
@@ -277,7 +279,9 @@ class _Owned:
                     self._absent.append((m._buffers, k))
                 else:
                     self.statistics.append(_Statistics(m._buffers, k, b.dtype, b.device))
-        self.traits = list(map(_traits, self.tensors()))
+        tensors = self.tensors()
+        self.traits = list(map(_traits, tensors))
+        self._shapes = list(map(_shape, tensors[len(self.places) :]))
         kinds = [nn.Parameter] * len(self.places) + [Tensor] * len(self.statistics)
         self.plain = all(
             kind is expected and leaf and layout is torch.strided
@@ -292,8 +296,10 @@ class _Owned:
         """Tensors like the statistics, for replays to update: their values influence no output."""
         if not self._scratch:
             with torch.inference_mode(False):
-                found = [s.owner[s.name] for s in self.statistics]
-                self._scratch = [torch.zeros_like(t, requires_grad=False) for t in found]
+                self._scratch = [
+                    torch.zeros(shape, dtype=s.dtype, device=s.device)
+                    for s, shape in zip(self.statistics, self._shapes, strict=True)
+                ]
         return self._scratch
 
     def tensors(self) -> list[Any]:
@@ -312,6 +318,8 @@ class _Owned:
             return None
         tensors = self.tensors()
         if any(t is None for t in tensors) or list(map(_traits, tensors)) != self.traits:
+            return None
+        if list(map(_shape, tensors[len(self.places) :])) != self._shapes:
             return None
         return tensors
 
@@ -897,7 +905,8 @@ def _is_sharded(t: Tensor) -> bool:
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    if len(attributes) == len(before) and all(map(is_, attributes.values(), before.values())):
+    same = len(attributes) == len(before) and all(map(is_, attributes, before))
+    if same and all(map(is_, attributes.values(), before.values())):
         return
     for name in attributes.keys() - before.keys() - OURS:
         del attributes[name]

@@ -36,7 +36,7 @@ from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split
 
-_thread = threading.local()  # ``walks``: whether a sequence calls its steps
+_thread = threading.local()  # ``nested``: whether a sequence is calling the next one as its step
 
 
 class ReversibleSequence(Invertible):
@@ -282,7 +282,8 @@ class ReversibleSequence(Invertible):
             assign_memory(members, "invert")
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
-        if not getattr(_thread, "walks", False):
+        nested, _thread.nested = getattr(_thread, "nested", False), False
+        if not nested:
             renew_words(t for t in state if isinstance(t, Tensor))
         outputs, _, extras = self._walk(state, (), context)
         return bare((*outputs, *extras))
@@ -300,13 +301,9 @@ class ReversibleSequence(Invertible):
         if merge:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
-        outer, _thread.walks = getattr(_thread, "walks", False), True
-        try:
-            for step in self:
-                state, total, more = _advance(step, state, total, context)
-                extras += more
-        finally:
-            _thread.walks = outer
+        for step in self:
+            state, total, more = _advance(step, state, total, context)
+            extras += more
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
@@ -356,6 +353,7 @@ class ReversibleSequence(Invertible):
             NotImplementedError: a step has no log-determinant; the message names it.
         """
         self._check_invertible()
+        renew_words(t for t in state if isinstance(t, Tensor))
         outputs, (total,), _ = self._walk(state, (zero_total(state[0]),), context)
         return bare(outputs), total
 
@@ -400,7 +398,11 @@ def _advance(
     if isinstance(step, ReversibleSequence):
         if total:
             return step._walk(state, total, context)
-        outputs = as_state(step(*state, **context))
+        _thread.nested = True  # its input is a stream of this one
+        try:
+            outputs = as_state(step(*state, **context))
+        finally:
+            _thread.nested = False
     else:
         state = widened(state) if step.invertible else state
         outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
