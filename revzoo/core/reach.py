@@ -16,7 +16,8 @@ NOTE [ What counts as reached ]
     3. A step may run inside a module: the module contains the step, or one of its methods is
        running and may have called ``invertible_checkpoint`` or ``checkpoint``. Of such a module the
        search follows only submodules, parameters and buffers that are loaded by name; all
-       submodules if a function iterates over them.
+       submodules if a function iterates over them. Its ``forward`` does not count if it runs the
+       step.
     4. If a container, simple namespace or data class holds tensors with a graph, the search uses a
        copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
        search: without the copy, a list of losses, for example, would keep the graph of the
@@ -591,8 +592,9 @@ class _Search:
             self.watched.append((place, key, v))
             if self._first(v) and self._encloses(v):
                 self.shells.append(v)
+                runs = _STEPS | {k for k, m in v._modules.items() if self._is_in(m)}
                 methods = {
-                    name: tuple(f for f in fs if name not in _ENTRIES or not _calls_steps(f))
+                    name: tuple(f for f in fs if name not in _ENTRIES or not _loads_any(f, runs))
                     for name, fs in _methods(type(v)).items()
                 }
                 self._object(v.__dict__, methods, _STANDARD, whole=False)
@@ -631,14 +633,17 @@ class _Search:
         self._owned.update(modules_in([m]))
         return True
 
+    def _is_in(self, m: nn.Module | None) -> bool:
+        return self.step is not None and self.step in modules_in([m])
+
     def _encloses(self, m: nn.Module) -> bool:
         """Whether the step runs inside ``m``, which then is no part of it (rule 3)."""
         if m in self._owned:
             return False
-        if self.step is not None and self.step in modules_in([m]):
+        if self._is_in(m):
             return True
         methods = _methods(type(m))
-        calls = any(_calls_steps(f) for n, fs in methods.items() if n[:2] != "__" for f in fs)
+        calls = any(_loads_any(f, _STEPS) for n, fs in methods.items() if n[:2] != "__" for f in fs)
         return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
 
     def _container(self, v: Any, label: str) -> None:
@@ -835,8 +840,8 @@ def _foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-def _calls_steps(f: types.FunctionType) -> bool:
-    return not _STEPS.isdisjoint(frozenset().union(*_loads(f.__code__)))
+def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
+    return not names.isdisjoint(frozenset().union(*_loads(f.__code__)))
 
 
 def _is_running(m: nn.Module) -> bool:

@@ -140,3 +140,44 @@ def test_what_a_branch_may_return():
         Residual(nn.Linear(3, 4))(x)
     with pytest.raises(TypeError, match="returned NoneType: expected a tensor, or a tuple"):
         Residual(lambda _: None)(x)
+
+
+class Counting(nn.Module):
+    """Changes a buffer in each forward pass."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        self.count += 1
+        return self.linear(x) + self.count
+
+
+class MethodThenModule(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.first, self.second = Residual(self.normalise), Residual(Counting())
+
+    def normalise(self, x):
+        return self.norm(x)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("mode", ["recompute", "exact"])
+def test_a_branch_may_change_a_buffer_after_a_branch_that_is_a_method(mode):
+    """The search followed the method's block into all its branches, so the backward pass raised."""
+    torch.manual_seed(0)
+    net = make_reversible(nn.Sequential(MethodThenModule(), MethodThenModule()), 4)
+    expected = copy.deepcopy(net)
+    set_memory(net, mode)
+    set_memory(expected, "store", grid="auto" if mode == "exact" else None)
+    x = torch.randn(3, 4)
+    for each in (net, expected):
+        sum(each(k * x).square().sum() for k in range(2)).backward()
+    torch.testing.assert_close(*([p.grad for p in m.parameters()] for m in (net, expected)))
+    torch.testing.assert_close(list(net.buffers()), list(expected.buffers()))
