@@ -15,7 +15,9 @@ NOTE [ Captured inputs ]
        graph, and the graph of a replay is freed with the replay.
     3. The hook on the output belongs to one call. A layer that is called twice has two hooks, each
        with the inputs of one call.
-    4. The backward pass of a call drops the inputs, unless the graph is kept for another backward
+    4. The hook runs before the user's hooks on the output, and sees the inputs after the user's
+       hooks on them. So both belong to the layer itself.
+    5. The backward pass of a call drops the inputs, unless the graph is kept for another backward
        pass; then the tape empties the slots when it moves on.
 """
 
@@ -30,8 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.checkpoint import graph_is_kept
-from revzoo.core.recording import keep
+from revzoo.core.recording import graph_is_kept, keep
 
 OnGradient = Callable[["Call", Tensor], None]
 
@@ -49,7 +50,8 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
         A handle whose ``remove()`` ends it, also for graphs that exist already.
 
     Raises:
-        TypeError: at the call, if the module returns several different tensors.
+        TypeError: at the call, if the module has trainable parameters and returns several different
+            tensors, or has other arguments than positional tensors.
 
     Example:
         >>> from revzoo.core.capture import capture
@@ -60,7 +62,7 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
         >>> handle.remove()
     """
     hook = _Capture(on_gradient)
-    handle = module.register_forward_hook(hook)
+    handle = module.register_forward_hook(hook, prepend=True, with_kwargs=True)  # rule 4
     hook.id = handle.id
     return handle
 
@@ -98,7 +100,7 @@ class Call:
                 self._hook.on_gradient(self, gradient.detach())
         finally:
             self.task = torch._C._current_graph_task_id()
-            if not graph_is_kept():  # rule 4
+            if not graph_is_kept():  # rule 5
                 self._inputs = []
                 self._hook.calls.discard(self)
 
@@ -111,20 +113,33 @@ class _Capture:
         self.id = -1
         self.calls: weakref.WeakSet[Call] = weakref.WeakSet()
 
-    def __deepcopy__(self, memo: object) -> _Capture:
-        copy = _Capture(self.on_gradient)  # without the calls of the original
-        copy.id = self.id
-        return copy
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Capture, (self.on_gradient,), {"id": self.id}  # a copy has no calls
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
         if not torch.is_grad_enabled() or torch.compiler.is_compiling():
             return
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
-        tensors = {t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad}
+        leaves = tree_leaves(output)
+        tensors = {t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None}
         if not tensors:
             return
-        if len(tensors) > 1:
+        trainable = any(p.requires_grad for p in module.parameters(recurse=False))
+        while args and args[-1] is None:
+            args = args[:-1]
+        others = [v for v in args if not isinstance(v, Tensor)]
+        others += [v for v in kwargs.values() if v is not None]
+        if trainable and others:
+            kinds = [type(v).__name__ for v in args] + [f"{k}=..." for k in kwargs]
+            raise TypeError(
+                f"{type(module).__name__} was called with ({', '.join(kinds)}), expected tensors "
+                "by position: its gradient is computed from these. Give it other values when it is "
+                "created, or put its parameters into layers that take tensors"
+            )
+        if trainable and len(tensors) > 1:
             raise TypeError(
                 f"{type(module).__name__} returned {len(tensors)} different tensors, expected one: "
                 "the gradient of each would come by itself. Put its parameters into layers that "

@@ -32,9 +32,10 @@ NOTE [ Slots and the tape ]
        tape: the step's input becomes the known state, and everything after it is freed before we
        record the next step. Filled slots keep their value until the graph drops them.
     5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, and the walk
-       continues from a *cursor*. When the cursor moves on, the slots are emptied. To reach a step
-       that the cursor has passed, the walk starts again from the known state: slower, but correct.
-       So any order of unpacking is correct.
+       continues from a *cursor*. When the cursor moves on, the slots are emptied. A kept graph does
+       not drop its slots, so each is emptied when it is read. To reach a step that the cursor has
+       passed, the walk starts again from the known state: slower, but correct. So any order of
+       unpacking is correct.
     6. Filling is atomic: an exception inside a replay leaves tape, slots and modules unchanged.
     7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
        its output.
@@ -60,7 +61,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -81,6 +82,7 @@ from revzoo.core.recording import (
     call_on_grid,
     call_without_changing_hooks,
     explained,
+    graph_is_kept,
     noting,
     outside_recordings,
     unpack,
@@ -90,12 +92,6 @@ from revzoo.core.replay import (
     parameters_of,
     tensors_of,
     version_of,
-)
-
-# Whether the running backward pass keeps the graph for another one. Private: without it we assume
-# so, which is always right and costs one retained state (rule 5).
-graph_is_kept: Callable[[], bool] = getattr(
-    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
 
 

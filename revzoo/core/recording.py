@@ -88,13 +88,23 @@ class Resident(NamedTuple):
             )
 
 
+# Whether the running backward pass keeps the graph for another one. Private: without it we assume
+# so, which is always right and costs one retained state (rule 5).
+graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
 def unpack(packed: Slot | Resident) -> Tensor:
     """Return a saved tensor to the graph; replay the step if its slot is empty."""
     if type(packed) is Slot:
         if packed.value is None:
             packed.tape.replay(packed.index)
-        assert packed.value is not None
-        return packed.value
+        value = packed.value
+        assert value is not None
+        if torch._C._current_graph_task_id() >= 0 and graph_is_kept():
+            packed.value = None  # rule 5; otherwise the graph drops the slot
+        return value
     assert isinstance(packed, Resident)
     return unpack_resident(packed)
 

@@ -39,7 +39,7 @@ from revzoo.layers.per_sample import (
     mixes_samples,
     own_parameters,
     per_sample_gradients,
-    refuse_mixing,
+    refuse_unsupported,
     squared_norms,
     trainable,
 )
@@ -133,7 +133,7 @@ def remove(model: nn.Module) -> None:
     """Undo :func:`extend`, also for graphs that exist already."""
     for module in model.modules():
         for key in _hooks(module):
-            del module._forward_hooks[key]
+            del module._forward_hooks[key], module._forward_hooks_with_kwargs[key]
 
 
 def _hooks(module: nn.Module) -> list[int]:
@@ -147,7 +147,7 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
     module, exts = call.module, CTX.get_active_exts()
     if not exts or not (trainable(module) or mixes_samples(module)):
         return
-    refuse_mixing(module)
+    refuse_unsupported(module)
     for ext in exts:
         if type(ext) not in _QUANTITIES:
             known = ", ".join(kind.__name__ for kind in _QUANTITIES)
@@ -155,16 +155,18 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
                 f"{type(ext).__name__} on a model of revzoo.integrations.backpack.extend: expected "
                 f"one of {known}. Use backpack.extend on a plain sequence of modules for the others"
             )
-    others_pad = getattr(module, "padding_mode", "zeros") != "zeros"  # BackPACK pads with zeros
-    if tied or others_pad or waiting(module, _run) > 1 or _sums.holds(module):
-        _add(module, call.inputs(), gradient, exts)
+    inputs = call.inputs()
+    # BackPACK's rules take one input and pad with zeros, as many as a number says
+    ours = getattr(module, "padding_mode", "zeros") != "zeros" or len(inputs) != 1
+    ours |= isinstance(getattr(module, "padding", 0), str)
+    if tied or ours or waiting(module, _run) > 1 or _sums.holds(module):
+        _add(module, inputs, gradient, exts)
         return
     for ext in exts:
         lean = type(ext) is BatchL2Grad  # BackPACK's rule multiplies all pairs of positions
         with contextlib.suppress(ValueError):  # BackPACK has its own rule
             ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=lean)
-    for i, t in enumerate(call.inputs()):
-        setattr(module, f"input{i}", t)
+    module.input0 = inputs[0]
     module.output = gradient  # first-order rules only read its shape
     try:
         hook_run_extensions(module, (), (gradient,))
@@ -172,7 +174,8 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
         memory_cleanup(module)
 
 
-_run_tied = functools.partial(_run, tied=True)
+def _run_tied(call: Call, gradient: Tensor) -> None:
+    _run(call, gradient, tied=True)
 
 
 class _Sums:

@@ -37,7 +37,7 @@ from revzoo.core.capture import Call, capture, waiting
 from revzoo.layers.per_sample import (
     own_parameters,
     per_sample_gradients,
-    refuse_mixing,
+    refuse_unsupported,
     squared_norms,
     trainable,
 )
@@ -62,6 +62,13 @@ def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> 
     return {parameters[name]: g for name, g in found.items()}
 
 
+def _keeps_rules(layer: nn.Module) -> bool:
+    """Whether Opacus' own rules for the layer are the right ones, and the better ones."""
+    if type(layer) is nn.Embedding:
+        return layer.padding_idx is None  # the rules do not know of it
+    return type(layer).__module__.startswith("opacus.")
+
+
 class _OnReplays:
     """Overrides for Opacus' classes that hook into layers."""
 
@@ -78,18 +85,16 @@ class _OnReplays:
             raise ValueError("this model has Opacus' hooks already: call remove_hooks() before")
         self._owners: dict[nn.Parameter, list[nn.Module]] = {}
         self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
+        self.NORM_SAMPLERS = dict(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
         handles = []
-        for name, module in self._module.named_modules():
+        for module in self._module.modules():
             if not trainable(module):
                 continue
-            if getattr(module, "padding_mode", "zeros") != "zeros":
-                raise ValueError(
-                    f"{name!r} pads with padding_mode={module.padding_mode!r}, Opacus computes "
-                    "with 'zeros': pad before the convolution"
-                )
             for p in own_parameters(module).values():
                 self._owners.setdefault(p, []).append(module)
-            self.GRAD_SAMPLERS.setdefault(type(module), _gradients)
+            if not _keeps_rules(module):
+                self.GRAD_SAMPLERS[type(module)] = _gradients
+                self.NORM_SAMPLERS[type(module)] = _norms
             handles.append(capture(module, self._on_gradient))
         self._module.autograd_grad_sample_hooks = handles  # type: ignore[assignment]
         self.autograd_grad_sample_hooks = handles
@@ -129,7 +134,22 @@ class _Hooks(_OnReplays, GradSampleHooks):  # type: ignore[misc]
     pass
 
 
-class _GhostHooks(_OnReplays, GradSampleHooksFastGradientClipping):  # type: ignore[misc]
+class _Ghost(_OnReplays):
+    trainable_parameters: list[nn.Parameter]
+
+    def get_norm_sample(self) -> Tensor:
+        """Refuse norms that lack a parameter, or have one of an earlier step."""
+        now = {p for p in self._module.parameters() if p.requires_grad}
+        if now != set(self.trainable_parameters):
+            raise ValueError(
+                "parameters were frozen or unfrozen after make_private, so the norms would lack "
+                "some: call cleanup() and make_private again"
+            )
+        norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
+        return norms
+
+
+class _GhostHooks(_Ghost, GradSampleHooksFastGradientClipping):  # type: ignore[misc]
     pass
 
 
@@ -137,7 +157,7 @@ class _Module(_OnReplays, GradSampleModule):  # type: ignore[misc]
     pass
 
 
-class _GhostModule(_OnReplays, GradSampleModuleFastGradientClipping):  # type: ignore[misc]
+class _GhostModule(_Ghost, GradSampleModuleFastGradientClipping):  # type: ignore[misc]
     pass
 
 
@@ -204,7 +224,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
         wrap_model: bool = True,
         **options: Any,
     ) -> Any:
-        refuse_mixing(module)
+        refuse_unsupported(module)
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
         if kind is None or isinstance(module, AbstractGradSampleModule):
             return super()._prepare_model(

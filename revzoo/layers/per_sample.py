@@ -12,7 +12,8 @@ NOTE [ Norms without gradients ]
     This is cheaper if ``2 T^2 <= O I`` (Z. Bu, J. Mao, S. Xu, "Scalable and Efficient Training of
     Large Convolutional Neural Networks with Differential Privacy", NeurIPS 2022, arXiv 2205.10683,
     section 4). A convolution is a linear layer on the unfolded image: T is the number of pixels, I
-    the channels times the size of the kernel.
+    the channels times the size of the kernel. On many places, the gradient of the weight itself is
+    cheaper: a convolution of all samples side by side.
 
 Shapes: N samples, I and O input and output features, T places.
 """
@@ -26,13 +27,18 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, vjp, vmap
 from torch.nn import functional
+from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrize import ParametrizationList
+
+from revzoo.layers.batchnorm import InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
 
-# Most values of an unfolded input at a time: 4 MiB in float32. Samples are independent, so larger
-# batches are processed in parts; parts of 16 MiB took as long.
-UNFOLDED = 2**20
+# Samples are independent, so norms are computed for a part of the batch at a time. Its temporary
+# tensors are as large as the input of the layer, or have this many values: 1 MiB in float32.
+LARGEST = 2**18
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -45,24 +51,48 @@ def trainable(module: nn.Module) -> bool:
     return any(p.requires_grad for p in own_parameters(module).values())
 
 
-def mixing_layers(model: nn.Module) -> list[str]:
-    """Names of the layers whose output for a sample depends on other samples."""
-    return [name for name, m in model.named_modules() if mixes_samples(m)]
-
-
 def mixes_samples(module: nn.Module) -> bool:
     """Whether ``module`` is a batch normalisation that uses the statistics of the batch."""
+    if isinstance(module, InvertibleBatchNorm):
+        return module.training
     return isinstance(module, _BatchNorm) and (module.training or module.running_mean is None)
 
 
-def refuse_mixing(model: nn.Module) -> None:
-    """Raise a ValueError if a layer mixes the samples of a batch."""
-    if names := mixing_layers(model):
-        raise ValueError(
-            f"{names[0]!r} is a batch normalisation in training, one of {len(names)}: each output "
-            "depends on all samples of the batch, so there are no per-sample gradients. Create the "
-            'model with norm="group" (model.norm=group), or call eval() on these layers'
+def refuse_unsupported(model: nn.Module) -> None:
+    """Raise a ValueError if a layer mixes samples, or the rules cannot see its parameters' use."""
+    for name, module in model.named_modules():
+        if why := _why_unsupported(module):
+            raise ValueError(f"{(name or type(model).__name__)!r} {why}")
+
+
+def _why_unsupported(module: nn.Module) -> str | None:
+    if mixes_samples(module):
+        return (
+            "is a batch normalisation in training: each output depends on all samples of the "
+            "batch, so there are no per-sample gradients. Create the model with "
+            'norm="group" (model.norm=group), or call eval() on such layers'
         )
+    if isinstance(module, _InstanceNorm) and module.training and module.track_running_stats:
+        return (
+            "keeps running statistics of all samples, which no clipping bounds: set "
+            "track_running_stats=False"
+        )
+    if getattr(module, "scale_grad_by_freq", False):
+        return "divides gradients by counts over the batch: set scale_grad_by_freq=False"
+    if isinstance(module, nn.MultiheadAttention) and trainable(module):
+        return (
+            "is a nn.MultiheadAttention, which uses the weights of its out_proj without a call of "
+            "it: use linear layers and torch.nn.functional.scaled_dot_product_attention"
+        )
+    own, tensors = module._parameters, [n for n, t in vars(module).items() if isinstance(t, Tensor)]
+    computed = any(f"{n}_g" in own or f"{n}_orig" in own for n in tensors)  # torch.nn.utils' names
+    if computed or (isinstance(module, ParametrizationList) and trainable(module)):
+        return (
+            "computes a weight from its parameters outside its forward (weight or spectral "
+            "normalisation, pruning, a parametrization): remove that first, for example with "
+            "torch.nn.utils.parametrize.remove_parametrizations"
+        )
+    return None
 
 
 def per_sample_gradients(
@@ -79,7 +109,7 @@ def per_sample_gradients(
         By the parameter's name, ``(N, *parameter.shape)``.
 
     Raises:
-        ValueError: ``module`` is a batch normalisation in training.
+        ValueError: ``module`` mixes samples, or computes its weight outside its forward.
 
     Example:
         >>> from revzoo.layers.per_sample import per_sample_gradients
@@ -88,7 +118,7 @@ def per_sample_gradients(
         >>> g["weight"].shape, g["bias"].shape
         (torch.Size([5, 2, 3]), torch.Size([5, 2]))
     """
-    refuse_mixing(module)
+    refuse_unsupported(module)
     if not len(gradient):
         needed = own_parameters(module).items()
         return {name: gradient.new_empty(0, *p.shape) for name, p in needed if p.requires_grad}
@@ -96,10 +126,8 @@ def per_sample_gradients(
         return _RULES.get(type(module), _any)(module, inputs, gradient)
     found = {}
     if module.weight.requires_grad:
-        parts = [
-            torch.einsum("ngto,ngti->ngoi", g, a) for a, g in _factors(module, inputs[0], gradient)
-        ]
-        found["weight"] = torch.cat(parts).view(-1, *module.weight.shape)
+        x = inputs[0].to(gradient.dtype)  # autocast
+        found["weight"] = _weight_gradients(module, x, gradient)
     if _needs(module.bias):
         found["bias"] = _places(module, gradient).sum(2).flatten(1)
     return found
@@ -107,15 +135,15 @@ def per_sample_gradients(
 
 def squared_norms(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
     """The squared norm of each gradient that :func:`per_sample_gradients` returns, ``(N,)``."""
-    refuse_mixing(module)
+    refuse_unsupported(module)
+    gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # squares overflow
     if not _is_product(module) or not len(gradient):
         gradients = per_sample_gradients(module, inputs, gradient)
         return {name: g.flatten(1).square().sum(1) for name, g in gradients.items()}
     found = {}
     if module.weight.requires_grad:
-        found["weight"] = torch.cat(
-            [_squared_norm(a, g) for a, g in _factors(module, inputs[0], gradient)]
-        )
+        x = inputs[0].to(gradient.dtype)
+        found["weight"] = torch.cat([*_squared_norms_of_weight(module, x, gradient)])
     if _needs(module.bias):
         found["bias"] = _places(module, gradient).sum(2).flatten(1).square().sum(1)
     return found
@@ -126,25 +154,58 @@ def _needs(p: Tensor | None) -> bool:
 
 
 def _is_product(module: Any) -> TypeGuard[Any]:
-    """Whether the weight's gradient is a product of two factors (G groups of channels)."""
-    if type(module) is nn.Linear:
-        return True
-    return type(module) in (nn.Conv1d, nn.Conv2d) and module.padding_mode == "zeros"
+    """Whether the weight's gradient is a product of input and output gradient."""
+    return type(module) in (nn.Linear, *_CONV_WEIGHT)
 
 
-def _factors(module: Any, x: Tensor, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """``a (N, G, T, I / G)`` and ``g (N, G, T, O / G)``, of a part of the batch at a time."""
-    x = x.to(gradient.dtype)  # autocast
-    a, g = module.weight[0].numel(), gradient[0].numel() // len(module.weight)  # inputs, places
-    unfolded = a * g * getattr(module, "groups", 1)
-    step = max(1, UNFOLDED // unfolded)
+_CONV_WEIGHT: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.Conv1d: conv1d_weight,
+    nn.Conv2d: conv2d_weight,
+    nn.Conv3d: conv3d_weight,
+}
+
+
+def _weight_gradients(module: Any, x: Tensor, gradient: Tensor) -> Tensor:
+    """``(N, *weight.shape)``."""
+    n = len(x)
+    if isinstance(module, nn.Linear) or _few_places(module, gradient):
+        a, g = _inputs_by_place(module, x), _places(module, gradient)
+        return (g.mT @ a).view(n, *module.weight.shape)
+    # samples side by side as groups of channels (G. Rochette, A. Manoel, E. W. Tramel, "Efficient
+    # Per-Example Gradient Computations in Convolutional Neural Networks", 2019, arXiv 1912.06015)
+    x = _padded(module, x)
+    weights = _CONV_WEIGHT[type(module)](
+        x.reshape(1, -1, *x.shape[2:]),
+        (n * module.out_channels, *module.weight.shape[1:]),
+        gradient.reshape(1, -1, *gradient.shape[2:]),
+        stride=module.stride,
+        dilation=module.dilation,
+        groups=n * module.groups,
+    )
+    return weights.view(n, *module.weight.shape)
+
+
+def _squared_norms_of_weight(module: Any, x: Tensor, gradient: Tensor) -> Iterator[Tensor]:
+    """The squared norms ``(N,)``, of a part of the batch at a time."""
+    weight, groups = module.weight, getattr(module, "groups", 1)
+    width, places = weight[0].numel(), gradient[0].numel() // len(weight)
+    pairs = _few_places(module, gradient)
+    size = groups * places * max(width, places) if pairs else weight.numel()
+    step = max(1, max(LARGEST, x.numel()) // size)
     for i in range(0, len(x), step):
-        part = x[i : i + step]
-        if isinstance(module, nn.Linear):
-            a = part.reshape(len(part), 1, -1, module.in_features)
+        a, g = x[i : i + step], gradient[i : i + step]
+        if pairs:
+            a, g = _inputs_by_place(module, a), _places(module, g)
+            yield ((g @ g.mT) * (a @ a.mT)).sum((1, 2, 3)).clamp(min=0)
         else:
-            a = _grouped(module, _unfold(module, part))
-        yield a, _places(module, gradient[i : i + step])
+            yield _weight_gradients(module, a, g).flatten(1).square().sum(1)
+
+
+def _few_places(module: Any, gradient: Tensor) -> bool:
+    """Whether products of places are cheaper; torch unfolds images only."""
+    weight, groups = module.weight, getattr(module, "groups", 1)
+    places = gradient[0].numel() // len(weight)
+    return 2 * places**2 <= weight.numel() // groups and not isinstance(module, nn.Conv3d)
 
 
 def _places(module: Any, gradient: Tensor) -> Tensor:
@@ -154,28 +215,26 @@ def _places(module: Any, gradient: Tensor) -> Tensor:
     return _grouped(module, gradient.flatten(2))
 
 
-def _grouped(conv: nn.Conv1d | nn.Conv2d, t: Tensor) -> Tensor:
+def _inputs_by_place(module: Any, x: Tensor) -> Tensor:
+    """What the weight meets at each place, ``(N, G, T, I / G)``."""
+    if isinstance(module, nn.Linear):
+        return x.reshape(len(x), 1, -1, module.in_features)
+    x = _padded(module, x)
+    sizes: Any = (module.kernel_size, module.dilation, module.stride)
+    if isinstance(module, nn.Conv1d):  # an image of one row
+        x, sizes = x.unsqueeze(2), tuple((1, *t) for t in sizes)
+    kernel, dilation, stride = sizes
+    return _grouped(module, functional.unfold(x, kernel, dilation=dilation, stride=stride))
+
+
+def _grouped(conv: Any, t: Tensor) -> Tensor:
     """``(N, G * C, T)`` as ``(N, G, T, C)``."""
     return t.reshape(len(t), conv.groups, -1, t.shape[-1]).mT
 
 
-def _unfold(conv: nn.Conv1d | nn.Conv2d, x: Tensor) -> Tensor:
-    """The pixels under the kernel at each place, ``(N, I * kernel, T)``."""
-    x = functional.pad(x, conv._reversed_padding_repeated_twice)
-    if isinstance(conv, nn.Conv1d):  # an image of one row
-        sizes: Any = ((1, *t) for t in (conv.kernel_size, conv.dilation, conv.stride))
-        x = x.unsqueeze(2)
-    else:
-        sizes = (conv.kernel_size, conv.dilation, conv.stride)
-    kernel, dilation, stride = sizes
-    return functional.unfold(x, kernel, dilation=dilation, stride=stride)
-
-
-def _squared_norm(a: Tensor, g: Tensor) -> Tensor:
-    places, width = a.shape[2:]
-    if 2 * places**2 <= width * g.shape[3]:  # NOTE [ Norms without gradients ]
-        return ((g @ g.mT) * (a @ a.mT)).sum((1, 2, 3)).clamp(min=0)
-    return (g.mT @ a).square().sum((1, 2, 3))
+def _padded(conv: Any, x: Tensor) -> Tensor:
+    mode = "constant" if conv.padding_mode == "zeros" else conv.padding_mode
+    return functional.pad(x, conv._reversed_padding_repeated_twice, mode=mode)
 
 
 def _group_norm(module: nn.GroupNorm, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
@@ -204,16 +263,37 @@ _RULES: dict[type[nn.Module], Callable[[Any, Sequence[Tensor], Tensor], Gradient
 }
 
 
+class _Bare(nn.Module):
+    """A layer without its hooks: its inputs and output are captured inside them."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *inputs: Tensor) -> Any:
+        return self.layer.forward(*inputs)
+
+
 def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
     """Any layer: a vectorised evaluation of the layer per sample."""
-    needed = {name: p.detach() for name, p in own_parameters(module).items() if p.requires_grad}
+    parameters = own_parameters(module)
+    dtype = (
+        gradient.dtype
+    )  # under autocast, inputs and gradient may have fewer bits than parameters
+    for p in parameters.values():
+        dtype = torch.promote_types(dtype, p.dtype)
+    inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]
+    needed = {name: p.detach().to(dtype) for name, p in parameters.items() if p.requires_grad}
+    bare = _Bare(module)
 
     def of_sample(sample: Sequence[Tensor], g: Tensor) -> Gradients:
-        def run(parameters: Gradients) -> Tensor:
+        def run(needed: Gradients) -> Tensor:
             batch = tuple(t.unsqueeze(0) for t in sample)
-            output = functional_call(module, parameters, batch)
+            values = {f"layer.{name}": p for name, p in needed.items()}
+            # a tied parameter of a layer inside is that layer's
+            output = functional_call(bare, values, batch, tie_weights=False)
             return output if isinstance(output, Tensor) else output[0]
 
         return vjp(run, needed)[1](g.unsqueeze(0))[0]
 
-    return vmap(of_sample)(list(inputs), gradient)
+    return vmap(of_sample)(inputs, gradient.to(dtype))

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
@@ -29,7 +30,7 @@ from revzoo.core.capture import Call, capture, waiting
 from revzoo.layers.per_sample import (
     own_parameters,
     per_sample_gradients,
-    refuse_mixing,
+    refuse_unsupported,
     squared_norms,
     trainable,
 )
@@ -42,13 +43,13 @@ class SampleNorms:
         collecting: whether backward passes count; False at first.
 
     Raises:
-        ValueError: in a backward pass, if a layer mixes samples.
+        ValueError: in a backward pass, if a layer mixes samples or counts others.
 
     Example:
         >>> from revzoo.training.sample_gradients import SampleNorms
         >>> model = revzoo.create_model("revnet38", norm="group")
         >>> norms = SampleNorms(model)
-        >>> norms.collecting = True
+        >>> norms.start()
         >>> model(torch.randn(2, 3, 32, 32)).logsumexp(1).sum().backward()
         >>> norms.take().shape
         torch.Size([2])
@@ -71,6 +72,11 @@ class SampleNorms:
         """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
+
+    def start(self) -> None:
+        """Collect, without what an interrupted backward pass left."""
+        self._forget()
+        self.collecting = True
 
     def take(self) -> Tensor:
         """The squared norms ``(B,)`` since the last call, in the gradients' own precision.
@@ -100,6 +106,12 @@ class SampleNorms:
             return
         if self._total is None:
             self._total = gradient.new_zeros(len(gradient))
+        if len(gradient) != len(self._total):
+            name = next(n for n, m in self.model.named_modules() if m is module)
+            raise ValueError(
+                f"{name!r} returned {len(gradient)} rows for {len(self._total)} samples: keep the "
+                "samples along dimension 0 of each layer with parameters"
+            )
         parameters = own_parameters(module)
         if any(self._several(p) for p in parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
@@ -128,6 +140,7 @@ class ClippedGradients:
 
     Raises:
         ValueError: in a forward pass, if a layer mixes samples.
+        TypeError: in a forward pass, if the input is not floating-point.
 
     Example:
         >>> from revzoo.training.sample_gradients import ClippedGradients
@@ -162,7 +175,12 @@ class ClippedGradients:
     def _before(self, model: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         if not (model.training and torch.is_grad_enabled()):
             return None
-        refuse_mixing(model)
+        refuse_unsupported(model)
+        if not args[0].is_floating_point():
+            raise TypeError(
+                f"{type(model).__name__} got {args[0].dtype}, expected floating-point images: the "
+                "norms come from a backward pass to them"
+            )
         self._images = args[0].detach().requires_grad_()  # for the first pass
         return (self._images, *args[1:])
 
@@ -176,7 +194,10 @@ class ClippedGradients:
     def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
         """Each sample's weight ``(B,)``; it also replaces the divisor B of the mean by ``size``."""
         count = len(gradient)
-        self._sums.collecting = True
+        if not count:
+            self.norms = gradient.new_zeros(0)
+            return self.norms
+        self._sums.start()
         try:
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)
             norms = self._sums.take().clamp(min=0).sqrt() * count
@@ -196,6 +217,7 @@ class _Weighted(torch.autograd.Function):
         return logits.view_as(logits)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         weights = ctx.weights(GradientEdge(*ctx.next_functions[0]), ctx.images, gradient)
         return gradient * weights.view(-1, *[1] * (gradient.dim() - 1)), None, None

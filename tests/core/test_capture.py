@@ -1,6 +1,7 @@
 """Inputs and output gradients of layers, captured on the replay instead of the forward pass."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -183,3 +184,44 @@ def test_memory_is_that_of_the_network_alone(mode):
         return memory.peak
 
     assert peak(True) - peak(False) <= 512 * 64 * 4
+
+
+def test_hooks_of_the_user_that_change_inputs_and_output():
+    linear = nn.Linear(2, 2)
+    linear.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    linear.register_forward_hook(lambda m, args, out: out * 3)
+    got = []
+    watch(linear, got)
+    linear(torch.ones(1, 2)).sum().backward()
+    ((_, (x,), g),) = got
+    assert torch.equal(x, torch.full((1, 2), 2.0))
+    assert torch.equal(g, torch.full((1, 2), 3.0))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m, x: m(input1=x, input2=x),
+        lambda m, x: m(x, input2=x),
+        lambda m, x: m(x, [x]),
+    ],
+)
+def test_arguments_that_are_no_positional_tensors_are_refused(call):
+    """A rule would leave them out."""
+    bilinear = nn.Bilinear(2, 2, 2)
+    bilinear.forward = lambda input1, input2: (input1 + torch.as_tensor(0.0)) * bilinear.bias
+    capture(bilinear, lambda call, g: None)
+    with pytest.raises(TypeError, match="expected tensors by position"):
+        call(bilinear, torch.ones(1, 2))
+    bilinear.requires_grad_(False)
+    call(bilinear, torch.ones(1, 2))
+
+
+def test_a_captured_module_is_copied_and_pickled():
+    net = twin(linear_net(), "invert")
+    handle = capture(net, print)
+    kept = net(images().flatten(1)[:, :8])
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        (hook,) = other._forward_hooks.values()
+        assert (hook.on_gradient, hook.id, len(hook.calls)) == (print, handle.id, 0)
+    del kept

@@ -1,6 +1,7 @@
 """BackPACK's first-order extensions on reversible networks, against a loop over samples."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -203,3 +204,50 @@ def test_inputs_of_one_branch_at_most_are_alive():
     stream = 512 * 64 * 4
     assert peak(8, "invert") - peak(4, "invert") < stream
     assert peak(8, "store") - peak(4, "store") >= 4 * 2 * 2 * stream
+
+
+class Product(nn.Module):
+    """A layer of two inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4))
+
+    def forward(self, x, other):
+        return x * self.weight * other
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (lambda: nn.Conv2d(2, 3, (1, 3), padding="same"), (3, 2, 4, 4)),
+        (lambda: nn.Conv1d(2, 4, 3, padding="same", dilation=3, groups=2), (3, 2, 9)),
+        (Product, (3, 4)),
+    ],
+)
+def test_layers_whose_rules_in_backpack_are_wrong_or_fail(layer, shape):
+    torch.manual_seed(0)
+    layer, x = layer().double(), torch.randn(shape, dtype=torch.float64)
+    inputs = (x, x.sin()) if isinstance(layer, Product) else (x,)
+    rows = []
+    for i in range(3):
+        loss = layer(*(t[i : i + 1] for t in inputs)).square().sum()
+        rows.append(torch.autograd.grad(loss, layer.parameters()))
+    extend(layer)
+    with backpack(*(ext() for ext in EXTENSIONS)):
+        layer(*inputs).square().sum().backward()
+    names = [n for n, _ in layer.named_parameters()]
+    assert_equals_loop(
+        layer, {n: torch.stack(g) for n, g in zip(names, zip(*rows, strict=True), strict=True)}
+    )
+
+
+def test_a_pickled_model_stays_extended_once():
+    net, (x, labels) = extend(tied_network("invert")), tied_batch()
+    loop = looped(net, x, labels)
+    other = extend(pickle.loads(pickle.dumps(net)))
+    with backpack(*(ext() for ext in EXTENSIONS)):
+        summed_loss(other, x, labels).backward()
+    assert_equals_loop(other, loop)
+    remove(other)
+    assert not any(m._forward_hooks or m._forward_hooks_with_kwargs for m in other.modules())

@@ -12,8 +12,7 @@ from revzoo.profiling.live import LiveMemory
 
 pytest.importorskip("opacus")
 
-from opacus.grad_sample import GradSampleHooks
-
+from revzoo.integrations import opacus as integration
 from revzoo.integrations.opacus import PrivacyEngine
 
 pytestmark = pytest.mark.filterwarnings(
@@ -197,17 +196,51 @@ def test_batch_normalisation_is_refused_with_a_remedy():
         private(revzoo.create_model("revnet38"))
 
 
-def test_other_paddings_are_refused():
-    with pytest.raises(ValueError, match="padding_mode='reflect'"):
-        private(nn.Sequential(nn.Conv2d(3, 3, 3, padding_mode="reflect"), nn.Flatten()))
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+def test_layers_whose_rules_in_opacus_are_wrong_or_fail(sampling):
+    """Other paddings than zeros, the padding index of embeddings, LayerNorm without bias."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")
+            self.embed = nn.Embedding(3, 4, padding_idx=1)
+            self.norm = nn.LayerNorm(4, bias=False)
+            self.fc = nn.Linear(4, 5)
+
+        def forward(self, x):
+            classes = x.detach()[:, 0].flatten(1).sign().long() + 1
+            classes[:, 0] = 1
+            x = self.conv(x).flatten(2).mT + self.embed(classes)
+            return self.fc(self.norm(x).sin().sum(1))
+
+    torch.manual_seed(0)
+    net = Net().double()
+    images, labels = batch()
+    loop = looped(net, images, labels)
+    model, optimizer, criterion = private(net, sampling)
+    criterion(model(images), labels).backward()
+    optimizer.pre_step()
+    for n, p in net.named_parameters():
+        assert_close(p.grad, clipped_mean(loop)[n], n)
+
+
+def test_parameters_unfrozen_later_are_refused():
+    """Their gradients would be in the step, and not in the norms."""
+    net = network("revnet38", "invert")
+    net.stem.requires_grad_(False)
+    model, _, criterion = private(net, "ghost")
+    net.stem.requires_grad_(True)
+    images, labels = batch()
+    with pytest.raises(ValueError, match="unfrozen after make_private"):
+        criterion(model(images), labels).backward()
 
 
 def test_ghost_clipping_of_convolutions_and_norms_makes_no_gradients(monkeypatch):
     def refuse(*_):
         raise AssertionError("gradients of samples")
 
-    for kind in (nn.Conv2d, nn.GroupNorm, nn.Linear):
-        monkeypatch.setitem(GradSampleHooks.GRAD_SAMPLERS, kind, refuse)
+    monkeypatch.setattr(integration, "per_sample_gradients", refuse)
     model, _, criterion = private(network("revnet38", "exact"), "ghost")
     images, labels = batch()
     criterion(model(images), labels).backward()

@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrizations, prune
 
+import revzoo
 from revzoo.layers import per_sample
-from revzoo.layers.per_sample import per_sample_gradients, squared_norms
+from revzoo.layers.per_sample import per_sample_gradients, refuse_unsupported, squared_norms
+from revzoo.profiling.live import LiveMemory
 
 
 class Scaled(nn.Module):
@@ -70,10 +73,10 @@ def looped(layer, x, gradient):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize("unfolded", [2**20, 300])
-def test_gradients_and_norms_equal_a_loop(name, unfolded, monkeypatch):
-    """Also where a batch is cut into parts, to bound the memory of unfolding."""
-    monkeypatch.setattr(per_sample, "UNFOLDED", unfolded)
+@pytest.mark.parametrize("largest", [2**18, 1])
+def test_gradients_and_norms_equal_a_loop(name, largest, monkeypatch):
+    """Also where a batch is cut into parts, to bound its memory."""
+    monkeypatch.setattr(per_sample, "LARGEST", largest)
     layer, x, gradient = setting(name)
     expected = looped(layer, x, gradient)
     gradients = per_sample_gradients(layer, [x], gradient)
@@ -99,3 +102,74 @@ def test_frozen_parameters_get_none_and_empty_batches_work(name):
 def test_a_batch_normalisation_in_training_is_refused():
     with pytest.raises(ValueError, match='norm="group"'):
         squared_norms(nn.BatchNorm2d(3), [torch.ones(2, 3, 4, 4)], torch.ones(2, 3, 4, 4))
+
+
+def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
+    """The rules would take it for the parameter: norms of another gradient."""
+    with pytest.warns(FutureWarning):
+        normed = nn.utils.weight_norm(nn.Linear(3, 3))
+    pruned = prune.random_unstructured(nn.Linear(3, 3), "weight", amount=0.5)
+    parametrized = parametrizations.weight_norm(nn.Linear(3, 3))
+    for layer in (normed, pruned, parametrized):
+        with pytest.raises(ValueError, match="remove_parametrizations"):
+            squared_norms(layer, [torch.ones(2, 3)], torch.ones(2, 3))
+    layer = nn.Linear(3, 3)
+    layer.last_output = layer(torch.ones(2, 3))  # no parameter
+    squared_norms(layer, [torch.ones(2, 3)], torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        (nn.InstanceNorm2d(3, affine=True, track_running_stats=True), "track_running_stats=False"),
+        (nn.Embedding(3, 3, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
+        (nn.MultiheadAttention(4, 2), "out_proj"),
+        (revzoo.InvertibleBatchNorm(4), 'norm="group"'),
+    ],
+)
+def test_layers_without_gradients_of_samples_are_refused(layer, message):
+    with pytest.raises(ValueError, match=message):
+        refuse_unsupported(nn.Sequential(layer))
+
+
+def test_hooks_of_the_user_run_around_the_layer_not_inside():
+    """A hook that changes inputs does not change them again."""
+    layer = nn.PReLU(3).double()
+    layer.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+    x = -torch.rand(2, 3, dtype=torch.float64)
+    gradient = per_sample_gradients(layer, [x], torch.ones_like(x))["weight"]
+    torch.testing.assert_close(gradient, x)
+
+
+def test_squares_of_half_precision_do_not_overflow():
+    layer, x = nn.Linear(3, 3), torch.full((2, 3), 200.0, dtype=torch.float16)
+    norms = squared_norms(layer, [x], x)
+    assert torch.equal(norms["weight"], torch.full((2,), 9 * 200.0**4))
+    assert torch.equal(norms["bias"], torch.full((2,), 3 * 200.0**2))
+
+
+def test_autocast_leaves_inputs_of_fewer_bits():
+    layer, x = nn.PReLU(3), -torch.rand(2, 3).bfloat16()
+    gradient = per_sample_gradients(layer, [x], torch.ones_like(x))["weight"]
+    torch.testing.assert_close(gradient, x.float())
+
+
+@pytest.mark.parametrize(
+    ("layer", "shape"),
+    [
+        (nn.Linear(64, 64), (16, 1024, 64)),
+        (nn.Linear(512, 512), (64, 512)),
+        (nn.Conv2d(32, 32, 3, padding=1), (16, 32, 32, 32)),
+        (nn.Conv2d(64, 64, 3, padding=1, groups=64), (16, 64, 16, 16)),
+        (nn.Conv2d(128, 128, 3, padding=1), (16, 128, 8, 8)),
+        (nn.Conv2d(3, 192, 8, 8), (64, 3, 64, 64)),
+        (nn.Conv3d(8, 8, 3, padding=1), (8, 8, 16, 16, 16)),
+    ],
+)
+def test_norms_hold_no_more_than_twice_the_input(layer, shape):
+    """Where the gradients of all samples have up to 64 MiB."""
+    x = torch.randn(shape)
+    gradient = torch.randn_like(layer(x).detach())
+    with LiveMemory() as memory:
+        squared_norms(layer, [x], gradient)
+    assert memory.peak <= 2 * max(x.nbytes, 2**20)

@@ -1,5 +1,8 @@
 """Norms of samples' gradients, and clipping inside one backward pass, against a loop."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
@@ -137,3 +140,90 @@ def test_nothing_is_left_of_a_graph():
         del loss
     assert left < images.nbytes
     assert memory.now < images.nbytes
+
+
+def test_an_interrupted_backward_pass_leaves_nothing_behind():
+    """Its norms would be added to the next batch's."""
+    net = network("revnet38", "exact")
+    images, labels = batch()
+    loop = looped(net, images, labels)
+    clipped = ClippedGradients(net, CLIP)
+
+    def interrupt(gradient):
+        raise KeyboardInterrupt
+
+    hook = net.stages[0].register_forward_hook(
+        lambda m, args, out: out[0].register_hook(interrupt) and None
+    )
+    with pytest.raises(KeyboardInterrupt):
+        functional.cross_entropy(net(images), labels).backward()
+    hook.remove()
+    net.zero_grad()
+    functional.cross_entropy(net(images), labels).backward()
+    torch.testing.assert_close(clipped.norms, norms_of(loop), rtol=1e-10, atol=1e-10)
+
+
+def test_rows_that_are_no_samples_are_refused():
+    """A sum over them would take one row as each sample's, or one sample's for another's."""
+
+    class Constant(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.outer = nn.Linear(2, 2), nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.outer(x + self.inner(torch.ones(1, 2)))
+
+    net = Constant()
+    norms = SampleNorms(net)
+    norms.start()
+    with pytest.raises(ValueError, match="'inner' returned 1 rows for 3 samples"):
+        net(torch.ones(3, 2)).sum().backward()
+
+
+def test_second_derivatives_and_indices_are_refused():
+    """The weights' own derivative would be missing; indices have no gradient."""
+    net = nn.Linear(2, 2)
+    ClippedGradients(net, CLIP)
+    loss = net(torch.ones(3, 2)).square().mean()
+    (g,) = torch.autograd.grad(loss, [net.weight], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+    with pytest.raises(TypeError, match=r"torch\.int64, expected floating-point"):
+        net(torch.ones(3, 2, dtype=torch.int64))
+
+
+def test_an_empty_batch_has_no_norms():
+    net = nn.Linear(2, 2)
+    clipped = ClippedGradients(net, CLIP)
+    net(torch.ones(0, 2)).sum().backward()
+    assert clipped.norms.shape == (0,)
+    assert not net.weight.grad.any()
+
+
+def test_a_copy_and_a_pickle_clip_by_themselves():
+    net = network("revnet38", "exact")
+    images, labels = batch()
+    loop = looped(net, images, labels)
+    ClippedGradients(net, CLIP)
+    for other in (copy.deepcopy(net), pickle.loads(pickle.dumps(net)), net):
+        functional.cross_entropy(other(images), labels).backward()
+        assert_clipped(other, loop, 3)
+
+
+def test_the_first_pass_leaves_no_activations():
+    """A step of clipping peaks near an ordinary step; the kept graph holds no slot's value."""
+
+    def peak(clipping):
+        net = network("revnet38", "exact")
+        images, labels = batch(16, 16)
+        if clipping:
+            kept.append(ClippedGradients(net, CLIP))
+        functional.cross_entropy(net(images), labels).backward()
+        net.zero_grad()
+        with LiveMemory() as memory:
+            functional.cross_entropy(net(images), labels).backward()
+        return memory.peak - sum(p.nbytes for p in net.parameters())
+
+    kept = []
+    assert peak(clipping=True) < 1.5 * peak(clipping=False)

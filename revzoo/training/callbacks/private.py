@@ -29,7 +29,7 @@ import torch
 from revzoo._checks import check_choice, check_number
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
-from revzoo.layers.per_sample import refuse_mixing
+from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_epoch
 from revzoo.training.sample_gradients import ClippedGradients
@@ -49,7 +49,8 @@ class PrivateTraining(RestoresAfterFit):
         epsilon: the budget that the whole run may spend.
         delta: the probability with which the guarantee may fail; below one over the images.
         max_grad_norm: C.
-        noise_multiplier: s; None for the smallest that keeps the budget.
+        noise_multiplier: s; None for the smallest that keeps the budget. A value of yours may
+            exceed the budget: ``private/epsilon`` says what is spent.
         accountant: ``"rdp"``; ``"prv"`` allows some 5 % less noise and takes a minute to find it.
 
     Raises:
@@ -77,6 +78,7 @@ class PrivateTraining(RestoresAfterFit):
             "delta": delta,
             "max_grad_norm": max_grad_norm,
             "accountant": accountant,
+            "noise_multiplier": noise_multiplier,
         }
         self.noise_multiplier = noise_multiplier
         self._given = noise_multiplier
@@ -99,7 +101,7 @@ class PrivateTraining(RestoresAfterFit):
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         _check(trainer, data)
         pl_module.model.train()
-        refuse_mixing(pl_module.model)
+        refuse_unsupported(pl_module.model)
         data.poisson = True
         self._history, self.noise_multiplier = [], self._given
         self._accountant = opacus.create_accountant(self.options["accountant"])
@@ -117,13 +119,17 @@ class PrivateTraining(RestoresAfterFit):
                 f"expected less than {1 / images:.1e}, since publishing one image at random would "
                 "satisfy it"
             )
-        if self.noise_multiplier is None:
+        self._accountant.history = [tuple(entry) for entry in self._history]
+        if self._given is None:
             steps = trainer.estimated_stepping_batches
             if steps == float("inf"):
                 raise ValueError(
                     "a run without an end has no budget: give trainer.max_epochs or "
                     "trainer.max_steps, or callbacks.private.noise_multiplier"
                 )
+            if self.noise_multiplier is not None:
+                self._refuse_overspending(int(steps) - trainer.global_step, sampler.rate)
+        if self.noise_multiplier is None:
             self.noise_multiplier = _quiet(
                 opacus.noise_for,
                 self.options["epsilon"],
@@ -132,7 +138,6 @@ class PrivateTraining(RestoresAfterFit):
                 steps=int(steps),
                 accountant=self.options["accountant"],
             )
-        self._accountant.history = [tuple(entry) for entry in self._history]
         expected = sampler.rate * images
 
         def size(count: int) -> float:
@@ -147,6 +152,19 @@ class PrivateTraining(RestoresAfterFit):
                 "private: noise multiplier %.4g, batches of %.0f images on average",
                 self.noise_multiplier,
                 expected,
+            )
+
+    def _refuse_overspending(self, steps: int, rate: float) -> None:
+        """A resumed run keeps its noise, so it must end where the first one planned to."""
+        before = list(self._accountant.history)
+        for _ in range(steps):
+            self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
+        end, self._accountant.history = self.spent(), before
+        if end > self.options["epsilon"] * (1 + 1e-6):
+            raise ValueError(
+                f"{steps} more steps with the noise of the checkpoint would spend epsilon "
+                f"{end:.4g}, expected at most callbacks.private.epsilon={self.options['epsilon']}: "
+                "resume with the epochs and the batch size that the run began with"
             )
 
     def on_before_optimizer_step(
@@ -190,9 +208,10 @@ class PrivateTraining(RestoresAfterFit):
         Raises:
             ValueError: the run has other options.
         """
-        if state_dict["options"] != self.options:
+        before = {"noise_multiplier": self.options["noise_multiplier"], **state_dict["options"]}
+        if before != self.options:
             raise ValueError(
-                f"callbacks.private is {self.options} now, {state_dict['options']} in the "
+                f"callbacks.private is {self.options} now, {before} in the "
                 "checkpoint: resume with the same options, or start a new run"
             )
         self._history = state_dict["history"]

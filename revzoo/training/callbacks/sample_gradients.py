@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from revzoo._checks import check_count, check_number
-from revzoo.layers.per_sample import refuse_mixing
+from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.callbacks.pictures import (
     COLUMNS,
@@ -72,7 +72,7 @@ class _ReadsNorms(RestoresAfterFit):
                 "expected 1"
             )
         pl_module.model.train()
-        refuse_mixing(pl_module.model)
+        refuse_unsupported(pl_module.model)
         self._norms = SampleNorms(pl_module.model)
 
     def on_train_batch_start(
@@ -80,7 +80,8 @@ class _ReadsNorms(RestoresAfterFit):
     ) -> None:
         assert self._norms is not None
         if trainer.global_step % self.every_n_steps == 0:
-            self._norms.collecting, self._batch = True, batch
+            self._norms.start()
+            self._batch = batch
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: Any, optimizer: torch.optim.Optimizer

@@ -110,6 +110,22 @@ def test_other_options_do_not_resume(tmp_path: Path) -> None:
         fit(tmp_path, resume=True, private={"max_grad_norm": 2.0})
 
 
+def test_a_resumed_run_does_not_exceed_the_budget(tmp_path: Path) -> None:
+    """Its noise is the one of the first run, which suits as many steps of the same rate."""
+    with pytest.raises(SystemExit):
+        fit(tmp_path, extra=(Stop(BATCHES + 1),))
+    with pytest.raises(
+        ValueError, match=r"more steps with the noise of the checkpoint would spend"
+    ):
+        fit(tmp_path, resume=True, data=Digits(batch_size=64))
+
+
+def test_a_resumed_run_keeps_its_noise(tmp_path: Path) -> None:
+    fit(tmp_path, max_epochs=1, private={"noise_multiplier": 1.0})
+    with pytest.raises(ValueError, match="resume with the same options"):
+        fit(tmp_path, resume=True, private={"noise_multiplier": 2.0})
+
+
 def test_a_step_is_the_clipped_sum_and_the_noise(tmp_path: Path) -> None:
     """With a rate of 1 and no noise, against gradients of a loop; with noise, its scale."""
 
