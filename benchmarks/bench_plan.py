@@ -10,26 +10,30 @@ shared cores, so a candidate's time is the minimum over the rounds; the quartile
 ``store`` in the same round show the spread. Three kinds of memory:
 
     predicted   the plan's ``peak_bytes``
-    counted     the peak of all tensors alive in a real step, counted (``revzoo.profiling.live``)
-    resident    the growth of the process's peak (VmHWM) in a step, plus the bytes before the step
+    counted     the peak of all tensors alive in a real step, counted (``revzoo.profiling.live``);
+                of compiled models the growth of this process
+    resident    the growth of the peak of a fresh process (VmHWM) in a step, plus the bytes before
+                the step; for plans and modes
 
 "checkpoint k" is ``torch.utils.checkpoint`` (non-reentrant) around each of the first k blocks of a
 network in mode ``store``. "torch budget b" is ``torch._functorch.config.activation_memory_budget``
 under ``torch.compile`` with the backend that partitions without generating code
-(``aot_eager_decomp_partition``), with ``--compiled``.
+(``aot_eager_decomp_partition``), with ``--compiled``. Plans invert in mode ``--inverting``; "auto"
+is planned for it, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import json
 import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from measure import MIB, environment, growth
+from measure import MIB, environment, growth, in_own_process
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -83,6 +87,8 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--compiled", type=float, nargs="*", default=[])
+    parser.add_argument("--inverting", default="invert")
+    parser.add_argument("--alone", type=json.loads, help="print the growth in this plan or mode")
     parser.add_argument("--csv", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
@@ -90,18 +96,26 @@ def main() -> None:
     model = revzoo.create_model(args.name)
     size = args.size or model.image_size
     images = torch.randn(args.batch, 3, size, size)
+    if args.alone:
+        run = step_of(model, images, lambda: planned(model, args.alone))
+        run()
+        print(growth(run))
+        return
     start = time.thread_time()
-    planner = Planner(model, tuple(images.shape))
+    planner = Planner(model, tuple(images.shape), inverting=args.inverting)
     planning = time.thread_time() - start
     candidates: dict[str, Step] = {}
     predicted: dict[str, tuple[int, float]] = {}
     budgets: dict[str, int] = {}
 
+    settings: dict[str, str] = {}
+
     def add(name: str, setting: object, peak: int, seconds: float) -> None:
+        settings[name] = json.dumps(setting if isinstance(setting, str) else dict(setting))
         candidates[name] = step_of(model, images, lambda: planned(model, setting))
         predicted[name] = peak, seconds
 
-    for mode in ("store", "recompute", "invert"):
+    for mode in ("store", "recompute", args.inverting):
         if (pure := planner.pure(mode)) is not None:
             add(mode, mode, pure.peak, pure.cost / 1e9)
     auto = planner.auto()
@@ -125,13 +139,18 @@ def main() -> None:
         run()  # compiles with this share
     base = sum(2 * p.nbytes for p in model.parameters()) + images.nbytes
     base += sum(b.nbytes for b in model.buffers())
-    counted, resident = {}, {}
+    counted: dict[str, int] = {}
+    resident: dict[str, int] = {}
     for name, run in candidates.items():
         run()
         with LiveMemory() as memory:
             run()
-        counted[name] = base + memory.peak
-        resident[name] = base + growth(run)
+        # the counter would run a compiled model as plain code
+        counted[name] = base + (growth(run) if name.startswith("torch") else memory.peak)
+    shape = ["--batch", str(args.batch), "--size", str(size)]
+    for name, setting in settings.items():
+        alone = in_own_process(__file__, [args.name, *shape, "--alone", setting])
+        resident[name] = base + int(alone)
     seconds: dict[str, list[float]] = {name: [] for name in candidates}
     device = torch.device("cpu")
     for _ in range(args.rounds):
@@ -150,7 +169,7 @@ def main() -> None:
                 "budget_mib": budgets[name] / MIB if name in budgets else None,
                 "predicted_mib": peak / MIB if peak else None,
                 "counted_mib": counted[name] / MIB,
-                "resident_mib": resident[name] / MIB,
+                "resident_mib": resident[name] / MIB if name in resident else None,
                 "predicted_seconds": expected,
                 "seconds": min(seconds[name]),
                 "over_store": min(seconds[name]) / min(seconds["store"]),
@@ -202,7 +221,7 @@ def draw(name: str, rows: list[dict], path: Path) -> None:
         if points:
             axes.plot(*zip(*sorted(points), strict=True), style, color=colour, label=label, ms=6)
     for row in rows:
-        if row["candidate"] in ("store", "recompute", "invert", "auto"):
+        if row["candidate"] in ("store", "recompute", "invert", "exact", "auto"):
             at = row["counted_mib"], row["over_store"]
             axes.plot(*at, "*" if row["candidate"] == "auto" else "x", color=GREY, ms=9, mew=2)
             axes.annotate(row["candidate"], at, xytext=(6, 6), textcoords="offset points")
