@@ -23,6 +23,13 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
+def check_module(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` is a module."""
+    if isinstance(value, type) or not hasattr(value, "named_modules"):
+        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+        raise TypeError(f"{name} is {what}: expected an nn.Module, such as create_model(NAME)")
+
+
 def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Raise a ValueError unless ``value`` is an integer >= ``least``."""
     if not is_count(value, least):

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from revzoo._checks import check_module
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
 from revzoo.core.invertible import State, Step, as_state, is_container, leaves, name_of, plain_call
@@ -192,6 +193,7 @@ def set_memory(
         >>> revzoo.set_memory(model.stages[2], "recompute")
         >>> revzoo.set_memory(model, {"stages.0": "exact", "stages.1": "store"})
     """
+    check_module("module", module)
     plan = {"": mode} if isinstance(mode, str) else dict(mode)
     chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]
     for each, steps in chosen:

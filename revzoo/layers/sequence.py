@@ -247,6 +247,8 @@ class ReversibleSequence(Invertible):
         for i, (_, step) in enumerate(items):
             if not isinstance(step, Step):
                 kind = type(step)
+                if isinstance(step, type):
+                    raise TypeError(f"step {i} is the class {step.__name__}: create it with (...)")
                 if hasattr(step, "inverse"):  # of another library, or compat.memcnn
                     raise TypeError(
                         f"step {i} is a {kind.__module__}.{kind.__name__}, expected a "

@@ -48,7 +48,7 @@ from torch.fx import GraphModule, Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from revzoo._checks import did_you_mean, is_count
+from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import (
     AUTO,
     Fixed,
@@ -285,6 +285,7 @@ def make_reversible(
         >>> net = revzoo.make_reversible(encoder, bits=4)
         >>> net(torch.randn(2, 5, 16)).sum().backward()
     """
+    check_module("model", model)
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
     if blocks is None:

@@ -381,6 +381,11 @@ class ImageNetwork(Saved, ABC):
             )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
+            if width == self.in_chans:
+                raise ValueError(
+                    f"Got images of shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W). "
+                    "Put the channels first: x.permute(0, 3, 1, 2)."
+                )
             raise ValueError(
                 f"Got images of {channels} channels; this model expects {self.in_chans}. Create it "
                 f"with in_chans={channels}, or convert the images."

@@ -19,9 +19,9 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, check_module
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
@@ -328,6 +328,11 @@ def audit(
         >>> round(report.peak_bytes / 2**20), "MiB"
         (49, 'MiB')
     """
+    check_module("model", model)
+    if isinstance(input_shape, Tensor):
+        raise TypeError(f"input_shape is a tensor: give its shape, {tuple(input_shape.shape)}")
+    if isinstance(modes, str):
+        raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     own = present_mode(model)
     wanted = _fitting(model) if modes is None else list(modes)
     blocks: list[BlockRow] = []

@@ -72,7 +72,8 @@ def predict(
     Raises:
         DataError: there is no such file, or it is no image.
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
-        ValueError: the classes and the normalisation of the model are unknown.
+        ValueError: the classes and the normalisation of the model are unknown; a tensor is not
+            (C, H, W), or its floats are not in [0, 1].
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
@@ -81,6 +82,11 @@ def predict(
     """
     if isinstance(model, ImageNetwork):
         network = model
+    elif not isinstance(model, str | Path):
+        raise TypeError(
+            f"model is a {type(model).__name__}: expected the name of weights, a file, a folder or "
+            "a model of the zoo; the images come first: predict(images, model)"
+        )
     else:
         network = restore(model).network.to("cuda" if torch.cuda.is_available() else "cpu")
     sources = images if isinstance(images, list | tuple) else [images]
@@ -95,8 +101,22 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     Raises:
         DataError: there is no such file, or it is no image.
         TypeError: ``image`` has another type.
+        ValueError: a tensor is not (C, H, W), or its floats are not in [0, 1].
     """
-    if isinstance(image, Image.Image | Tensor):
+    if isinstance(image, Tensor):
+        if image.dim() != 3:
+            raise ValueError(
+                f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
+                "batch give a list: list(images)"
+            )
+        if image.is_floating_point() and image.numel() and not 0 <= image.min() <= image.max() <= 1:
+            low, high = float(image.min()), float(image.max())
+            raise ValueError(
+                f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
+                "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
+            )
+        return image
+    if isinstance(image, Image.Image):
         return image
     if not isinstance(image, str | Path):
         raise TypeError(

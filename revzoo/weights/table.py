@@ -72,6 +72,11 @@ class WeightsTable:
             default = [e for e in candidates if e.default] or candidates
             if len(default) == 1:
                 return default[0]
+        if name.endswith(".ckpt") or Path(name, "checkpoints").is_dir():
+            raise UnknownWeightsError(
+                f"{name} is a run or its checkpoint, not weights: revzoo export CKPT --format "
+                "safetensors writes its weights; Classifier.load_from_checkpoint(CKPT) loads it"
+            )
         known = [e.name for e in candidates] or list(self.entries)
         raise UnknownWeightsError(
             f"there are no weights {name!r}"

@@ -39,6 +39,13 @@ def test_unknown_mode():
         ReversibleSequence([], memory="reversible")
 
 
+def test_the_module_comes_first():
+    with pytest.raises(TypeError, match=r"module is 'exact': expected an nn.Module"):
+        set_memory("exact", linear_net())
+    with pytest.raises(TypeError, match=r"module is the class Halve: expected an nn.Module"):
+        set_memory(Halve, "exact")
+
+
 def test_a_module_without_steps():
     with pytest.raises(ValueError, match="Linear holds no step"):
         set_memory(nn.Linear(2, 2), "store")

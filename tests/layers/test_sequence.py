@@ -86,6 +86,11 @@ def test_a_member_that_is_no_step():
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
 
 
+def test_a_class_is_no_step():
+    with pytest.raises(TypeError, match="step 0 is the class AdditiveCoupling: create it"):
+        ReversibleSequence([AdditiveCoupling])
+
+
 def test_a_branch_of_another_shape():
     net = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 1))])
     with pytest.raises(

@@ -215,3 +215,8 @@ def test_transforms_are_not_of_other_channels(tmp_path: Any) -> None:
     model = create_model("revnet38", pretrained=True, table=WeightsTable(tmp_path), in_chans=1)
     with pytest.raises(ValueError, match="takes 1 channels, its weights were trained on 3"):
         model.transforms()
+
+
+def test_images_with_the_channels_last():
+    with pytest.raises(ValueError, match=r"\(2, 32, 32, 3\); .*channels first: x.permute"):
+        create_model("revnet38")(torch.rand(2, 32, 32, 3))

@@ -119,6 +119,17 @@ def test_shapes_that_are_none_are_refused(shape):
         audit(small(), shape)
 
 
+def test_arguments_of_other_types():
+    with pytest.raises(TypeError, match=r"model is 'revnet38': expected an nn.Module"):
+        audit("revnet38", SHAPE)
+    with pytest.raises(TypeError, match=r"is a tensor: give its shape, \(2, 3, 8, 8\)"):
+        audit(small(), torch.zeros(2, 3, 8, 8))
+    with pytest.raises(TypeError, match=r"modes='exact': expected a list, \['exact'\]"):
+        audit(small(), SHAPE, modes="exact")
+    with pytest.raises(TypeError, match=r"model is 'resnet50': expected an nn.Module"):
+        revzoo.make_reversible("resnet50")
+
+
 def test_a_frozen_model_has_no_training_step():
     with pytest.raises(ValueError, match="unfreeze"):
         audit(small().requires_grad_(False), SHAPE)

@@ -13,6 +13,7 @@ from small_weights import small
 import revzoo
 from revzoo.data import DataError
 from revzoo.training.checkpoint.files import CheckpointError
+from revzoo.weights.errors import UnknownWeightsError
 
 CLASSES = tuple("abcde")
 
@@ -69,6 +70,24 @@ def test_a_model_must_know_its_classes(folder: Path, image: Path) -> None:
     model.reset_classifier(5)
     with pytest.raises(ValueError, match="with unknown classes"):
         revzoo.predict(image, model)
+
+
+def test_tensors_that_are_no_images(folder: Path) -> None:
+    """Floats of 0 to 255 were classified, in silence."""
+    with pytest.raises(ValueError, match=r"\(2, 3, 8, 8\): expected \(C, H, W\).*list\(images\)"):
+        revzoo.predict(torch.rand(2, 3, 8, 8), folder)
+    for image in (torch.full((3, 8, 8), 255.0), torch.full((3, 8, 8), -1.0)):
+        with pytest.raises(ValueError, match=r"float tensor with values from .* expected 0 to 1"):
+            revzoo.predict(image, folder)
+    with pytest.raises(TypeError, match=r"model is a Tensor: .* predict\(images, model\)"):
+        revzoo.predict(folder, torch.rand(3, 8, 8))  # type: ignore[call-overload]
+
+
+def test_a_run_is_no_weights(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    for source in (tmp_path, tmp_path / "checkpoints" / "best.ckpt"):
+        with pytest.raises(UnknownWeightsError, match=r"a run or its checkpoint.*revzoo export"):
+            revzoo.from_pretrained(source)
 
 
 def test_an_output_of_nan_is_refused(folder: Path, image: Path) -> None:
