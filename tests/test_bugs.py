@@ -1302,6 +1302,18 @@ def test_a_lazy_layer_in_a_branch(mode):
     assert error(gradients(lazy, mode, x), expected) < 1e-5
 
 
+def test_a_lazy_layer_beside_dropout_says_what_to_do():
+    """Its initialisation draws, the replay does not: the error named threads."""
+    branch = nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5))
+    seq = ReversibleSequence([AdditiveCoupling(branch)], memory="invert")
+    x = torch.randn(6, 8)
+    with pytest.raises(RuntimeError, match=r"lazy layers once under torch\.no_grad\(\)"):
+        seq(x).sum().backward()
+    with torch.no_grad():
+        seq(x)
+    seq(x).sum().backward()
+
+
 @pytest.mark.parametrize("mode", REPLAYED)
 def test_a_lazy_layer_changed_before_its_first_backward_is_an_error(mode):
     net = ReversibleSequence([AdditiveCoupling(nn.LazyLinear(4))], memory=mode)
