@@ -21,6 +21,9 @@ from revzoo.training.checkpoint.restore import restore
 Input: TypeAlias = str | Path | Image.Image | Tensor
 """A file, a Pillow image, or a tensor (C, H, W) of bytes or of floats in [0, 1]."""
 
+OVERSHOOT = 0.1
+"""Bicubic interpolation leaves [0, 1] by as much at an edge; such floats are clamped."""
+
 Probabilities: TypeAlias = dict[str, float]
 """Of each class by its name, the most probable first."""
 
@@ -109,13 +112,15 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
                 f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
                 "batch give a list: list(images)"
             )
-        if image.is_floating_point() and image.numel() and not 0 <= image.min() <= image.max() <= 1:
-            low, high = float(image.min()), float(image.max())
+        if not image.is_floating_point() or not image.numel():
+            return image
+        low, high = float(image.min()), float(image.max())
+        if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
             raise ValueError(
                 f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
                 "1, neither normalised nor 0 to 255; or give bytes: image.to(torch.uint8)"
             )
-        return image
+        return image.clamp(0, 1)
     if isinstance(image, Image.Image):
         return image
     if not isinstance(image, str | Path):

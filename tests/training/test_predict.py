@@ -54,6 +54,12 @@ def test_a_list_of_images_returns_a_list(folder: Path, image: Path) -> None:
     assert all(list(p) == list(one) for p in found)
 
 
+def test_floats_that_overshoot_by_interpolation_are_clamped(folder: Path) -> None:
+    tensor = torch.linspace(-0.05, 1.05, 192).view(3, 8, 8)
+    clamped = revzoo.predict(tensor.clamp(0, 1), folder)
+    assert revzoo.predict(tensor, folder) == pytest.approx(clamped)
+
+
 def test_a_wrong_image_is_named(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"there is no image dog\.jpg$"):
         revzoo.predict("dog.jpg", folder)
