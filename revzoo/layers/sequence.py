@@ -15,7 +15,7 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import Grid, forget_stale_words, moved, renew_words
+from revzoo.core.fixedpoint import Grid, forget_stale_words, keeps_words, moved, renew_words
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -284,9 +284,10 @@ class ReversibleSequence(Invertible):
             assign_memory(members, "invert")
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
-        nested, _thread.nested = getattr(_thread, "nested", False), False
-        if not nested:
-            renew_words(t for t in state if isinstance(t, Tensor))
+        if keeps_words():  # not in a captured graph, which would repeat the assignment
+            nested, _thread.nested = getattr(_thread, "nested", False), False
+            if not nested:
+                renew_words(t for t in state if isinstance(t, Tensor))
         outputs, _, extras = self._walk(state, (), context)
         return bare((*outputs, *extras))
 
@@ -400,11 +401,13 @@ def _advance(
     if isinstance(step, ReversibleSequence):
         if total:
             return step._walk(state, total, context)
-        _thread.nested = True  # its input is a stream of this one
+        if keeps_words():
+            _thread.nested = True  # its input is a stream of this one
         try:
             outputs = as_state(step(*state, **context))
         finally:
-            _thread.nested = False
+            if keeps_words():
+                _thread.nested = False
     else:
         state = widened(state) if step.invertible else state
         outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)

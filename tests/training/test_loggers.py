@@ -11,6 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from revzoo.training import Classifier, Footprint, loggers
 from revzoo.training.callbacks import registry
+from revzoo.training.callbacks.drift import DriftLogger
 from revzoo.training.loggers import LOGGERS, TensorBoard
 
 RUN = {"model": "revnet38", "data": "Digits", "batch": 64, "seed": 0}
@@ -24,8 +25,7 @@ def events(folder: Path) -> EventAccumulator:
 
 def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) -> None:
     logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
-    callbacks = [Footprint(), registry.learning_rate(tmp_path), registry.drift(tmp_path)]
-    callbacks[-1].every_n_steps = 1
+    callbacks = [Footprint(), registry.learning_rate(), DriftLogger(every_n_steps=1)]
     module = Classifier(TINY, optim={"lr": 0.01, "schedule": {"name": "constant"}})
     trainer(tmp_path, logger=logger, callbacks=callbacks).fit(module, loader(), loader())
     tags = events(tmp_path).Tags()["scalars"]

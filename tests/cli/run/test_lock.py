@@ -77,6 +77,8 @@ def test_a_fork_of_the_holder_does_not_keep_the_lock(tmp_path: Path) -> None:
 def test_the_processes_of_one_run_share_the_lock(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name in ("RANK", "LOCAL_RANK", "SLURM_PROCID", "NODE_RANK"):
+        monkeypatch.delenv(name, raising=False)  # another test of the process may leave one
     with locked(tmp_path):
         monkeypatch.setenv(variable, "1")
         with locked(tmp_path):
