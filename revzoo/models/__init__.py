@@ -6,7 +6,7 @@ from revzoo.models.network import FeatureInfo, ImageNetwork
 from revzoo.models.registry import create_model, from_pretrained, list_models
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
-from revzoo.models.revvit import REVVITS, RevViT, RevViTVariant
+from revzoo.models.revvit import REVVITS, VITS, RevViT, RevViTVariant, ViT
 from revzoo.models.staged import StagedNetwork
 from revzoo.models.variant import Variant
 
@@ -15,6 +15,7 @@ __all__ = [
     "RESNETS",
     "REVNETS",
     "REVVITS",
+    "VITS",
     "FeatureInfo",
     "FeatureNet",
     "IRevNet",
@@ -26,6 +27,7 @@ __all__ = [
     "RevViTVariant",
     "StagedNetwork",
     "Variant",
+    "ViT",
     "create_model",
     "from_pretrained",
     "list_models",

@@ -34,7 +34,7 @@ from revzoo.models.pretrained import (
 )
 from revzoo.models.resnet import RESNETS, ResNet
 from revzoo.models.revnet import REVNETS, RevNet
-from revzoo.models.revvit import REVVITS, RevViT
+from revzoo.models.revvit import REVVITS, VITS, RevViT, ViT
 from revzoo.models.save import Spec
 from revzoo.models.tensors import TensorFile, read_checkpoint
 from revzoo.weights.errors import EntryError
@@ -79,6 +79,7 @@ MODELS: dict[str, Entry] = _Models(
         **{name: Entry(ResNet, variant) for name, variant in RESNETS.items()},
         **{name: Entry(IRevNet, variant) for name, variant in IREVNETS.items()},
         **{name: Entry(RevViT, variant) for name, variant in REVVITS.items()},
+        **{name: Entry(ViT, variant) for name, variant in VITS.items()},
     }
 )
 

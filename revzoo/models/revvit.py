@@ -1,12 +1,14 @@
-"""Reversible vision transformers.
+"""Reversible vision transformers, and a plain one as their baseline.
 
-    y1 = x1 + Attention(LN(x2))
-    y2 = x2 + MLP(LN(y1))
+    RevViT    y1 = x1 + Attention(LN(x2)),  y2 = x2 + MLP(LN(y1))
+    ViT       y = x + Attention(LN(x)),     z = y + MLP(LN(y))
 
 K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
 Transformers", CVPR 2022, arXiv 2302.04869: Rev-ViT, with the widths, depths and heads of the ViTs
 and DeiTs it is compared with. Both streams start as the patch embedding. At the end they are
 concatenated, normalised, averaged over the tokens and classified by a linear layer of width 2 D.
+The baseline (Dosovitskiy et al. 2021, arXiv 2010.11929) has one stream, so its last layers have
+width D; all else is the same.
 
 There is no class token: the head averages all tokens. The average has no parameters, and it uses
 the patch tokens of the last layers, which a class token would leave unread.
@@ -28,6 +30,7 @@ from revzoo.layers.droppath import drop_path_rates
 from revzoo.layers.norm import ACTIVATIONS
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
 from revzoo.models.network import FeatureInfo, ImageNetwork
+from revzoo.models.unit import ResidualUnit
 
 # Standard deviation of the initial weights, truncated at two deviations, as in DeiT (2012.12877).
 STD = 0.02
@@ -96,18 +99,24 @@ REVVITS: dict[str, RevViTVariant] = {
 }
 
 
+# The baseline of revvit_cifar. timm and torchvision have those for images of 224x224.
+VITS: dict[str, RevViTVariant] = {"vit_cifar": REVVITS["revvit_cifar"]}
+
+
 class PatchEmbedding(Step):
-    """``(B, in_chans, H, W)`` -> two equal streams ``(B, N, D)``, the embedded patches.
+    """``(B, in_chans, H, W)`` -> equal streams ``(B, N, D)``, the embedded patches.
 
     Args:
         in_chans: channels of the image.
         variant: width, and sizes of image and patch.
+        copies: number of streams.
     """
 
     streams = 1
 
-    def __init__(self, in_chans: int, *, variant: RevViTVariant) -> None:
+    def __init__(self, in_chans: int, *, variant: RevViTVariant, copies: int) -> None:
         super().__init__()
+        self.copies = copies
         side = variant.patch_size
         self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
         self.positions = nn.Parameter(torch.empty(1, variant.patches, variant.width))
@@ -116,7 +125,7 @@ class PatchEmbedding(Step):
     def forward(self, *state: Tensor) -> State:
         (x,) = state
         tokens = self.conv(x).flatten(2).transpose(1, 2) + self.positions
-        return tokens, tokens
+        return (tokens,) * self.copies
 
 
 class RevViT(ImageNetwork):
@@ -162,10 +171,10 @@ class RevViT(ImageNetwork):
         super().__init__(in_chans=in_chans)
         self.variant = variant
         self.num_features = self.streams * variant.width
-        embedding = PatchEmbedding(in_chans, variant=variant)
+        embedding = PatchEmbedding(in_chans, variant=variant, copies=self.streams)
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
-        blocks = [_block(variant, rate) for rate in rates]
+        blocks = [self.build_block(*_branches(variant, rate)) for rate in rates]
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
         )
@@ -174,6 +183,11 @@ class RevViT(ImageNetwork):
         self._assemble(
             num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool
         )
+
+    @staticmethod
+    def build_block(attention: Attention, mlp: MLP) -> Step:
+        """The step of one block."""
+        return ReversibleBlock(attention, mlp)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Fused tokens ``(B, N, 2 D)``: streams concatenated and normalised.
@@ -227,10 +241,32 @@ class RevViT(ImageNetwork):
             )
 
 
-def _block(variant: RevViTVariant, drop_path: float) -> ReversibleBlock:
+class ViT(RevViT):
+    """Plain ViT, ``(B, in_chans, img_size, img_size) -> (B, num_classes)``; one stream.
+
+    Its blocks have no inverse, so the memory modes are ``store`` and ``recompute``;
+    :func:`revzoo.create_model` makes them reversible with ``reversible_bits=4``.
+
+    Example:
+        >>> from revzoo.models.revvit import VITS, ViT
+        >>> ViT(VITS["vit_cifar"])(torch.zeros(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    default_memory: ClassVar[str] = "store"
+    streams: ClassVar[int] = 1
+    convertible: ClassVar[bool] = True
+
+    @staticmethod
+    def build_block(attention: Attention, mlp: MLP) -> Step:
+        units = [ResidualUnit(branch, shortcut=nn.Identity()) for branch in (attention, mlp)]
+        return ReversibleSequence(units, memory="store")
+
+
+def _branches(variant: RevViTVariant, drop_path: float) -> tuple[Attention, MLP]:
     shared = {"dropout": variant.dropout, "drop_path": drop_path}
     hidden = variant.mlp_ratio * variant.width
-    return ReversibleBlock(
+    return (
         Attention(variant.width, heads=variant.heads, **shared),
         MLP(variant.width, hidden=hidden, activation=variant.activation, **shared),
     )

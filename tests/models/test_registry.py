@@ -41,8 +41,8 @@ def test_patterns(pattern, names):
     [
         (["revnet38", "resnet3?"], "", ["resnet32", "revnet38"]),
         (("revnet*", "revnet38"), ["*_memcnn", "revnet1*"], ["revnet38", "revnet56"]),
-        ("", "*net*", ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small"]),
-        ([], ["re*", "irev*"], []),
+        ("", "*net*", ["revvit_base", "revvit_cifar", "revvit_large", "revvit_small", "vit_cifar"]),
+        ([], ["re*", "irev*", "vit*"], []),
     ],
 )
 def test_several_filters_are_one_set_without_the_excluded(filter, exclude, names):

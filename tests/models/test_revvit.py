@@ -1,10 +1,11 @@
-"""Reversible ViTs: parameter counts, memory modes, stochastic depth, errors."""
+"""Reversible ViTs and their baseline: formulas, memory modes, stochastic depth, errors."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from compare import error, twin
 
+import revzoo
 from revzoo import NotInvertibleError, set_memory
 from revzoo.models import create_model
 
@@ -48,6 +49,41 @@ def test_a_network_is_its_formula():
     assert torch.allclose(model.forward_features(x), fused, rtol=0, atol=1e-12)
     expected = fused.mean(1) @ model.fc.weight.T + model.fc.bias
     assert torch.allclose(model(x), expected, rtol=0, atol=1e-12)
+
+
+def test_the_baseline_is_its_formula():
+    torch.manual_seed(0)
+    model = create_model("vit_cifar", **TINY).double().eval()
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    (tokens,) = model.stem[0](x)
+    for block in model.stages[0]:
+        tokens = tokens + block[0].branch(tokens)
+        tokens = tokens + block[1].branch(tokens)
+    normed = F.layer_norm(tokens, (8,), model.norm.weight, model.norm.bias, 1e-6)
+    assert torch.allclose(model(x), model.fc(normed.mean(1)), rtol=0, atol=1e-12)
+
+
+def test_the_baseline_differs_from_the_reversible_network_in_the_head_alone():
+    plain, reversible = (
+        {key: value.shape for key, value in create_model(name).state_dict().items()}
+        for name in ("vit_cifar", "revvit_cifar")
+    )
+    assert plain.keys() == reversible.keys()
+    differing = {key for key in plain if plain[key] != reversible[key]}
+    assert differing == {"norm.weight", "norm.bias", "fc.weight"}
+
+
+def test_the_baseline_becomes_reversible():
+    model = create_model("vit_cifar", **TINY, reversible_bits=4)
+    assert len(revzoo.reversible_blocks(model)) == TINY["depth"]
+    x, labels = torch.randn(4, 3, 8, 8), torch.arange(4)
+    gradients = []
+    for mode, grid in (("exact", None), ("store", "auto")):
+        set_memory(model, mode, grid=grid)
+        model.zero_grad()
+        F.cross_entropy(model(x), labels).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(torch.equal, *gradients))
 
 
 @pytest.mark.parametrize("mode", ["recompute", "offload", "invert", "exact"])
