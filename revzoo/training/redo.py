@@ -64,31 +64,32 @@ class Redo:
     Attributes:
         running: whether a step is being repeated.
         counted: whether the metrics have counted the repeated step already.
+        may_widen: whether streams of this step live on a grid, so that a loss of NaN may come from
+            their range.
         loss: the loss of a repeated step, on its device; None if the last step was not repeated.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self.module: Any = module
-        self.running = self.counted = False
+        self.running = self.counted = self.may_widen = False
         self.loss: Tensor | None = None
         self._attempt: Attempt | None = None
 
-    @property
-    def may_widen(self) -> bool:
-        """Whether streams live on a grid, so that a loss of NaN may come from their range."""
-        return any(step.grid is not None for step in _steps(self.module).values())
-
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
-        if not self.running:
-            self._attempt = self.loss = None
-            if any(mode_of(step.memory).inverts for step in _steps(self.module).values()):
-                buffers = [buffer.clone() for buffer in self.module.buffers()]
-                metrics = states_of(self.module.training_metrics())
-                device = self.module.device
-                on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-                random = torch.get_rng_state()
-                self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
+        if self.running:
+            return
+        self._attempt = self.loss = None
+        steps = _steps(self.module).values()  # each time: modes may change between two steps
+        self.may_widen = any(step.grid is not None for step in steps)
+        if any(mode_of(step.memory).inverts for step in steps):
+            buffers = [buffer.clone() for buffer in self.module.buffers()]
+            # after a drift the metrics stay, so only a coarser grid needs the copies
+            metrics = states_of(self.module.training_metrics()) if self.may_widen else {}
+            device = self.module.device
+            on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+            random = torch.get_rng_state()
+            self._attempt = Attempt(batch, batch_idx, buffers, metrics, random, on_device)
 
     def backward(self, loss: Tensor, run: Callable[[Tensor], None]) -> None:
         """Call ``run(loss)``; after a failure, change the steps and repeat the training step.
