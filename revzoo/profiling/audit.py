@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,10 +22,16 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_module
-from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
-from revzoo.profiling.trace import Trace, fake_twin, images_for, real_twin, trace_step
+from revzoo.profiling.trace import (
+    Trace,
+    fake_twin,
+    images_for,
+    modes_on,
+    real_twin,
+    trace_step,
+)
 from revzoo.profiling.units import in_units
 
 if TYPE_CHECKING:
@@ -334,7 +340,7 @@ def audit(
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     own = present_mode(model)
-    wanted = _fitting(model) if modes is None else list(modes)
+    wanted = modes_on([p.device for p in model.parameters()]) if modes is None else list(modes)
     blocks: list[BlockRow] = []
     for mode in wanted:
         check_choice("modes", mode, MODES)
@@ -344,7 +350,12 @@ def audit(
     for mode in dict.fromkeys([own, *wanted]):
         twin = real_twin(model) if real else fake_twin(model)
         if mode != own:
-            set_memory(twin, mode)
+            try:
+                set_memory(twin, mode)
+            except ValueError:
+                if modes is None:
+                    continue  # the mode does not fit all steps, and nobody asked for it
+                raise
         trace = trace_step(twin, images_for(twin, input_shape))
         audits.append(Audit(mode, trace, extra))
         if mode == own:
@@ -363,18 +374,3 @@ def present_mode(model: nn.Module) -> str:
     """The mode of all steps, :data:`PLANNED` if they differ, ``store`` without steps."""
     modes = modes_in(model)
     return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
-
-
-def _fitting(model: nn.Module) -> list[str]:
-    steps = leaves(model).values()
-    on_host = all(p.device.type in ("cpu", "meta") for p in model.parameters())
-    invertible = [step for step in steps if step.invertible]
-    fits: Mapping[str, bool] = {
-        name: bool(steps)
-        and not (mode.elsewhere and on_host)
-        and not (mode.inverts and not invertible)
-        and not (mode.grid is not None and not all(step.exact for step in invertible))
-        and not (mode.inverts and mode.grid is None and any(step.needs_words for step in steps))
-        for name, mode in MODES.items()
-    }
-    return [name for name, does in fits.items() if does]

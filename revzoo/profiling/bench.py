@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -16,10 +17,9 @@ from torch import nn
 from revzoo.core.modes import set_memory
 from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
-from revzoo.profiling.plan import Planner
-from revzoo.profiling.trace import default_loss, images_for, in_training
-
-AUTO = "auto"
+from revzoo.profiling.costs import run_step
+from revzoo.profiling.plan import PLANNED, Planner
+from revzoo.profiling.trace import images_for, in_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +74,14 @@ def bench(
     device = torch.device("cpu")
     for mode in dict.fromkeys(modes):
         model = in_training(build())
-        set_memory(model, Planner(model, shape, clock=False).auto() if mode == AUTO else mode)
+        planned = (
+            PLANNED[mode].plan(Planner(model, shape, clock=False)) if mode in PLANNED else mode
+        )
+        set_memory(model, planned)
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)
         device = images.device
-        candidates[mode] = _step(model, images)
+        candidates[mode] = partial(run_step, model, images)
     for run in candidates.values():
         run()  # warms up and allocates the gradients
     seconds: dict[str, list[float]] = {mode: [] for mode in candidates}
@@ -88,13 +91,6 @@ def bench(
             run()
             seconds[mode].append(now(device) - start)
     return [_measured(name, mode, seconds, shape[0], peaks[mode]) for mode in candidates]
-
-
-def _step(model: nn.Module, images: torch.Tensor) -> Callable[[], None]:
-    def run() -> None:
-        torch.autograd.backward(default_loss(model(images)))
-
-    return run
 
 
 def _measured(

@@ -1,12 +1,36 @@
-"""Floating-point operations and bytes of activations per image."""
+"""The training step that is counted and timed; operations and bytes of activations per image."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
 from revzoo.profiling.live import LiveMemory
+
+
+def default_loss(outputs: Any) -> Tensor:
+    """Cross-entropy of logits ``(B, classes)``; the sum of any other output."""
+    if isinstance(outputs, Tensor) and outputs.dim() == 2:
+        labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
+        return nn.functional.cross_entropy(outputs, labels)
+    floating = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    return torch.stack([t.sum() for t in floating]).sum()
+
+
+def run_step(model: nn.Module, images: Tensor) -> None:
+    """One forward and backward pass."""
+    torch.autograd.backward(default_loss(model(images)))
+
+
+def step_peak(model: nn.Module, images: Tensor) -> int:
+    """Peak bytes of the tensors that one training step creates."""
+    with LiveMemory() as memory:
+        run_step(model, images)
+    return memory.peak
 
 
 def forward_flops(model: nn.Module, images: Tensor) -> int:
@@ -31,12 +55,5 @@ def activation_bytes(model: nn.Module, images: Tensor) -> int:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
         images: a batch; in small batches, bytes that do not grow with the batch distort the result.
     """
-    labels = torch.zeros(len(images), dtype=torch.long)
-
-    def step() -> None:
-        torch.autograd.backward(nn.functional.cross_entropy(model(images), labels))
-
-    step()  # allocates the gradients
-    with LiveMemory() as memory:
-        step()
-    return memory.peak // len(images)
+    run_step(model, images)  # allocates the gradients
+    return step_peak(model, images) // len(images)

@@ -25,6 +25,7 @@ from revzoo.profiling.trace import (
     Trace,
     fake_twin,
     images_for,
+    modes_on,
     trace_step,
 )
 
@@ -60,8 +61,7 @@ def measure(
         names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
         raise ValueError(f"inverting={inverting!r}: expected one of {names}")
     places = [device] if device is not None else [p.device for p in model.parameters()]
-    on_host = all(place.type in ("cpu", "meta") for place in places)
-    modes = [name for name, m in MODES.items() if not m.inverts and not (m.elsewhere and on_host)]
+    modes = [name for name in modes_on(places) if not mode_of(name).inverts]
     if any(step.invertible for step in steps):
         modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
     return {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}

@@ -20,6 +20,7 @@ import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -127,6 +128,7 @@ class Planner:
         traces = measure(
             model, self.shape, inverting=self.inverting, recompute=recompute, device=device
         )
+        self.modes = tuple(traces)
         chain, calls = chain_of(traces), next(iter(traces.values())).calls
         self._margin = sum(map(_uncounted, calls))
         if clock:
@@ -180,6 +182,11 @@ class Planner:
         if all(choice.mode != mode for choice in choices[:-1]):
             return None
         return evaluate(self.chain, choices)
+
+    def pures(self) -> dict[str, Outcome]:
+        """:meth:`pure` of each mode that the plan may use, by mode."""
+        found = {mode: self.pure(mode) for mode in self.modes}
+        return {mode: outcome for mode, outcome in found.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
         """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
@@ -273,6 +280,32 @@ def plan_memory(
     bytes_from(budget)  # raises before the planner spends seconds
     planner = Planner(model, input_shape, inverting=inverting, clock=clock, extra=extra)
     return planner.plan(budget)
+
+
+class PlannedMode:
+    """A memory mode of a run that a plan replaces; this one is ``auto``.
+
+    To add one, write a subclass and add it to :data:`PLANNED`.
+    """
+
+    name = "auto"
+    bounded = False
+    """Whether it promises a number of bytes: then a run without a plan cannot start."""
+
+    def plan(self, planner: Planner, budget: Any = None) -> Plan:
+        """The plan of a run; ``budget`` is its ``memory.bytes``, if bounded."""
+        return planner.auto()
+
+
+class _Budget(PlannedMode):
+    name = "budget"
+    bounded = True
+
+    def plan(self, planner: Planner, budget: Any = None) -> Plan:
+        return planner.plan(budget)
+
+
+PLANNED: Mapping[str, PlannedMode] = {mode.name: mode for mode in (PlannedMode(), _Budget())}
 
 
 def inverting_mode(model: nn.Module) -> str:

@@ -20,7 +20,7 @@ import bisect
 import contextlib
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -42,14 +42,13 @@ from torch.utils.flop_counter import flop_registry
 
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
-from revzoo.core.modes import mode_of
+from revzoo.core.modes import COUNTED, MODES, mode_of
 from revzoo.core.replay import is_replaying
+from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
 
 LOSS = "loss"
 """The stage of operators outside the model's parts."""
-
-Loss = Callable[[Any], Tensor]
 
 
 @dataclass(slots=True)
@@ -334,16 +333,7 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
     return int(1e9 * (flops / _FLOPS + moved / _BYTES + _START))
 
 
-def default_loss(outputs: Any) -> Tensor:
-    """Cross-entropy of logits ``(B, classes)``; the sum of any other output."""
-    if isinstance(outputs, Tensor) and outputs.dim() == 2:
-        labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
-        return nn.functional.cross_entropy(outputs, labels)
-    floating = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([t.sum() for t in floating]).sum()
-
-
-def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -> Trace:
+def trace_step(model: nn.Module, images: Tensor) -> Trace:
     """Run one training step of ``model`` on ``images`` and follow its tensors.
 
     Gradients exist from the start, as in gradient accumulation and in Lightning's loop, which drops
@@ -352,7 +342,6 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
     Args:
         model: real, or fake (see :func:`fake_twin`).
         images: its input; fake ones for a fake model.
-        loss: maps the model's output to a number.
 
     Raises:
         ValueError: no parameter requires gradient.
@@ -374,10 +363,10 @@ def trace_step(model: nn.Module, images: Tensor, *, loss: Loss = default_loss) -
         trace.register([images], "input")
         with trace, _explained(model):
             with saved_tensors_hooks(trace.pack, lambda t: t):
-                value = loss(model(images))
+                loss = default_loss(model(images))
             torch.clear_autocast_cache()  # as at the end of the autocast context
             trace.turn_back()
-            torch.autograd.backward(value)
+            torch.autograd.backward(loss)
     return trace
 
 
@@ -412,6 +401,15 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
             )
         twin = copy.deepcopy(model, memo)
     return in_training(twin)
+
+
+def modes_on(devices: Iterable[torch.device]) -> list[str]:
+    """The memory modes worth comparing on these devices.
+
+    On the CPU, ``offload`` would move activations from host memory to host memory.
+    """
+    on_host = all(device.type in ("cpu", "meta") for device in devices)
+    return list(COUNTED if on_host else MODES)
 
 
 def real_twin(model: nn.Module) -> nn.Module:

@@ -57,10 +57,8 @@ def run(args: argparse.Namespace) -> None:
     planner = Planner(model, shape, inverting=args.memory)
     plan = planner.plan(budget)
     sys.stdout.write(f"{plan}\n\n{'for comparison':12}\n")
-    for mode in ("store", "recompute", planner.inverting):
-        if (pure := planner.pure(mode)) is not None:
-            peak = in_units(pure.peak)
-            sys.stdout.write(f"{mode:12}{peak:>14}{pure.cost / 1e9:>10.3g} s\n")
+    for mode, pure in planner.pures().items():
+        sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s\n")
     if args.save:
         write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
     if args.plot:
@@ -129,11 +127,10 @@ def draw(planner: Any, plan: Any, path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
     points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
     axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
-    for mode in ("store", "recompute", planner.inverting):
-        if (pure := planner.pure(mode)) is not None:
-            at = pure.peak / 2**20, pure.cost / 1e9
-            axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
-            axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
+    for mode, pure in planner.pures().items():
+        at = pure.peak / 2**20, pure.cost / 1e9
+        axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
+        axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
     axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", color="#d9485f", ms=14, label="chosen")
     axes.axvline(plan.budget / 2**20, color="#d9485f", lw=1, ls=":", label="budget")
     axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))

@@ -21,6 +21,7 @@ from revzoo.cli.config.errors import ConfigError
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS
+from revzoo.profiling.plan import PLANNED
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
@@ -34,7 +35,6 @@ PROFILERS: dict[str, type[Any]] = {
     "pytorch": PyTorchProfiler,
 }
 CSV_ONLY = "csv"  # the kind of logger for metrics.csv only, which the others write too
-PLANNED = ("auto", "budget")  # memory modes that are planned for the run's batch
 METRICS_FILE = "metrics.csv"
 # arguments of the Trainer that build_trainer takes from other sections
 MANAGED_BY_TRAIN = (
@@ -59,7 +59,7 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 def memory_mode(config: Mapping[str, Any]) -> str | None:
     """The memory mode with which a run's model is created; None for the model's default.
 
-    ``auto`` and ``budget`` start from the default, too (:mod:`revzoo.cli.run.memory`).
+    A planned mode starts from the default, too (:mod:`revzoo.cli.run.memory`).
     """
     mode: str | None = config["memory"]["mode"]
     return None if mode in PLANNED else mode

@@ -40,6 +40,7 @@ from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.pretrained import find_source
 from revzoo.models.registry import MODELS
+from revzoo.profiling.plan import PLANNED
 from revzoo.profiling.units import bytes_from
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check_callbacks
@@ -138,10 +139,11 @@ def check_model(config: Mapping[str, Any]) -> None:
 
 
 def check_memory(memory: Mapping[str, Any]) -> None:
-    """Check the keys; ``budget`` needs ``bytes``, and the other modes have none."""
+    """Check the keys; a bounded mode needs ``bytes``, and the other modes have none."""
     check_names(memory, ("mode", "bytes", "plan"), where="memory")
     budget = memory.get("bytes")
-    if memory["mode"] == "budget":
+    planned = PLANNED.get(memory["mode"])
+    if planned is not None and planned.bounded:
         if budget in (None, "???"):
             raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
         bytes_from(budget, name="memory.bytes")

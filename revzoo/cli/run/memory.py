@@ -13,10 +13,17 @@ from typing import Any
 
 import torch
 
-from revzoo.cli.config.build import PLANNED, model_spec
+from revzoo.cli.config.build import model_spec
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.data import ImageData
-from revzoo.profiling.plan import Plan, Planner, inverting_mode, state_bytes
+from revzoo.profiling.plan import (
+    PLANNED,
+    Plan,
+    PlannedMode,
+    Planner,
+    inverting_mode,
+    state_bytes,
+)
 from revzoo.profiling.units import in_units
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.hyperparameters import WEIGHTS
@@ -42,11 +49,12 @@ def with_plan(
         BudgetError: ``memory.bytes`` is less than any plan needs; a ValueError.
     """
     memory = config["memory"]
-    plan: Mapping[str, str] | None = memory.get("plan")
-    if memory["mode"] not in PLANNED:
+    mode = PLANNED.get(memory["mode"])
+    if mode is None:
         return dict(config)
+    plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
     if plan is None:
-        plan = _new_plan(config, module, data, device)
+        plan = _new_plan(mode, config, module, data, device)
     if plan is None:
         return dict(config)
     set_memory(module.model, plan)
@@ -54,12 +62,15 @@ def with_plan(
 
 
 def _new_plan(
-    config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
+    mode: PlannedMode,
+    config: Mapping[str, Any],
+    module: Classifier,
+    data: ImageData,
+    device: torch.device,
 ) -> Plan | None:
-    """Make a plan and log it; None if ``auto`` keeps the model's mode."""
-    mode = config["memory"]["mode"]
+    """Make a plan and log it; None if an unbounded mode keeps the model's mode."""
     default = getattr(module.model, "default_memory", "store")
-    if mode == "auto" and not mode_of(default).inverts:
+    if not mode.bounded and not mode_of(default).inverts:
         return None  # the model has no inverse, so its default mode is the fastest
     shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     try:
@@ -69,18 +80,22 @@ def _new_plan(
                 shape,
                 clock=False,
                 extra=_optimiser_bytes(config, data),
-                recompute=mode == "budget",
+                recompute=mode.bounded,
                 device=device,
             )
-            plan = planner.auto() if mode == "auto" else planner.plan(config["memory"]["bytes"])
+            plan = mode.plan(planner, config["memory"].get("bytes"))
     except Exception as error:  # a user's model may fail on fake tensors
-        if mode == "budget":
+        if mode.bounded:
             raise
-        used = inverting_mode(module.model)
-        log.info("memory=auto: the model cannot be planned (%s); using memory=%s", error, used)
+        log.info(
+            "memory=%s: the model cannot be planned (%s); using memory=%s",
+            mode.name,
+            error,
+            inverting_mode(module.model),
+        )
         return None
     if is_first_process():
-        log.info("memory=%s: %s", mode, _summary(plan, planner))
+        log.info("memory=%s: %s", mode.name, _summary(plan, planner))
     return plan
 
 

@@ -17,12 +17,11 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
-from torch.nn import functional
 
 from revzoo.core.invertible import leaves
-from revzoo.core.modes import COUNTED, set_memory
+from revzoo.core.modes import COUNTED, mode_of, set_memory
 from revzoo.data import ImageData
-from revzoo.profiling.live import LiveMemory
+from revzoo.profiling.costs import step_peak
 from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.tuning.memory_limit import free_bytes, give_back
@@ -95,9 +94,9 @@ def _drop_frames(error: BaseException) -> None:
 
 
 def memory_of(module: Classifier) -> str:
-    """The memory mode of a module; ``store`` for ``offload``, which is the same on the CPU."""
-    mode = dict(module.hparams["model"]).get("memory") or module.model.default_memory or "store"
-    return "store" if mode == "offload" else str(mode)
+    """The memory mode of a module; ``store`` for a mode that keeps the same elsewhere."""
+    mode = str(module.hparams["model"].get("memory") or module.model.default_memory)
+    return "store" if mode_of(mode).elsewhere else mode
 
 
 def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
@@ -180,10 +179,6 @@ def bytes_per_image(
     peaks = []
     for count in FEW:
         images = torch.randn(count, spec["in_chans"], image_size, image_size)
-        labels = torch.zeros(count, dtype=torch.int64)
         model.zero_grad()
-        with LiveMemory() as memory:
-            loss = functional.cross_entropy(model(images), labels)
-            loss.backward()  # type: ignore[no-untyped-call]
-        peaks.append(memory.peak)
+        peaks.append(step_peak(model, images))
     return (peaks[1] - peaks[0]) / (FEW[1] - FEW[0])
