@@ -37,11 +37,11 @@ from torchvision.transforms.v2.functional import to_pil_image
 
 from revzoo.cli.config.build import build_data, build_module, build_trainer
 from revzoo.cli.config.compose import compose_checked, to_plain
-from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Finetuning
+from revzoo.training.quiet import quiet
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TUNED = ("experiment=finetune", "model.pretrained=true")

@@ -37,10 +37,10 @@ from torch import Tensor, nn
 
 from revzoo.cli.config.build import build_trainer, model_spec
 from revzoo.cli.config.compose import compose_checked, to_plain
-from revzoo.cli.run.errors import quiet
 from revzoo.data import Digits, ImageData
 from revzoo.data.images import TensorImages
 from revzoo.training import Classifier, build_optimizer, build_schedule
+from revzoo.training.quiet import quiet
 
 ROOT = Path(__file__).parents[1]
 Batch = tuple[Tensor, Tensor]

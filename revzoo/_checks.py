@@ -18,6 +18,10 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_
 T = TypeVar("T")
 
 
+class UserError(Exception):
+    """Base of errors whose message is all that a user needs: a program prints no traceback."""
+
+
 def is_count(value: object, least: int = 1) -> bool:
     """Whether ``value`` is an integer >= ``least``. NumPy's integers count, True does not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least

@@ -17,8 +17,8 @@ from itertools import groupby
 from typing import NamedTuple, Protocol
 
 from revzoo._checks import did_you_mean
+from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
-from revzoo.weights.errors import WeightsError
 
 
 class Row(NamedTuple):
@@ -42,7 +42,7 @@ class Command(Protocol):
         """Declare the arguments."""
 
     def run(self, args: argparse.Namespace) -> None:
-        """Run; ValueError, OSError and WeightsError end the program with their message."""
+        """Run; :data:`~revzoo.cli.config.errors.USER_ERRORS` end it with their message."""
 
 
 COMMANDS: dict[str, Row] = {
@@ -75,21 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        _run(sys.argv[1:] if arguments is None else list(arguments))
+        with user_errors():
+            command, args = parsed(sys.argv[1:] if arguments is None else list(arguments))
+            if hasattr(args, "imports"):
+                load_plugins(args.imports)
+            command.run(args)
     except KeyboardInterrupt:  # during imports; later, a run handles it
         sys.stderr.write("revzoo: interrupted\n")
         sys.exit(130)
-    except (OSError, ValueError, WeightsError) as error:
-        if os.environ.get("HYDRA_FULL_ERROR") == "1":
-            raise
-        sys.exit(f"revzoo: {error}")
-
-
-def _run(arguments: list[str]) -> None:
-    command, args = parsed(arguments)
-    if hasattr(args, "imports"):
-        load_plugins(args.imports)
-    command.run(args)
 
 
 def parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace]:

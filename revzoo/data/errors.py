@@ -5,8 +5,10 @@ on the files: its message gives the path, the expected content and the remedy. T
 prints it without a traceback.
 """
 
+from revzoo._checks import UserError
 
-class DataError(RuntimeError):
+
+class DataError(UserError, RuntimeError):
     """Data on disk cannot be used: missing, damaged, or inconsistent between its splits.
 
     Args:

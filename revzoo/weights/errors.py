@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from revzoo._checks import UserError
 
-class WeightsError(RuntimeError):
+
+class WeightsError(UserError, RuntimeError):
     """Weights cannot be used; no model has been changed."""
 
 

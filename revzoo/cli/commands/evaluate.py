@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: a key or an option does not exist.
-        SystemExit: the checkpoint or the data cannot be used; the message says why.
+        UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
     from revzoo.cli.config.compose import Source, compose_checked, to_plain
 
@@ -42,13 +42,11 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.errors import USER_ERRORS, user_errors
     from revzoo.cli.run.evaluate import evaluate, run_of
     from revzoo.training.distributed import is_first_process
     from revzoo.training.quiet import quiet
-    from revzoo.training.tuning.out_of_memory import NoMemoryError
 
-    with quiet(), user_errors((*USER_ERRORS, NoMemoryError)):
+    with quiet():
         check_imports(run_of(str(config["ckpt"])))
         figures = evaluate(config)
     if is_first_process():

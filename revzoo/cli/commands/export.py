@@ -52,7 +52,6 @@ def run(args: argparse.Namespace) -> None:
         ValueError: there is no such model, or an option is wrong for it.
         WeightsError: the weights cannot be used.
     """
-    from revzoo.cli.run.errors import user_errors
     from revzoo.interop.export import TOLERANCE, export
 
     stem = args.name.rstrip("/").rpartition("/")[2]
@@ -60,8 +59,7 @@ def run(args: argparse.Namespace) -> None:
         stem = stem.removesuffix(suffix)
     path = args.output or Path(f"{stem}.{args.format}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
-    with user_errors():
-        largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
+    largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20
     sys.stdout.write(
         f"{path}  {size:.1f} MiB, difference {largest:.1e} of the largest logit "

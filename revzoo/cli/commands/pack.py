@@ -43,10 +43,7 @@ def run(args: argparse.Namespace) -> None:
     fields = ("name", "license", "recipe", "measured_on", "url", "default")
     facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
     facts["metrics"] = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
-    from revzoo.cli.run.errors import user_errors
-
-    with user_errors():
-        paths = publish(args.checkpoint, args.out, facts, size=args.size)
+    paths = publish(args.checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
 
 

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ConfigError: the device, an image or a folder does not exist.
-        SystemExit: the checkpoint or an image cannot be used; the message says why.
+        UserError: the checkpoint or an image cannot be used.
     """
     for name in ("top", "size", "batch_size"):
         if getattr(args, name) is not None:
@@ -50,7 +50,6 @@ def run(args: argparse.Namespace) -> None:
     import torch
 
     from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.errors import user_errors
     from revzoo.cli.run.predict import FORMS, predict
     from revzoo.training.checkpoint.restore import restore
     from revzoo.training.quiet import quiet
@@ -63,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
         raise ConfigError(
             f"--device {args.device} ({reason}): expected a device of this machine"
         ) from None
-    with quiet(), user_errors():
+    with quiet():
         check_imports(Path(source).absolute().parent.parent)
         restored = restore(source)
         options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}

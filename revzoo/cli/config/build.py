@@ -13,6 +13,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
@@ -154,7 +155,7 @@ def build_trainer(
         first_step: the step at which a resumed run starts.
 
     Raises:
-        ValueError: from Lightning, for options that contradict each other.
+        ConfigError: options contradict each other.
     """
     loggers = build_loggers(config, run_dir=run_dir, first_step=first_step)
     specs = dict(config["callbacks"])
@@ -168,18 +169,32 @@ def build_trainer(
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
     if (profiler := options.pop("profiler", None)) is not None:
         profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile")
-    return pl.Trainer(
+    return make_trainer(
         **options,
         profiler=profiler,
         precision=config["precision"]["trainer"],
         callbacks=callbacks,
-        plugins=[PlainCheckpointIO()],  # writes and reads every checkpoint
         logger=loggers,
         default_root_dir=run_dir,
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
-        enable_model_summary=False,  # the opening of the log says it in one line
     )
+
+
+def make_trainer(**options: Any) -> pl.Trainer:
+    """Lightning's Trainer, reading and writing checkpoints with our plugin.
+
+    Raises:
+        ConfigError: options contradict each other.
+    """
+    try:
+        return pl.Trainer(
+            **options,
+            plugins=[PlainCheckpointIO()],
+            enable_model_summary=False,  # the opening of the log says it in one line
+        )
+    except MisconfigurationException as error:
+        raise ConfigError(str(error)) from error
 
 
 def in_parallel(trainer: Mapping[str, Any]) -> bool:

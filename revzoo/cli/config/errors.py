@@ -1,6 +1,15 @@
-"""The error for a wrong command line or configuration."""
+"""The errors that end a program with their message, without a traceback."""
 
 from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from revzoo._checks import UserError
+
+USER_ERRORS = (ValueError, OSError, UserError)
 
 
 class ConfigError(ValueError):
@@ -11,3 +20,17 @@ def one_line(error: BaseException, *, lines: int = 2) -> str:
     """The first lines of an error's message, joined."""
     texts = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(texts[:lines]) or type(error).__name__
+
+
+@contextmanager
+def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[None]:
+    """End the program with the message of an error of these ``kinds``.
+
+    With ``HYDRA_FULL_ERROR=1`` in the environment the error passes, with its traceback.
+    """
+    try:
+        yield
+    except kinds as error:
+        if os.environ.get("HYDRA_FULL_ERROR") == "1":
+            raise
+        sys.exit(f"revzoo: {error}")

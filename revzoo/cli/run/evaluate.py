@@ -7,16 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import pytorch_lightning as pl
-
 from revzoo._checks import check_choice, check_count, check_names
-from revzoo.cli.config.build import apply_precision, build_data
+from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, recorded_config
 from revzoo.data import DataError
 from revzoo.training.callbacks.progress import Progress
-from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
 from revzoo.training.metrics import in_order
@@ -74,14 +71,12 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     data.setup("test" if testing else "validate")
     _check_images(restored, in_chans=data.in_chans)
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
-    trainer = pl.Trainer(
+    trainer = make_trainer(
         **config["trainer"],
         precision=config["precision"]["trainer"],
-        plugins=[PlainCheckpointIO()],
         logger=False,
         enable_checkpointing=False,
         callbacks=[Progress()],
-        enable_model_summary=False,
     )
     run = trainer.test if testing else trainer.validate
     with memory_errors(trainer, restored.module, data, eval_option="batch_size"):

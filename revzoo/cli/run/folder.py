@@ -23,11 +23,10 @@ import torch
 
 from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.build import METRICS_FILE
-from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.yaml_files import read_yaml, write_yaml
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.program import command_line
-from revzoo.cli.run.errors import USER_ERRORS
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved

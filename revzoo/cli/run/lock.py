@@ -18,8 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import IO
 
-from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.run.errors import user_errors
+from revzoo.cli.config.errors import ConfigError, user_errors
 from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)

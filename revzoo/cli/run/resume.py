@@ -18,10 +18,9 @@ from typing import Any
 from revzoo.cli.config.build import data_name, model_spec
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import check_changes, compose_checked, to_plain
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.errors import ConfigError, user_errors
 from revzoo.cli.plugins import check_imports
 from revzoo.cli.run.console import shorten_log
-from revzoo.cli.run.errors import user_errors
 from revzoo.cli.run.folder import CONFIG_FILE, LOG_FILE, check_files, errors_naming, recorded_config
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.train import train

@@ -29,9 +29,8 @@ from revzoo.cli.config.build import (
     data_name,
 )
 from revzoo.cli.config.checks import check_config, type_errors_explained
-from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.cli.run.console import log_opening, log_result, shorten_log
-from revzoo.cli.run.errors import ENDINGS, TRAINING_ERRORS, USER_ERRORS, user_errors
 from revzoo.cli.run.folder import (
     CONFIG_FILE,
     check_unused,
@@ -47,21 +46,25 @@ from revzoo.cli.run.lock import locked
 from revzoo.cli.run.memory import with_plan
 from revzoo.cli.run.multirun import check_started_together
 from revzoo.cli.run.tune import SECTION, tune
+from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
 from revzoo.training import Classifier
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.registry import best_checkpoint_path
-from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run
 from revzoo.training.quiet import quiet
-from revzoo.training.tuning.out_of_memory import memory_errors
+from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)
 
+# errors that end training after its start; the run still writes its summary
+ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
+TRAINING_ERRORS = (*ENDINGS, CheckpointError)
 # environment variables that Lightning sets: two for deterministic runs, two with the seed
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",

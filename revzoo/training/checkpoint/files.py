@@ -29,6 +29,7 @@ import torch
 from pytorch_lightning.plugins import CheckpointIO
 from torch import Tensor, nn
 
+from revzoo._checks import UserError
 from revzoo.models.pretrained import check_fit
 from revzoo.models.tensors import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
@@ -46,7 +47,7 @@ RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
 GIVE_UP_AFTER = 3600.0  # seconds without a successful save that end a run
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or used; the message says why and what to do."""
 
 

@@ -18,6 +18,7 @@ import torch
 from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
 
+from revzoo._checks import UserError
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import COUNTED, mode_of, set_memory
 from revzoo.data import ImageData
@@ -40,7 +41,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
-class NoMemoryError(Exception):
+class NoMemoryError(UserError):
     """Memory ran out; the message says what to change."""
 
 
