@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.recording import graph_is_kept, keep
+from revzoo.core.slots import graph_is_kept, keep
 
 OnGradient = Callable[["Call", Tensor], None]
 
@@ -106,7 +106,7 @@ class Call:
 
 
 class _Capture:
-    """The forward hook; the search of :mod:`revzoo.core.reach` ignores objects of this package."""
+    """The forward hook; the search of :mod:`revzoo.core.search` ignores objects of this package."""
 
     def __init__(self, on_gradient: OnGradient) -> None:
         self.on_gradient = on_gradient

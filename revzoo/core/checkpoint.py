@@ -69,30 +69,23 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
 from revzoo.core.fixedpoint import Fixed, Streams, fixed_of, fixed_or_not, held_in
 from revzoo.core.guard import COMPARED, Guard
 from revzoo.core.invertible import State, Step, plain_call, streams_of
-from revzoo.core.recording import (
-    DIFFERENTIATES_INSIDE,
-    Entry,
+from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
+from revzoo.core.replay import is_replaying, parameters_of
+from revzoo.core.slots import (
     Kept,
     Recording,
     Slot,
     asides,
-    call_on_grid,
-    call_without_changing_hooks,
-    explained,
     graph_is_kept,
     noting,
     outside_recordings,
     unpack,
 )
-from revzoo.core.replay import (
-    is_replaying,
-    parameters_of,
-    tensors_of,
-    version_of,
-)
+from revzoo.core.tensors import tensors_of, version_of
 
 
 def record(

@@ -49,8 +49,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from revzoo.core.layout import dense, has_values
-from revzoo.core.replay import version_of
+from revzoo.core.tensors import dense, has_values, version_of
 
 AUTO = "auto"
 DEFAULT_BITS = 23

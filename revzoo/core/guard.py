@@ -47,8 +47,7 @@ from torch.autograd import Variable
 
 from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, fixed_or_not, floats, largest
 from revzoo.core.invertible import State, Step, name_of
-from revzoo.core.layout import has_values
-from revzoo.core.replay import address
+from revzoo.core.tensors import address, has_values
 
 SAMPLES = 32  # values compared per stream that has no channels
 PER_CHANNEL = 4  # values compared per channel

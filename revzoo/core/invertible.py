@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
+from revzoo.core.fixedpoint import renew_words
+
 State = tuple[Tensor, ...]
 
 
@@ -30,7 +32,7 @@ class Recording(Protocol):
         """Whether every tensor that the forward pass saved has been recorded again."""
 
     aside: Sequence[Tensor]
-    """The tensors of :func:`revzoo.core.recording.put_aside` in the forward pass, in order."""
+    """The tensors of :func:`revzoo.core.slots.put_aside` in the forward pass, in order."""
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
@@ -150,7 +152,6 @@ class Step(nn.Module):
 
         A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
-        from revzoo.core.fixedpoint import renew_words  # imports this module through replay
         from revzoo.core.modes import run_alone  # imports this module
 
         if not all(isinstance(t, Tensor) for t in state):

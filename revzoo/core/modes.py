@@ -24,11 +24,11 @@ import torch
 from torch import nn
 
 from revzoo._checks import check_module
+from revzoo.core.calls import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
 from revzoo.core.invertible import State, Step, as_state, is_container, leaves, name_of, plain_call
 from revzoo.core.offload import offloaded
-from revzoo.core.recording import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.replay import beside_replays
 
 

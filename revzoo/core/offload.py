@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from revzoo.core.recording import Recording, Resident, unpack_resident
-from revzoo.core.replay import address
+from revzoo.core.slots import Recording, Resident, unpack_resident
+from revzoo.core.tensors import address
 
 _STAYS = ("cpu", "meta")  # on the host already, or without data to move
 

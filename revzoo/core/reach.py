@@ -1,47 +1,15 @@
-"""Finds modules, tensors and random generators that a step's code uses without owning them.
+"""What a step reaches: the result of a search, kept until the step changes.
 
-A branch may be a function that closes over a module, or that uses one by a global name; a bound
-method; a partial; a module with a function or a list of tensors as an attribute. A replay must
-restore these objects like submodules, parameters and buffers, so we must find them. torch has no
-such search: ``nn.Module.modules()`` lists only registered modules.
-
-NOTE [ What counts as reached ]
-    1. The search starts at the step and its submodules and follows attributes and forward hooks.
-       From a function it follows the closure, the bound object, default arguments, attributes and
-       globals. It looks into lists, deques, sets, tuples, dictionaries, partials and plain objects.
-    2. A user's class may have many attributes. Of an object, its class and the bases, the search
-       follows only attributes that a reached function loads by name. So one method of a large
-       object does not reach the attributes of other methods. A function that calls ``getattr`` may
-       load any attribute. Operators call special methods without a name, so these count as called.
-    3. A step may run inside a module: the module contains the step, or one of its methods is
-       running and may have called ``invertible_checkpoint`` or ``checkpoint``. Of such a module the
-       search follows only submodules, parameters and buffers that are loaded by name; all
-       submodules if a function iterates over them. Its ``forward`` does not count if it runs the
-       step.
-    4. If a container, simple namespace or data class holds tensors with a graph, the search uses a
-       copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
-       search: without the copy, a list of losses, for example, would keep the graph of the
-       previous forward pass alive.
-    5. The search does not enter torch, the standard library and the packages in ``_FOREIGN``, and
-       it ignores weak references and values computed at run time.
-
-A search takes as long as a few torch operations. The step keeps the result, with every place that
-was searched; :meth:`Reach.holds` checks only these places.
+See NOTE [ What counts as reached ] in :mod:`revzoo.core.search`.
 """
 
 from __future__ import annotations
 
-import collections
-import copy
-import dataclasses
-import dis
 import functools
-import sys
-import types
 import weakref
 from collections.abc import Callable, Iterable
 from operator import attrgetter, is_, itemgetter
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -49,32 +17,12 @@ from torch.fx import GraphModule
 from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
 
-from revzoo.core.invertible import Invertible, Step
+from revzoo.core.invertible import Step
+from revzoo.core.places import ClassAttributes, Constant, Place
+from revzoo.core.search import BORING, KEY, MANY, Search, modules_in
 from revzoo.core.threads import locks_of
 
-_FOREIGN = (
-    sys.stdlib_module_names - {"test"}
-    | {"torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"}
-    | {"lightning", "pytorch_lightning", "lightning_fabric"}
-)
-_KEY = "_revzoo_reach"  # in the __dict__ of a step
-OURS = frozenset((_KEY, "forward", "drift"))  # attributes that a replay must not restore
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
-_OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
-_BORING = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType))
-_MANY = 256  # a dictionary or list with more items is a table, which no forward pass changes
-_DEPTH = 4  # levels of containers to search for tensors with a graph
-_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", _KEY}
-_OF_STEPS = frozenset(Step.__annotations__)
-# methods that are called without a name in the user's code
-_ENTRIES = frozenset(name for c in (Step, Invertible) for name in vars(c) if name[0] != "_") | {
-    "forward",
-    "__call__",
-    "combine",
-    "uncombine",
-    "recover",
-}
+OURS = frozenset((KEY, "forward", "drift"))  # attributes that a replay must not restore
 _READS_STATISTICS = frozenset(
     (
         "running_mean",
@@ -87,25 +35,10 @@ _READS_STATISTICS = frozenset(
         "get_buffer",
     )
 )
-
-
 # Names that change tensors without a new version: two bypass autograd; the others are functions of
 # torch that change buffers.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | {"batch_norm", "instance_norm", "native_batch_norm"}
-
-_STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
-_LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
-_LOADS_ANY_MEMBER = _LOADS_ANY | {
-    "children",
-    "modules",
-    "named_children",
-    "named_modules",
-    "get_submodule",
-    "_modules",
-}
-# special methods that no operator calls in a branch
-_NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 _TABLES = (
     "_modules",
     "_forward_pre_hooks",
@@ -114,8 +47,6 @@ _TABLES = (
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
 )
-
-
 # Layers of torch whose forward draws no random numbers; so do most of this package's.
 _SILENT = frozenset(
     getattr(nn, name)
@@ -149,117 +80,7 @@ _table_of_children = attrgetter("_modules")
 
 def _getter(place: Place) -> Callable[[Any], Any]:
     """``place.get``, without a call of Python where that is possible."""
-    return vars(place.cls).get if isinstance(place, _ClassAttributes) else place.get
-
-
-class Place(Protocol):
-    """The location of a value: a dictionary, or one of the wrappers below."""
-
-    def get(self, key: Any, /) -> Any: ...
-
-    def __setitem__(self, key: Any, value: Any, /) -> None: ...
-
-
-class _Items:
-    """The items of a list or deque."""
-
-    __slots__ = ("items",)
-
-    def __init__(self, items: list[Any] | collections.deque[Any]) -> None:
-        self.items = items
-
-    def get(self, key: int, /) -> Any:
-        return self.items[key] if key < len(self.items) else None
-
-    def __setitem__(self, key: int, value: Any, /) -> None:
-        self.items[key] = value
-
-
-class _Cell:
-    """The cell of a closure."""
-
-    __slots__ = ("cell",)
-
-    def __init__(self, cell: types.CellType) -> None:
-        self.cell = cell
-
-    def get(self, _: Any, /) -> Any:
-        return None if self.cell == types.CellType() else self.cell.cell_contents
-
-    def __setitem__(self, _: Any, value: Any, /) -> None:
-        self.cell.cell_contents = value
-
-
-class _Fixed:
-    """An item of a tuple, partial or another object that cannot change."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def get(self, _: Any, /) -> Any:
-        return self.value
-
-    def __setitem__(self, _: Any, value: Any, /) -> None:
-        raise RuntimeError(
-            "the forward pass changed a tensor in place in a tuple, a set, a partial or a default "
-            "argument, where a replay cannot replace it; expected no change. Keep the tensor in a "
-            "list or as a buffer, or use memory='store' for this step"
-        )
-
-
-class _Slots:
-    """The attributes of an object whose class has slots for them."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: object) -> None:
-        self.owner = owner
-
-    def get(self, key: str, /) -> Any:
-        return getattr(self.owner, key, None)
-
-    def __setitem__(self, key: str, value: Any, /) -> None:
-        object.__setattr__(self.owner, key, value)
-
-
-class _ClassAttributes:
-    """The attributes of a class."""
-
-    __slots__ = ("cls",)
-
-    def __init__(self, cls: type) -> None:
-        self.cls = cls
-
-    def get(self, key: str, /) -> Any:
-        return vars(self.cls).get(key)
-
-    def __setitem__(self, key: str, value: Any, /) -> None:
-        setattr(self.cls, key, value)
-
-
-class Attributes:
-    """The attributes of the searched step; weak, since the step holds the result."""
-
-    __slots__ = ("owner",)
-
-    def __init__(self, owner: nn.Module) -> None:
-        self.owner = weakref.ref(owner)
-
-    def get(self, key: str, /) -> Any:
-        owner = self.owner()
-        return None if owner is None else owner.__dict__.get(key)
-
-    def __setitem__(self, key: str, value: Any, /) -> None:
-        if (owner := self.owner()) is not None:
-            owner.__dict__[key] = value
-
-    def __contains__(self, key: str, /) -> bool:
-        return (owner := self.owner()) is not None and key in owner.__dict__
-
-    def pop(self, key: str, /) -> Any:
-        return None if (owner := self.owner()) is None else owner.__dict__.pop(key)
+    return vars(place.cls).get if isinstance(place, ClassAttributes) else place.get
 
 
 class Reach:
@@ -298,7 +119,7 @@ class Reach:
         "updates_unseen",
     )
 
-    def __init__(self, search: _Search, step: nn.Module | None, draws: bool = True) -> None:
+    def __init__(self, search: Search, step: nn.Module | None, draws: bool = True) -> None:
         self.step = weakref.ref(step) if step is not None else _nothing
         self._roots = search.roots
         self.shells = search.shells  # modules around the step (rule 3)
@@ -321,12 +142,12 @@ class Reach:
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
         self.may_draw = search.runs_code or not all(map(_is_silent, self._members))
-        self.owned: Any = None  # parameters and buffers of the modules, see core/replay.py
+        self.owned: Any = None  # parameters and buffers of the modules, see core/held.py
         self._nested = [m._modules for m in self._members]
         self._children = [child for table in self._nested for child in table.values()]
         if step is not None:
             self._members = self._members[1:]  # without the step, to avoid a cycle
-            mark = {_KEY} if isinstance(step, Step) else set()
+            mark = {KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
@@ -369,7 +190,7 @@ class Reach:
 
     def contents(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Reached lists, sets and deques, with their items."""
-        found = [(v, tuple(v)) for v in self.lists if len(v) <= _MANY]
+        found = [(v, tuple(v)) for v in self.lists if len(v) <= MANY]
         # not those with a graph, of which the search uses copies (rule 4)
         return [(v, items) for v, items in found if all(map(_is_leaf, items))]
 
@@ -447,7 +268,7 @@ class Plain(NamedTuple):
 
     @staticmethod
     def of(attributes: dict[Any, Any]) -> Plain:
-        values = {k: v for k, v in attributes.items() if type(v) in _BORING and k not in OURS}
+        values = {k: v for k, v in attributes.items() if type(v) in BORING and k not in OURS}
         # in a defaultdict, reading a missing key would insert it
         fast = len(values) > 1 and not hasattr(type(attributes), "__missing__")
         get = itemgetter(*values) if fast else functools.partial(_values_of, values)
@@ -461,14 +282,14 @@ def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     """What ``step`` reaches, and all modules in it; cached until the step changes."""
     ours = isinstance(step, Step)
-    reach: Reach | None = step.__dict__.get(_KEY) if ours else _searched.get(step)
+    reach: Reach | None = step.__dict__.get(KEY) if ours else _searched.get(step)
     known = reach is not None and reach.of(step)
     if reach is not None and known and (modules := reach.unchanged()) is not None:
         return reach, modules
     draws = reach.draws if reach is not None and known else True
-    reach = Reach(_Search(step), step, draws)
+    reach = Reach(Search(step), step, draws)
     if ours:
-        step.__dict__[_KEY] = reach
+        step.__dict__[KEY] = reach
     else:
         _searched[step] = reach
     return reach, reach.modules()
@@ -483,428 +304,19 @@ def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | No
 
     None if they are only tensors and plain values.
     """
-    values = [v for v in values if type(v) not in _BORING and not isinstance(v, Tensor)]
+    values = [v for v in values if type(v) not in BORING and not isinstance(v, Tensor)]
     if not values:
         return None
-    search = _Search(None, names)
+    search = Search(None, names)
     for i, value in enumerate(values):
-        search.value(value, _Fixed(value), None, f"an argument ({i})")
+        search.value(value, Constant(value), None, f"an argument ({i})")
     search.run()
     return Reach(search, None)
-
-
-def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
-    """All ``modules()`` of ``roots``, without the cost of nested generators."""
-    found: dict[nn.Module, None] = {}
-    stack = [*roots]
-    stack.reverse()
-    while stack:
-        m = stack.pop()
-        if m is not None and m not in found:
-            found[m] = None
-            stack += m._modules.values()
-    return list(found)
 
 
 def _nothing() -> None:
     return None
 
 
-_Methods = dict[str, tuple[types.FunctionType, ...]]  # overridden ones too: super() calls them
-
-
-class _Object(NamedTuple):
-    """A namespace; the search follows its attributes that a function loads by name."""
-
-    attributes: dict[str, Any]
-    place: Place
-    methods: _Methods
-    skipped: frozenset[str]
-    whole: bool  # also attributes that no reached function names
-    anything: frozenset[str] = _LOADS_ANY  # names that load any attribute
-
-
-class _Search:
-    def __init__(self, step: nn.Module | None, names: Iterable[str] = ()) -> None:
-        self.step = step
-        self.roots: list[nn.Module] = []
-        self.shells: list[nn.Module] = []
-        self.tensors: list[tuple[Place, Any, str]] = []
-        self.generators: list[torch.Generator] = []
-        self.names: set[str] = {*_ENTRIES, *names}
-        self.loaded: set[str] = set()
-        self.watched: list[tuple[Place, Any, Any]] = []
-        self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
-        self.lists: list[Any] = []  # and sets, and deques
-        self.plain: list[tuple[Place, Any]] = []
-        self.sized: list[Any] = []
-        self.runs_code = False  # whether it found a function or an object that may have methods
-        self._seen: set[int] = set()
-        self._kept: list[Any] = []  # alive, so that no id in _seen is reused
-        self._visited: set[tuple[int, str]] = set()
-        self._objects: list[_Object] = []
-        self._owned = set(modules_in([step]))
-        for m in modules_in([step]):
-            self._module(m)
-        self.run()
-
-    def run(self) -> None:
-        """Follow names into objects until no new ones turn up."""
-        before = -1
-        while before != (before := len(self.names) + len(self._visited) + len(self._objects)):
-            for thing in list(self._objects):
-                self._expand(thing)
-
-    def _expand(self, thing: _Object) -> None:
-        for name, functions in thing.methods.items():
-            if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
-                for f in functions:
-                    self._function(f)
-        anything = thing.whole or not thing.anything.isdisjoint(self.names)
-        for name in thing.attributes if anything else thing.attributes.keys() & self.names:
-            mark = id(thing.attributes), name
-            if mark not in self._visited and name not in thing.skipped:
-                self._visited.add(mark)
-                v = thing.attributes[name]
-                if not thing.whole or type(v) not in _BORING:  # a layer's sizes stay numbers
-                    self.value(v, thing.place, name, name)
-
-    def _first(self, thing: Any) -> bool:
-        if id(thing) in self._seen:
-            return False
-        self._seen.add(id(thing))
-        self._kept.append(thing)
-        return True
-
-    def value(self, v: Any, place: Place, key: Any, label: str) -> None:
-        """Record the value in a place, and search it."""
-        if type(v) in _BORING:
-            self.watched.append((place, key, type(v)))
-            if not isinstance(place, (_Fixed, _Items, Attributes)):
-                self.plain.append((place, key))
-        elif isinstance(v, Tensor):
-            self.watched.append((place, key, type(v)))
-            self.tensors.append((place, key, label))
-        elif isinstance(v, torch.Generator):
-            self.watched.append((place, key, v))
-            self.generators.append(v)
-        elif isinstance(v, nn.Module):
-            self.watched.append((place, key, v))
-            if self._first(v) and self._encloses(v):
-                self.shells.append(v)
-                runs = _STEPS | {k for k, m in v._modules.items() if self._is_in(m)}
-                methods = {
-                    name: tuple(f for f in fs if name not in _ENTRIES or not _loads_any(f, runs))
-                    for name, fs in _methods(type(v)).items()
-                }
-                self._object(v.__dict__, methods, _STANDARD, whole=False)
-                self._class(type(v))
-                for members in (v._parameters, v._buffers, v._modules):
-                    self._object(members, {}, frozenset(), whole=False, anything=_LOADS_ANY_MEMBER)
-            elif v not in self.shells and v not in self.roots and self._unowned(v):
-                self.roots.append(v)
-                for m in modules_in(v._modules.values()):
-                    if self._first(m):
-                        self._inside(m)
-                self._inside(v)
-        elif isinstance(v, _CONTAINERS):
-            v = _without_graph(v)
-            self.watched.append((place, key, v))
-            if self._first(v):
-                self._container(v, label)
-        elif isinstance(v, type):
-            if not _foreign(v.__module__):
-                self.watched.append((place, key, type(v)))
-                self._class(v)
-                self._object({}, _methods(v), frozenset(), whole=False)
-        elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
-            return  # torch, nn and the like in the globals
-        elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
-            v = _without_graph(v)
-            self.watched.append((place, key, v))
-            if self._first(v):
-                self._thing(v, label)
-        else:
-            self.watched.append((place, key, type(v)))
-
-    def _unowned(self, m: nn.Module) -> bool:
-        if m in self._owned:
-            return False
-        self._owned.update(modules_in([m]))
-        return True
-
-    def _is_in(self, m: nn.Module | None) -> bool:
-        return self.step is not None and self.step in modules_in([m])
-
-    def _encloses(self, m: nn.Module) -> bool:
-        """Whether the step runs inside ``m``, which then is no part of it (rule 3)."""
-        if m in self._owned:
-            return False
-        if self._is_in(m):
-            return True
-        methods = _methods(type(m))
-        calls = any(_loads_any(f, _STEPS) for n, fs in methods.items() if n[:2] != "__" for f in fs)
-        return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
-
-    def _container(self, v: Any, label: str) -> None:
-        self.sized.append(v)
-        if isinstance(v, _LISTS):
-            self.lists.append(v)
-        if isinstance(v, dict) and len(v) <= _MANY:
-            self.namespaces.append(v)
-        if all(map(_BORING.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
-            return
-        if isinstance(v, dict):
-            for key, item in list(v.items()):
-                self.value(item, v, key, f"{label}[{key!r}]")
-        elif isinstance(v, (list, collections.deque)):
-            for i, item in enumerate(v):
-                self.value(item, _Items(v), i, f"{label}[{i}]")
-        else:
-            for item in v:
-                self.value(item, _Fixed(item), None, label)
-
-    def _thing(self, v: Any, label: str) -> None:
-        self.runs_code = True
-        if isinstance(v, types.FunctionType):
-            self._function(v)
-        elif isinstance(v, functools.partial):
-            for item in (v.func, *v.args, *v.keywords.values()):
-                self.value(item, _Fixed(item), None, label)
-        elif isinstance(v, types.MethodType):
-            self.value(v.__func__, _Fixed(v.__func__), None, label)
-            self.value(v.__self__, _Fixed(v.__self__), None, label)
-        elif isinstance(v, types.BuiltinMethodType):
-            if not isinstance(v.__self__, types.ModuleType):
-                self.value(v.__self__, _Fixed(v.__self__), None, label)
-        elif isinstance(v, types.ModuleType):
-            if not _foreign(v.__name__):
-                names: frozenset[str] = frozenset()  # a package holds too much to look at whole
-                self._object(vars(v), {}, names, whole=False, watch_size=False, anything=names)
-        else:
-            if "__wrapped__" in getattr(v, "__dict__", ()):  # functools.lru_cache
-                self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
-            if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
-                self._attributes(v)
-
-    def _attributes(self, v: Any) -> None:
-        for name in _slots_of(type(v)):
-            if hasattr(v, name):
-                self.value(getattr(v, name), _Slots(v), name, name)
-        attributes = getattr(v, "__dict__", {})
-        self.namespaces.append(attributes)
-        self._object(attributes, _methods(type(v)), frozenset(), whole=False)
-        self._class(type(v))
-
-    def _class(self, cls: type) -> None:
-        """The attributes of user-defined classes, without methods."""
-        for c in cls.__mro__:
-            if not _foreign(c.__module__) and self._first(c):
-                attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
-                self._objects.append(
-                    _Object(attributes, _ClassAttributes(c), {}, _STANDARD | _OF_STEPS, whole=False)
-                )
-
-    def _object(
-        self,
-        attributes: dict[str, Any],
-        methods: _Methods,
-        skipped: frozenset[str],
-        *,
-        whole: bool,
-        watch_size: bool = True,
-        anything: frozenset[str] = _LOADS_ANY,
-    ) -> None:
-        own = self.step is not None and attributes is self.step.__dict__
-        watch_size &= not own
-        place = Attributes(self.step) if own and self.step is not None else attributes
-        self._objects.append(_Object(attributes, place, methods, skipped, whole, anything))
-        if watch_size:
-            self.sized.append(attributes)
-
-    def _module(self, m: nn.Module) -> None:
-        if self._first(m):
-            self._inside(m)
-
-    def _inside(self, m: nn.Module) -> None:
-        cls = type(m)
-        skipped = _STANDARD | _OF_STEPS if isinstance(m, Step) else _STANDARD
-        self._object(m.__dict__, _methods(cls), skipped, whole=_inherits_code(cls))
-        self._class(cls)
-        for hooks in (m._forward_pre_hooks, m._forward_hooks):
-            self.sized.append(hooks)
-            for key, hook in hooks.items():
-                self.value(hook, hooks, key, "a hook")
-
-    def _function(self, f: types.FunctionType) -> None:
-        self.runs_code = True
-        holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
-        if not self._first(f.__code__) and not holds:
-            return
-        if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
-            return
-        for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-            if self._first(cell):
-                place = _Cell(cell)
-                if cell == types.CellType():
-                    self.watched.append((place, None, type(None)))
-                else:
-                    self.value(cell.cell_contents, place, None, name)
-        for item in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
-            self.value(item, _Fixed(item), None, f.__name__)
-        if _foreign(f.__globals__.get("__name__", "")):
-            return
-        if f.__dict__ and self._first(f.__dict__):
-            self.namespaces.append(f.__dict__)
-            self._object(f.__dict__, {}, frozenset(), whole=False)
-        loaded, attributes = _loads(f.__code__)
-        self.names |= attributes | (loaded & _LOADS_ANY)
-        self.loaded |= loaded
-        for name in loaded:
-            mark = id(f.__globals__), name
-            if mark not in self._visited and name in f.__globals__:
-                self._visited.add(mark)
-                self.value(f.__globals__[name], f.__globals__, name, name)
-
-
-_SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign
-_LISTS = (list, set, collections.deque)
-_CONTAINERS = (*_LISTS, tuple, dict, frozenset)
-
-
-def refill(container: Any, items: Iterable[Any]) -> None:
-    """Replace the items of a list, set or deque."""
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(items)
-
-
 def _is_leaf(v: Any) -> bool:
     return not isinstance(v, Tensor) or v.is_leaf
-
-
-def _without_graph(v: Any) -> Any:
-    """``v``, or if it holds tensors with a graph, a copy with aliases of them (rule 4)."""
-    changed = _aliases(v, 0)
-    return v if changed is None else changed
-
-
-def _aliases(v: Any, depth: int) -> Any:
-    """A copy of ``v`` with aliases of tensors with a graph; None if there are none."""
-    if isinstance(v, Tensor):
-        return None if v.is_leaf else v.detach().requires_grad_(v.requires_grad)
-    if depth > _DEPTH or type(v) in _BORING:
-        return None
-    if isinstance(v, dict):
-        changed = _changed(v.items(), depth)
-        if changed:
-            v = copy.copy(v)
-            v.update(changed)
-        return v if changed else None
-    if isinstance(v, _CONTAINERS):
-        items = list(v)
-        changed = _changed(enumerate(items), depth)
-        items = [changed.get(i, item) for i, item in enumerate(items)]
-        if not changed:
-            return None
-        if isinstance(v, (tuple, frozenset)):
-            named = hasattr(v, "_fields")  # named tuples take their items one by one
-            return type(v)(*items) if named else type(v)(items)
-        v = copy.copy(v)
-        refill(v, items)
-        return v
-    record = isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v))
-    if record:
-        slots = {name: getattr(v, name) for name in _slots_of(type(v)) if hasattr(v, name)}
-        changed = _changed({**getattr(v, "__dict__", {}), **slots}.items(), depth)
-        v = copy.copy(v) if changed else None
-        for name, value in changed.items():
-            object.__setattr__(v, name, value)
-        return v
-    return None
-
-
-def _changed(items: Iterable[tuple[Any, Any]], depth: int) -> dict[Any, Any]:
-    copies = {key: _aliases(item, depth + 1) for key, item in list(items)}
-    return {key: item for key, item in copies.items() if item is not None}
-
-
-def _is_foreign(v: object) -> bool:
-    return _foreign(type(v).__module__)
-
-
-def _cached(f: Callable[[type], Any]) -> Callable[[type], Any]:
-    return functools.lru_cache(maxsize=1024)(f)  # mypy: types are not Hashable
-
-
-def _foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FOREIGN
-
-
-def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
-    return not names.isdisjoint(frozenset().union(*_loads(f.__code__)))
-
-
-def _is_running(m: nn.Module) -> bool:
-    """Whether a user-defined method of ``m`` is running in this thread."""
-    codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is m:
-            return True
-        frame = frame.f_back
-    return False
-
-
-@functools.lru_cache(maxsize=4096)
-def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
-    """Names of globals and of attributes that the code, and code nested in it, loads."""
-    names: set[str] = set()
-    attributes: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            names.add(instruction.argval)
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
-            attributes.add(instruction.argval)
-    for const in code.co_consts:
-        if isinstance(const, types.CodeType):
-            inner = _loads(const)
-            names |= inner[0]
-            attributes |= inner[1]
-    return frozenset(names), frozenset(attributes)
-
-
-@_cached
-def _methods(cls: type) -> _Methods:
-    """The functions that user-defined classes define, including property getters."""
-    methods: _Methods = {}
-    for c in cls.__mro__:
-        if not _foreign(c.__module__):
-            for name, value in vars(c).items():
-                if (f := _function_of(value)) is not None:
-                    methods[name] = (*methods.get(name, ()), f)
-    return methods
-
-
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The function behind an attribute of a class, if any."""
-    f = value.fget if isinstance(value, property) else value
-    f = f.func if isinstance(f, functools.cached_property) else f
-    f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
-    return f if isinstance(f, types.FunctionType) else None
-
-
-@_cached
-def _slots_of(cls: type) -> tuple[str, ...]:
-    """The slots that user-defined classes define."""
-    own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__)]
-    kinds = types.MemberDescriptorType
-    return tuple(name for names in own for name, m in names.items() if isinstance(m, kinds))
-
-
-@_cached
-def _inherits_code(cls: type) -> bool:
-    """Whether the class inherits code that is not searched and may load any attribute."""
-    bare = (object, nn.Module, Step, Invertible)
-    roots = [c.__module__.partition(".")[0] for c in cls.__mro__ if c not in bare]
-    return "torch" in roots or "revzoo" in roots

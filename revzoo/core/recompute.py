@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from revzoo.core.invertible import State, Step
 from revzoo.core.modes import run_step
-from revzoo.core.replay import tensors_of
+from revzoo.core.tensors import tensors_of
 
 _Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
@@ -141,7 +141,7 @@ def _run(
 class _Call:
     """Arguments and result of the forward pass: the caller's objects.
 
-    Not part of the step, so that the search of :mod:`revzoo.core.reach` does not find them.
+    Not part of the step, so that the search of :mod:`revzoo.core.search` does not find them.
     """
 
     __slots__ = ("arguments", "returned")

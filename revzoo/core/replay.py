@@ -31,7 +31,7 @@ NOTE [ What a replay restores ]
        that was changed after the forward pass raises. Buffers that share memory share it in the
        replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
-       :mod:`revzoo.core.reach`): modules count as submodules, tensors as buffers. Functions, lists
+       :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions, lists
        and modules that were replaced after the forward pass are put back during the replay.
 
 NOTE [ Gathered once ]
@@ -56,39 +56,51 @@ such code should check :func:`is_replaying`.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from operator import attrgetter, is_
-from typing import Any, NamedTuple
+from operator import is_
+from typing import Any
 
 import torch
-from torch import Generator, Tensor, nn
-from torch.nn.modules import batchnorm, instancenorm
-from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
+from torch import Tensor, nn
+from torch.nn.modules import batchnorm
 from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
+from revzoo.core.ambient import (
+    CPU,
+    HOST,
+    Source,
+    States,
+    ambient,
+    autocast,
+    autocast_state,
+    is_faked,
+    random_states,
+    set_ambient,
+    set_random_states,
+    with_autocast,
+)
+from revzoo.core.held import (
+    LAZY,
+    Held,
+    Owned,
+    Snapshot,
+    Statistics,
+    is_sharded,
+    replaced,
+    sharing_memory,
+    throws_away,
+)
 from revzoo.core.invertible import Invertible, Step
-from revzoo.core.reach import OURS, Attributes, Place, Reach, reached, reached_from, refill
+from revzoo.core.places import Attributes, Place, refill
+from revzoo.core.reach import OURS, Reach, reached, reached_from
+from revzoo.core.tensors import address, tensors_of, version_of
 
 _thread = threading.local()
-_CPU = torch.device("cpu")
-_HOST = ("cpu", "meta")  # devices without their own random state
 _SMALL = 2**14  # elements; a copy takes about as long as two checks
-_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
-_BATCH_NORMS = (batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d)
-_INSTANCE_NORMS = (
-    instancenorm.InstanceNorm1d,
-    instancenorm.InstanceNorm2d,
-    instancenorm.InstanceNorm3d,
-)
-_NORMS = frozenset((*_BATCH_NORMS, *_INSTANCE_NORMS, batchnorm.SyncBatchNorm))
 
 
 def is_replaying() -> bool:
@@ -109,241 +121,8 @@ def is_replaying() -> bool:
     return getattr(_thread, "depth", 0) > 0
 
 
-class _Held(NamedTuple):
-    """A parameter, buffer, reached tensor or keyword argument, as it was in the forward pass."""
-
-    owner: Place | None  # such as the module's _parameters; None for an argument
-    key: Any
-    name: str
-    tensor: Tensor
-    made: weakref.ref[Tensor] | None  # the original, if ``tensor`` is an alias
-    version: int
-    requires_grad: bool
-    dtype: torch.dtype
-
-    @staticmethod
-    def of(owner: Place | None, key: Any, name: str, t: Tensor) -> _Held:
-        needs = t.requires_grad
-        if t.is_leaf:
-            return _Held(owner, key, name, t, None, version_of(t), needs, t.dtype)
-        # an alias: the tensor's graph may hold the tape, which holds this object
-        alias = t.detach().requires_grad_(needs)
-        return _Held(owner, key, name, alias, weakref.ref(t), version_of(t), needs, t.dtype)
-
-    def stands(self) -> bool:
-        """Whether the tensor is still in its place."""
-        assert self.owner is not None
-        now = self.owner.get(self.key)
-        return now is (self.tensor if self.made is None else self.made())
-
-    def check(self) -> None:
-        t = self.tensor
-        if (now := version_of(t)) != self.version:
-            raise RuntimeError(
-                f"'{self.name}' of shape {tuple(t.shape)} was modified by an in-place "
-                f"operation between forward and backward: it is at version {now}; "
-                f"expected version {self.version}. Activations recomputed with it would be wrong. "
-                "Run backward before changing it (optimizer.step(), load_state_dict()), or use "
-                "memory='store' for this step"
-            )
-        if t.dtype is not self.dtype:  # another device is an error of torch's
-            raise RuntimeError(
-                f"'{self.name}' of shape {tuple(t.shape)} was converted between forward and "
-                f"backward: it is {t.dtype} now; expected {self.dtype}. "
-                "Run backward before converting the model (double(), half(), to()), or convert it "
-                "before the forward pass"
-            )
-
-    def copy(self) -> Tensor:
-        """A copy to put in the tensor's place, for code that may change it."""
-        copy = self.tensor.detach().clone().requires_grad_(self.tensor.requires_grad)
-        return nn.Parameter(copy, copy.requires_grad) if self.tensor.is_leaf else copy
-
-    def check_copy(self, copy: Tensor, unseen: bool) -> None:
-        """Raise if the replay changed the copy's value by more than rounding errors.
-
-        Args:
-            copy: the result of :meth:`copy`, after the replay.
-            unseen: whether code may change it without a new version.
-        """
-        if not (version_of(copy) or unseen) or not copy.numel():
-            return
-        with torch.no_grad():
-            size = self.tensor.abs().max()
-            rounding = 100 * torch.finfo(copy.dtype).eps if copy.dtype.is_floating_point else 0
-            same = bool((copy - self.tensor).abs().max() <= rounding * size)
-        if not same:
-            raise RuntimeError(
-                f"'{self.name}' of shape {tuple(copy.shape)} is changed in place by each forward "
-                "pass, so a replay cannot repeat one; expected a change that, done twice, gives "
-                "the same value. Change it between training steps, or use memory='store' for "
-                "this step"
-            )
-
-
-class _Snapshot(NamedTuple):
-    """A tensor that the forward pass may change, and its value before the forward pass."""
-
-    held: _Held
-    before: Tensor | None  # None where no copy was taken, NOTE [ Copies of buffers ]
-    module: nn.Module | None  # of a buffer
-    training: bool
-    unseen: bool  # whether code may change it without a new version
-
-    @property
-    def changed(self) -> bool:
-        return (
-            self.unseen
-            or not self.held.stands()
-            or version_of(self.held.tensor) != self.held.version
-        )
-
-    def value(self) -> Tensor:
-        """A copy of its value before the forward pass."""
-        held = self.held
-        before = self.before
-        if before is None and version_of(held.tensor) == held.version:
-            before = held.tensor  # replaced, not changed
-        if before is None:
-            raise RuntimeError(
-                f"'{held.name}' of shape {tuple(held.tensor.shape)} was changed in place by this "
-                "forward pass, but by no earlier one; expected no change, so its old value, which "
-                "the replay needs, was not copied. Repeat the forward pass, which now copies it; "
-                "or replace the tensor instead of changing it (self.name = ...), or use "
-                "memory='store' for this step"
-            )
-        return before.clone()
-
-
-class _Statistics(NamedTuple):
-    """A statistic that influences no output."""
-
-    owner: dict[str, Any]
-    name: str
-    dtype: torch.dtype
-    device: torch.device
-
-
-_parameters_of = attrgetter("_parameters")
-_buffers_of = attrgetter("_buffers")
-_training = attrgetter("training")
-_version = attrgetter("_version")
-_shape = attrgetter("shape")
-_traits = attrgetter("__class__", "is_leaf", "requires_grad", "dtype", "layout", "device")
-
-
-class _Owned:
-    """Where parameters and statistics are; see NOTE [ Gathered once ].
-
-    Its only tensors are scratch ones, which replays update instead of the statistics.
-    """
-
-    __slots__ = (
-        "_absent",
-        "_addresses",
-        "_key",
-        "_pointers",
-        "_scratch",
-        "_shapes",
-        "_sizes",
-        "_tables",
-        "buffered",
-        "places",
-        "plain",
-        "statistics",
-        "steps",
-        "traits",
-    )
-
-    def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
-        self._key = key
-        reads = key[0]
-        self._tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
-        self._sizes = list(map(len, self._tables))
-        # positions, as the first module holds this object
-        self.steps = [i for i, m in enumerate(modules) if isinstance(m, Step)]
-        self.buffered: list[int] = []  # modules with buffers of which a replay needs the values
-        places = [(m._parameters, k) for m in modules for k in m._parameters]
-        self.places = [(table, k) for table, k in places if table[k] is not None]
-        self._absent: list[tuple[Any, str]] = [p for p in places if p[0][p[1]] is None]
-        self.statistics: list[_Statistics] = []
-        for i, m in enumerate(modules):
-            if not m._buffers:
-                continue
-            buffers = m._buffers.items()
-            if not _throws_away(m, reads) or any(type(b) in _LAZY for _, b in buffers):
-                self.buffered.append(i)
-                continue
-            for k, b in buffers:
-                if b is None:
-                    self._absent.append((m._buffers, k))
-                else:
-                    self.statistics.append(_Statistics(m._buffers, k, b.dtype, b.device))
-        tensors = self.tensors()
-        self.traits = list(map(_traits, tensors))
-        self._shapes = list(map(_shape, tensors[len(self.places) :]))
-        kinds = [nn.Parameter] * len(self.places) + [Tensor] * len(self.statistics)
-        self.plain = all(
-            kind is expected and leaf and layout is torch.strided
-            for expected, (kind, leaf, _, _, layout, _) in zip(kinds, self.traits, strict=True)
-        )
-        self._pointers: list[int] = []
-        self._addresses: frozenset[int] = frozenset()
-        self._scratch: list[Tensor] = []
-
-    @property
-    def scratch(self) -> list[Tensor]:
-        """Tensors like the statistics, for replays to update: their values influence no output."""
-        if not self._scratch:
-            with torch.inference_mode(False):
-                self._scratch = [
-                    torch.zeros(shape, dtype=s.dtype, device=s.device)
-                    for s, shape in zip(self.statistics, self._shapes, strict=True)
-                ]
-        return self._scratch
-
-    def tensors(self) -> list[Any]:
-        """The parameters, then the statistics; None where one is missing."""
-        found = [table.get(k) for table, k in self.places]
-        return found + [s.owner.get(s.name) for s in self.statistics]
-
-    def still_there(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
-        """The present tensors, if a new search of ``modules`` would find tensors like them."""
-        tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
-        if key != self._key or not all(map(is_, tables, self._tables)):
-            return None
-        if list(map(len, tables)) != self._sizes:
-            return None
-        if any(table.get(k) is not None for table, k in self._absent):
-            return None
-        tensors = self.tensors()
-        if any(t is None for t in tensors) or list(map(_traits, tensors)) != self.traits:
-            return None
-        if list(map(_shape, tensors[len(self.places) :])) != self._shapes:
-            return None
-        return tensors
-
-    def addresses(self, tensors: list[Tensor]) -> frozenset[int]:
-        """Addresses of :meth:`tensors`."""
-        pointers = [t.data_ptr() for t in tensors]
-        if pointers != self._pointers:
-            self._pointers = pointers
-            self._addresses = frozenset(map(address, tensors))
-        return self._addresses
-
-
-def _throws_away(m: nn.Module, reads: bool) -> bool:
-    """Whether the buffers of ``m`` are statistics that influence no output."""
-    # a subclass, a hook or other code of the step may read statistics in training
-    if not m.training or reads or type(m) not in _NORMS:
-        return False
-    return not (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
-
-
 # large buffers that no forward pass has changed so far: (name, training)
 _steady: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
-_Source = torch.device | Generator
-_States = dict[_Source, Tensor]
 
 
 class Conditions:
@@ -388,14 +167,14 @@ class Conditions:
     ) -> None:
         """Capture before the forward pass."""
         inputs = tuple(inputs)
-        self._devices = frozenset(t.device for t in inputs if t.device.type not in _HOST)
-        self._autocast = _autocast_state(_with_autocast(self._devices))
-        self._ambient = _ambient()
+        self._devices = frozenset(t.device for t in inputs if t.device.type not in HOST)
+        self._autocast = autocast_state(with_autocast(self._devices))
+        self._ambient = ambient()
         self._flags: list[tuple[nn.Module, str, Any]] = []
-        self._held: list[_Held] = []
-        self._altered: list[_Held] = []  # parameters that the forward pass changed
-        self._statistics: list[_Statistics] = []
-        self._snapshots: list[_Snapshot] = []
+        self._held: list[Held] = []
+        self._altered: list[Held] = []  # parameters that the forward pass changed
+        self._statistics: list[Statistics] = []
+        self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._left: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
@@ -412,7 +191,7 @@ class Conditions:
         if context:
             for name, value in context.items():
                 for t in tensors_of(value):
-                    self._held.append(_Held.of(None, None, name, t))
+                    self._held.append(Held.of(None, None, name, t))
             self._extra = reached_from(tree_iter(dict(context)), self._reach.names)
         if self._extra is not None:
             others = self._extra.modules()
@@ -423,7 +202,7 @@ class Conditions:
         self.reads_statistics = reads = any(r.reads_statistics for r in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
-        self._owned: _Owned | None = None
+        self._owned: Owned | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
         if not self._capture_owned(modules[:members], reads, unseen):
@@ -436,37 +215,31 @@ class Conditions:
                 self._capture_reached(place, key, label, module.training, unseen)
         if not inputs:  # then the step's own tensors decide the devices
             self._devices = self._devices_held()
-            self._autocast = _autocast_state(_with_autocast(self._devices))
-        self._sources: tuple[_Source, ...] = ()
+            self._autocast = autocast_state(with_autocast(self._devices))
+        self._sources: tuple[Source, ...] = ()
         silent = self._owned is not None and self._extra is None and self._reach.draws_nothing
-        if not (silent and all(map(_is_plain, inputs))) and not _is_faked(inputs):  # fake: no draws
+        if not (silent and all(map(_is_plain, inputs))) and not is_faked(inputs):  # fake: no draws
             generators = [g for reach in self._reaches() for g in reach.generators]
-            self._sources = (_CPU, *self._devices, *generators)
-        self._rng: _States | None = None
-        self._after: _States = {}
+            self._sources = (CPU, *self._devices, *generators)
+        self._rng: States | None = None
+        self._after: States = {}
         self._entered = self._locked = False
 
     def _devices_held(self) -> frozenset[torch.device]:
         held = [h.tensor for h in (*self._held, *(s.held for s in self._snapshots))]
         devices = [t.device for t in (*held, *self._tensors)]
-        return frozenset(d for d in devices if d.type not in _HOST)
+        return frozenset(d for d in devices if d.type not in HOST)
 
     def _capture_owned(self, modules: list[nn.Module], reads: bool, unseen: bool) -> bool:
         """Capture modules at once, where their parameters and statistics are as in the last pass.
 
-        Their parameters have no :class:`_Held` until :meth:`_hold_each` makes them.
+        Their parameters have no :class:`Held` until :meth:`_hold_each` makes them.
         """
-        reach = self._reach
-        key = [reads, unseen, *map(_training, modules)]
-        owned: _Owned | None = reach.owned
-        tensors = None if owned is None else owned.still_there(modules, key)
-        if owned is None or tensors is None:
-            reach.owned = owned = _Owned(modules, key)
-            tensors = owned.tensors()
+        owned, tensors = Owned.of(self._reach, modules, reads, unseen)
         if not owned.plain:
             return False
         try:
-            self._versions = list(map(_version, tensors[: len(owned.places)]))
+            self._versions = owned.versions(tensors)
         except RuntimeError:  # inference tensors
             return False
         self._owned, self._tensors = owned, tensors
@@ -481,27 +254,14 @@ class Conditions:
         return True
 
     def _hold_each(self) -> None:
-        """Make a :class:`_Held` of each captured parameter."""
+        """Make a :class:`Held` of each captured parameter."""
         if self._owned is not None:
-            owned = self._owned
-            each = zip(owned.places, self._tensors, self._versions, owned.traits, strict=False)
-            self._held += [
-                _Held(table, key, key, t, None, version, needs, dtype)
-                for (table, key), t, version, (_, _, needs, dtype, *_) in each
-            ]
+            self._held += self._owned.held(self._tensors, self._versions)
             self._owned, self._tensors, self._versions = None, [], []
 
     def _stand(self) -> bool:
         """Whether the captured parameters are in their places, unchanged."""
-        owned = self._owned
-        if owned is None:
-            return True
-        now = [table.get(key) for table, key in owned.places]
-        return (
-            all(map(is_, now, self._tensors))
-            and list(map(_version, now)) == self._versions
-            and list(map(_traits, now)) == owned.traits[: len(now)]
-        )
+        return self._owned is None or self._owned.stand(self._tensors, self._versions)
 
     def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         if isinstance(m, Step):
@@ -511,43 +271,43 @@ class Conditions:
         for name, p in m._parameters.items():
             if p is None:
                 continue
-            if type(p) in _LAZY:
+            if type(p) in LAZY:
                 self._lazy.append((m._parameters, name))
             else:
-                self._held.append(_Held.of(m._parameters, name, name, p))
+                self._held.append(Held.of(m._parameters, name, name, p))
         if m._buffers:
             self._capture_buffers(m, reads, unseen)
 
     def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
-        throw_away = _throws_away(m, reads)
+        throw_away = throws_away(m, reads)
         unseen |= m.training and isinstance(m, batchnorm._NormBase)
         for name, b in m._buffers.items():
             if b is None:
                 continue
-            if type(b) in _LAZY:
+            if type(b) in LAZY:
                 self._lazy.append((m._buffers, name))
             elif throw_away:
-                self._statistics.append(_Statistics(m._buffers, name, b.dtype, b.device))
+                self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:
                 large = b.numel() > _SMALL and not unseen
                 steady = large and (name, m.training) in _steady.get(m, ())
                 before = None if steady else b.detach().clone()
-                held = _Held.of(m._buffers, name, name, b)
-                self._snapshots.append(_Snapshot(held, before, m, m.training, unseen))
+                held = Held.of(m._buffers, name, name, b)
+                self._snapshots.append(Snapshot(held, before, m, m.training, unseen))
 
     def _capture_reached(
         self, place: Place, key: Any, label: str, training: bool, unseen: bool
     ) -> None:
         t = place.get(key)
-        if not isinstance(t, Tensor) or type(t) in _LAZY:
+        if not isinstance(t, Tensor) or type(t) in LAZY:
             return
-        held = _Held.of(place, key, label, t)
+        held = Held.of(place, key, label, t)
         if isinstance(t, nn.Parameter):
             self._held.append(held)
             return
         # functions seldom change tensors that they do not own: large ones are not copied
         before = None if t.numel() > _SMALL else t.detach().clone()
-        self._snapshots.append(_Snapshot(held, before, None, training, unseen))
+        self._snapshots.append(Snapshot(held, before, None, training, unseen))
 
     def _reaches(self) -> list[Reach]:
         return [self._reach] if self._extra is None else [self._reach, self._extra]
@@ -560,7 +320,7 @@ class Conditions:
         self._entered = True
         if self._sources:
             self._swap_mark = threads.swaps.now()
-            self._rng = _rng_state(self._sources)
+            self._rng = random_states(self._sources)
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """End the forward pass; drop random states and buffers that it did not change."""
@@ -577,7 +337,7 @@ class Conditions:
         if not self._sources:
             return
         assert self._rng is not None
-        before, after = self._rng, _rng_state(self._sources)
+        before, after = self._rng, random_states(self._sources)
         changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
         # another thread's replay may have restored the state, which hides draws of this thread
         hidden = not (self._locked or threads.swaps.alone(self._swap_mark))
@@ -588,21 +348,20 @@ class Conditions:
 
     def _finish_tensors(self) -> None:
         self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
-        if self._owned is not None:
-            versions = list(map(_version, self._tensors[: len(self._versions)]))
-            if self._changes_unseen or versions != self._versions:
-                self._hold_each()
+        owned = self._owned
+        if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):
+            self._hold_each()
         for i, held in enumerate(self._held):
             if held.owner is None:
                 continue
             if (now := version_of(held.tensor)) != held.version:
                 self._held[i] = held = held._replace(version=now)
                 self._altered.append(held)
-            elif self._changes_unseen and not _is_sharded(held.tensor):
+            elif self._changes_unseen and not is_sharded(held.tensor):
                 self._altered.append(held)
         for owner, name in self._lazy:
-            if type(t := owner[name]) not in _LAZY:
-                self._held.append(_Held.of(owner, name, name, t))
+            if type(t := owner[name]) not in LAZY:
+                self._held.append(Held.of(owner, name, name, t))
         if self._lazy and (step := self._reach.step()) is not None:
             self._reach = reached(step)[0]  # torch has removed the hook that made them
         if not self._snapshots:
@@ -657,11 +416,11 @@ class Conditions:
         """Whether the replay that is under way has drawn all that the forward pass drew."""
         if not self._rng:
             return True
-        return all(torch.equal(t, self._after[s]) for s, t in _rng_state(self._rng).items())
+        return all(torch.equal(t, self._after[s]) for s, t in random_states(self._rng).items())
 
-    def _check_draws(self, before: _States) -> None:
+    def _check_draws(self, before: States) -> None:
         """Rule 4 of NOTE [ Threads ]."""
-        for source, state in _rng_state(before).items():
+        for source, state in random_states(before).items():
             if not torch.equal(state, self._after[source]):
                 if torch.equal(state, before[source]):
                     continue  # the replay drew nothing
@@ -721,7 +480,7 @@ class Conditions:
                 setattr(m, name, value)
         for held in self._held:
             owner, tensor = held.owner, held.tensor
-            if owner is not None and owner.get(held.key) is not tensor and _replaced(held):
+            if owner is not None and owner.get(held.key) is not tensor and replaced(held):
                 _swap(undo, owner, held.key, tensor)
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
@@ -735,7 +494,7 @@ class Conditions:
                 copy = copy.to(device, dtype)
             _swap(undo, owner, name, copy)
         each = {id(s.held.tensor): s for s in self._snapshots}
-        copies = _sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
+        copies = sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
         for s in self._snapshots:  # a tensor in several places gets one copy
             assert s.held.owner is not None
             _swap(undo, s.held.owner, s.held.key, copies[id(s.held.tensor)])
@@ -766,7 +525,7 @@ class _Restored:
         c = self._conditions
         c._check_unchanged()
         self._entered = c._entered
-        self._rng = rng = c._rng if self._entered else _rng_state(c._sources)
+        self._rng = rng = c._rng if self._entered else random_states(c._sources)
         self._locks = c._reach.locks if c._statistics or c._snapshots else []
         threads.acquire(self._locks)
         self._locked = bool(rng) and threads.random_lock.acquire()
@@ -776,16 +535,16 @@ class _Restored:
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
             if rng:
-                self._undo.append((_set_rng_state, (_rng_state(rng),)))
-                _set_rng_state(rng)
+                self._undo.append((set_random_states, (random_states(rng),)))
+                set_random_states(rng)
             c._restore_modules(self._undo)
             for owner, name, left in c._left if self._inverting else ():
                 _swap(self._undo, owner, name, left.clone())
             self._copies = c._swap_copies(self._undo)
-            if _ambient() != c._ambient:
-                self._enter(_set(c._ambient))
-            if c._autocast != _autocast_state(_with_autocast(c._devices)):
-                self._enter(_autocast(c._autocast))
+            if ambient() != c._ambient:
+                self._enter(set_ambient(c._ambient))
+            if c._autocast != autocast_state(with_autocast(c._devices)):
+                self._enter(autocast(c._autocast))
         except BaseException:
             self._leave()
             raise
@@ -834,75 +593,8 @@ def parameters_of(step: nn.Module) -> Iterator[Tensor]:
             yield t
 
 
-def address(t: Tensor) -> int:
-    """Identifies the storage of ``t`` while it lives, even an empty one."""
-    try:
-        return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
-        return _address_without_storage(t)
-
-
-def _address_without_storage(t: Tensor) -> int:
-    if t.layout == torch.sparse_coo:
-        return address(t._values())
-    if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
-        return address(t.values())
-    return -id(t)  # no storage has a negative address
-
-
 def _is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter)
-
-
-def version_of(t: Tensor) -> int:
-    """The number of in-place changes of ``t``; 0 for inference tensors."""
-    try:
-        return t._version
-    except RuntimeError:
-        return 0
-
-
-def tensors_of(tree: Any) -> list[Tensor]:
-    """The tensors in nested tuples, lists and dictionaries."""
-    return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
-
-
-def _replaced(held: _Held) -> bool:
-    """Whether another tensor is in its place, other than gathered shards."""
-    if held.stands():
-        return False
-    assert held.owner is not None
-    now = held.owner.get(held.key)
-    gathered = _is_sharded(held.tensor) and not hasattr(now, "device_mesh")
-    return not gathered
-
-
-def _sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-    """The copies in pairs of (tensor, copy), made to share memory where the tensors do."""
-    copies = {key: copy for key, (_, copy) in pairs.items()}
-    groups: dict[int, list[int]] = {}
-    for key, (t, _) in pairs.items():
-        groups.setdefault(address(t), []).append(key)
-    for keys in groups.values():
-        if len(keys) > 1 and all(pairs[key][0].layout == torch.strided for key in keys):
-            storage = pairs[keys[0]][0].untyped_storage().clone()  # type: ignore[no-untyped-call]
-            for key in keys:
-                t, copy = pairs[key]
-                place = (storage, t.storage_offset(), t.shape, t.stride())
-                view = torch.empty(0, dtype=t.dtype, device=t.device).set_(*place)
-                _without_repeats(view).copy_(_without_repeats(copy))
-                copies[key] = view
-    return copies
-
-
-def _without_repeats(t: Tensor) -> Tensor:
-    for d, stride in enumerate(t.stride()):
-        t = t.narrow(d, 0, 1) if stride == 0 and t.shape[d] > 1 else t
-    return t
-
-
-def _is_sharded(t: Tensor) -> bool:
-    return hasattr(t, "device_mesh")  # a DTensor
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
@@ -942,99 +634,3 @@ def _put_items_back(container: Any, before: tuple[Any, ...], now: tuple[Any, ...
 def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
     table.clear()
     table.update(wanted)
-
-
-def _rng_state(sources: Iterable[_Source]) -> _States:
-    states: _States = {}
-    for source in sources:
-        if isinstance(source, Generator):
-            states[source] = source.get_state()
-        elif source.type == "cpu":
-            states[source] = torch.default_generator.get_state()
-        else:
-            states[source] = torch.get_device_module(source).get_rng_state(source)
-    return states
-
-
-def _set_rng_state(states: _States) -> None:
-    for source, state in states.items():
-        if isinstance(source, Generator):
-            source.set_state(state)
-        elif source.type == "cpu":
-            torch.default_generator.set_state(state)
-        else:
-            torch.get_device_module(source).set_rng_state(state, source)
-
-
-def _is_faked(inputs: Iterable[Tensor]) -> bool:
-    """Whether the step computes only shapes; random states are then fake or missing."""
-    module = sys.modules.get("torch._subclasses.fake_tensor")
-    if module is None:
-        return False
-    if torch._C._len_torch_dispatch_stack() and torch._guards.detect_fake_mode() is not None:
-        return True
-    return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
-
-
-# global settings that branches depend on, besides autocast: getter, setter
-_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch._C._get_flash_sdp_enabled, torch.backends.cuda.enable_flash_sdp),
-    (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
-    (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
-    (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
-)  # torch's public getters call these, but are slower
-_READS = tuple(read for read, _ in _SWITCHES)
-_Ambient = tuple[torch.device | None, list[Any]]
-
-
-def _ambient() -> _Ambient:
-    return _default_device(), [read() for read in _READS]
-
-
-def _default_device() -> torch.device | None:
-    """The default device of factories such as torch.zeros; None if unset."""
-    if not torch._C._len_torch_function_stack():
-        return None
-    for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
-        if isinstance(mode, DeviceContext):
-            return torch.device(mode.device)
-    return None
-
-
-@contextlib.contextmanager
-def _set(wanted: _Ambient) -> Iterator[None]:
-    device, values = wanted
-    with contextlib.ExitStack() as stack:
-        for (read, write), value in zip(_SWITCHES, values, strict=True):
-            if (now := read()) != value:
-                stack.callback(write, now)
-                write(value)
-        if _default_device() != device:
-            stack.enter_context(device or _CPU)
-        yield
-
-
-_AutocastState = tuple[bool, tuple[tuple[str, bool, torch.dtype], ...]]
-
-
-def _autocast_state(device_types: Iterable[str]) -> _AutocastState:
-    states = [(d, torch.is_autocast_enabled(d), torch.get_autocast_dtype(d)) for d in device_types]
-    return torch.is_autocast_cache_enabled(), tuple(states)
-
-
-@functools.cache
-def _with_autocast(devices: frozenset[torch.device]) -> list[str]:
-    """The device types of the CPU and ``devices`` that have autocast, in a fixed order."""
-    kinds = sorted({"cpu", *(d.type for d in devices)})
-    return [d for d in kinds if torch.amp.is_autocast_available(d)]
-
-
-@contextlib.contextmanager
-def _autocast(wanted: _AutocastState) -> Iterator[None]:
-    cache, states = wanted
-    with contextlib.ExitStack() as stack:
-        for d, on, dtype in states:
-            stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache))
-        yield

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_number
 from revzoo.core.fixedpoint import Fixed, add, fixed_of, floats, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recording, State, name_of
-from revzoo.core.recording import unshared
+from revzoo.core.tensors import unshared
 from revzoo.layers.streams import no_change_of_volume
 
 

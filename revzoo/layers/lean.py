@@ -24,7 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.recording import hooked, hooks_allowed, keeping_shape_of, note, recalled
+from revzoo.core.calls import hooked
+from revzoo.core.slots import hooks_allowed, keeping_shape_of, note, recalled
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)

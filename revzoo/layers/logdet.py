@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from revzoo.core.calls import call_on_grid, call_without_changing_hooks, inverse_on_grid
 from revzoo.core.invertible import (
     Invertible,
     Recording,
@@ -26,7 +27,6 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.modes import mode_of
-from revzoo.core.recording import call_on_grid, call_without_changing_hooks, inverse_on_grid
 
 
 def zero_total(x: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ from torch.nn import functional
 from revzoo._checks import check_choice, check_count, check_number, counts_of
 from revzoo.core.fixedpoint import moved
 from revzoo.core.invertible import Invertible, State
-from revzoo.core.recording import keeping_shape_of
+from revzoo.core.slots import keeping_shape_of
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.streams import Streamwise
 

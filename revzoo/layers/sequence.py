@@ -15,6 +15,7 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.calls import inverse_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.fixedpoint import Grid, forget_stale_words, keeps_words, moved, renew_words
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
@@ -29,7 +30,6 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.recording import inverse_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total

@@ -69,9 +69,9 @@ from revzoo.core.invertible import (
     label_steps,
     name_of,
 )
-from revzoo.core.layout import has_values
 from revzoo.core.modes import run_step
-from revzoo.core.recording import put_aside
+from revzoo.core.slots import put_aside
+from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
@@ -374,7 +374,7 @@ def _residuals_in(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The runs in ``module``, none inside another, apart from those of ``Residual`` modules."""
+    """The runs in ``module``, none inside another; without runs of ``Residual`` modules."""
     if _inverts(module) or isinstance(module, Residual):
         return
     taken: list[nn.Module] = []

@@ -273,7 +273,7 @@ class ImageNetwork(Saved, ABC):
         """Representation of images ``(B, in_chans, H, W)``: the last stage's streams, merged.
 
         The head normalises, pools and classifies it. In memory mode ``exact`` the image is
-        rounded to the grid (a multiple of ``2**-14`` stays as it is) and :meth:`inverse` gives it
+        rounded to the grid (a multiple of ``2**-23`` stays as it is) and :meth:`inverse` gives it
         back bit for bit.
 
         Raises:

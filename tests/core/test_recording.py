@@ -14,7 +14,8 @@ from revzoo import (
     ReversibleSequence,
     is_replaying,
 )
-from revzoo.core.recording import Resident, Slot, unpack, unshared
+from revzoo.core.slots import Resident, Slot, unpack
+from revzoo.core.tensors import unshared
 
 
 def streams(width=4):

@@ -1,4 +1,4 @@
-"""Layouts: how the elements of a tensor lie in memory.
+"""Facts about single tensors: their memory, version and layout.
 
 Strides decide what kernels save, in which order they sum, and which element gets which random
 number. So the inputs of a replay need the strides of the forward pass. With others, saved tensors
@@ -9,10 +9,60 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_iter
+
+
+def address(t: Tensor) -> int:
+    """Identifies the storage of ``t`` while it lives, even an empty one."""
+    try:
+        return t.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
+        return _address_without_storage(t)
+
+
+def _address_without_storage(t: Tensor) -> int:
+    if t.layout == torch.sparse_coo:
+        return address(t._values())
+    if t.layout in (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc):
+        return address(t.values())
+    return -id(t)  # no storage has a negative address
+
+
+def bytes_of(t: Tensor) -> int:
+    """The bytes of a tensor's storage; 0 if it has none."""
+    try:
+        return t.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
+        return 0
+
+
+def version_of(t: Tensor) -> int:
+    """The number of in-place changes of ``t``; 0 for inference tensors."""
+    try:
+        return t._version
+    except RuntimeError:
+        return 0
+
+
+def tensors_of(tree: Any) -> list[Tensor]:
+    """The tensors in nested tuples, lists and dictionaries."""
+    return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
+
+
+def unshared(t: Tensor) -> bool:
+    """Whether no other tensor uses the storage of ``t``, so that it may be overwritten."""
+    if _use_count is None or not fills_its_memory(t):
+        return False
+    storage = t.untyped_storage()
+    return _use_count(storage._cdata) == 2  # t's own and this handle's
+
+
+_use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
 
 
 def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -1,0 +1,207 @@
+"""Calls of a step and of its inverse, with what would make them disagree refused.
+
+The words of fixed-point streams move with the values. An inverse undoes neither a hook that changes
+a stream nor a change in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.nn.modules import module
+
+from revzoo.core.fixedpoint import Streams, counting_changes, held_in, keeps_words, move_words
+from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
+from revzoo.core.tensors import address, dense, version_of
+
+
+def call_on_grid(
+    call: Callable[..., Any], step: Step, state: State, context: Mapping[str, Any]
+) -> Any:
+    """``call(step, *state, **context)``; the words move with the values."""
+    if not _keeps_words_of(step):
+        return call(step, *state, **context)
+    # in other calls than ours, a hook may change the outputs
+    trusted = call is call_without_changing_hooks or not hooked(step)
+    return _call_with_words(
+        step,
+        functools.partial(call, step, *state, **context),
+        functools.partial(step.forward, **context) if trusted else None,
+        state,
+        step.extras,
+    )
+
+
+def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
+    """``step.inverse(*state, **context)``; the words move with the values."""
+    if not _keeps_words_of(step):
+        return as_state(step.inverse(*state, **context))
+    inverse = functools.partial(step.inverse, **context)
+    inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
+    return inputs
+
+
+def _keeps_words_of(step: Step) -> bool:
+    return step.grid is not None and step.moves_values and keeps_words()
+
+
+def _call_with_words(
+    step: Step,
+    call: Callable[[], Any],
+    fn: Callable[..., Any] | None,
+    state: State,
+    extras: int,
+) -> Any:
+    """``call()`` of a step that moves values; its streams are dense and get words by ``fn``."""
+    with counting_changes():
+        returned = call()
+        outputs = as_state(returned, step)
+        cut = len(outputs) - extras
+        streams = tuple(dense(t, state[0]) for t in outputs[:cut])
+    if fn is not None:
+        move_words(fn, state, streams)
+    return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
+
+
+def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -> Any:
+    """Call ``step``; its forward hooks may read the streams, but not change them.
+
+    Raises:
+        RuntimeError: a hook changed a stream, which the inverse of the step would not undo.
+    """
+    if not hooked(step):
+        return plain_call(step, *state, **context)
+    before = _identity(state)
+    with _watched(step) as inside:
+        outputs = plain_call(step, *state, **context)
+    if inside and inside != [before, _identity(as_state(outputs, step))]:
+        raise RuntimeError(
+            f"a forward hook on {name_of(step)} changed its streams, which its inverse would not "
+            "undo: put the change into a step, or use memory='recompute' or 'store' for this step"
+        )
+    return outputs
+
+
+class _Watch(NamedTuple):
+    """A step whose ``forward`` is wrapped while calls of one or more threads run."""
+
+    users: list[int]  # number of running calls
+    own: bool  # whether ``forward`` was an attribute of the step, not only of its class
+    forward: Callable[..., Any]
+
+
+class _Thread(threading.local):
+    inside: dict[int, list[list[Any]]] = {}  # noqa: RUF012 -- replaced, never changed
+
+
+_thread = _Thread()  # what _watched records, by the id of the step
+_watches: dict[int, _Watch] = {}
+_watching = threading.Lock()
+
+
+@contextlib.contextmanager
+def _watched(step: Step) -> Iterator[list[list[Any]]]:
+    """Record arguments and outputs of this thread's last call of ``forward`` in a list."""
+    inside: list[list[Any]] = []
+    outer = _thread.inside
+    _thread.inside = {**outer, id(step): inside}
+    with _watching:
+        watch = _watches.get(id(step))
+        if watch is None:
+            watch = _Watch([0], "forward" in vars(step), step.forward)
+            _watches[id(step)] = watch
+            step.forward = functools.partial(_watched_forward, step, watch.forward)
+        watch.users[0] += 1
+    try:
+        yield inside
+    finally:
+        _thread.inside = outer
+        with _watching:
+            watch.users[0] -= 1
+            if not watch.users[0]:
+                del _watches[id(step)]
+                if watch.own:
+                    step.forward = watch.forward
+                else:
+                    del step.forward
+
+
+def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    outputs = forward(*args, **kwargs)
+    inside = _thread.inside.get(id(step))
+    if inside is not None:
+        inside[:] = [_identity(args), _identity(as_state(outputs, step))]
+    return outputs
+
+
+def hooked(layer: nn.Module) -> bool:
+    """Whether forward hooks run on the layer, its own or global ones."""
+    own = layer._forward_hooks or layer._forward_pre_hooks
+    return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
+
+
+def _identity(state: tuple[Any, ...]) -> list[Any]:
+    """Memory, geometry and version of each stream; equal for an alias."""
+    return [
+        (address(t), t.storage_offset(), t.shape, t.stride(), version_of(t))
+        if isinstance(t, Tensor)
+        else t
+        for t in state
+    ]
+
+
+class explained:
+    """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
+
+    __slots__ = ("_step",)
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+            raise RuntimeError(
+                f"{name_of(self._step)} runs a torch.func transform inside its forward, which "
+                f"torch refuses while activations are recomputed or offloaded: {self._step.instead}"
+            ) from error
+
+
+def versions_of(state: Streams) -> list[int]:
+    """The version counters, to detect in-place changes of ``state``."""
+    return [version_of(t) for t in held_in(state)]
+
+
+def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
+    """Raise a RuntimeError if a forward pass changed a stream in place; names the step."""
+    _refuse_changed(
+        inputs,
+        versions,
+        f"{name} changed its input stream",
+        "the other stream would be combined with another value in each memory mode. Make the "
+        "first operation of the branch out of place (inplace=False)",
+    )
+
+
+def refuse_changed_outputs(name: str, outputs: Streams, versions: list[int]) -> None:
+    """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
+    _refuse_changed(
+        held_in(outputs),
+        versions,
+        f"the inverse of {name} changed its input stream",
+        "the caller may still hold that tensor, as an output of the forward pass. Make the "
+        "operations of the inverse out of place",
+    )
+
+
+def _refuse_changed(state: State, versions: list[int], what: str, remedy: str) -> None:
+    for i, (t, version) in enumerate(zip(state, versions, strict=True)):
+        if (now := version_of(t)) != version:
+            raise RuntimeError(f"{what} {i} in place (version {version} became {now}): {remedy}")

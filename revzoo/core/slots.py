@@ -1,0 +1,263 @@
+"""Slots, which the graph holds instead of activations, and hooks that save tensors in it.
+
+See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from revzoo.core.fixedpoint import Fixed, Streams, held_in
+from revzoo.core.tensors import address, version_of
+
+
+class SlotTape(Protocol):
+    """The part of a tape that slots use."""
+
+    small_bytes: int
+
+    def replay(self, index: int) -> None: ...
+
+
+class Slot:
+    """Replaces one saved activation of the tape's entry ``index`` in the graph."""
+
+    __slots__ = ("__weakref__", "dtype", "index", "shape", "tape", "value")
+
+    def __init__(self, tape: SlotTape, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.tape = tape
+        self.index = index
+        self.shape = shape
+        self.dtype = dtype
+        self.value: Tensor | None = None
+
+
+class Resident(NamedTuple):
+    """A tensor that the graph saves itself, such as a parameter or a buffer."""
+
+    tensor: Tensor
+    version: int
+
+    @staticmethod
+    def of(t: Tensor) -> Resident:
+        """Save ``t``; detached, since an output saved by its own node would hold that node."""
+        return Resident(t if t.is_leaf else t.detach(), t._version)
+
+    def check(self) -> None:
+        """Raise if the tensor was changed in place: hooks switch off autograd's own check."""
+        if (now := self.tensor._version) != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: tensor of shape {tuple(self.tensor.shape)} is at version "
+                f"{now}; expected version {self.version} instead"
+            )
+
+
+# Whether the running backward pass keeps the graph for another one. Private: without it we assume
+# so, which is always right and costs one retained state (rule 5).
+graph_is_kept: Callable[[], bool] = getattr(
+    torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
+)
+
+
+def unpack(packed: Slot | Resident) -> Tensor:
+    """Return a saved tensor to the graph; replay the step if its slot is empty."""
+    if type(packed) is Slot:
+        if packed.value is None:
+            packed.tape.replay(packed.index)
+        value = packed.value
+        assert value is not None
+        if torch._C._current_graph_task_id() >= 0 and graph_is_kept():
+            packed.value = None  # rule 5; otherwise the graph drops the slot
+        return value
+    assert isinstance(packed, Resident)
+    return unpack_resident(packed)
+
+
+def unpack_resident(packed: Resident) -> Tensor:
+    """Return a saved tensor to the graph; raise if it was changed in place."""
+    tensor, version = packed
+    if tensor._version != version:
+        packed.check()
+    return tensor
+
+
+_Pack = Callable[[Tensor], Any]
+_Unpack = Callable[[Any], Tensor]
+Notes = dict[nn.Module, tuple[Tensor, ...]]
+
+
+class _Thread(threading.local):
+    """What the running step saves tensors with; each field is None outside of its context."""
+
+    hooks: tuple[_Pack, _Unpack] | None = None  # of the innermost Recording
+    aside: list[Tensor] | None = None  # see put_aside
+    notes: Notes | None = None  # see note
+    recalls = False  # whether a replay reads the notes
+
+
+_thread = _Thread()
+
+
+class _within:
+    """Set fields of this thread's :class:`_Thread` inside a ``with`` block."""
+
+    __slots__ = ("_fields", "_outer")
+
+    def __init__(self, **fields: Any) -> None:
+        self._fields = fields
+
+    def __enter__(self) -> None:
+        self._outer = {name: getattr(_thread, name) for name in self._fields}
+        vars(_thread).update(self._fields)
+
+    def __exit__(self, *_: object) -> None:
+        vars(_thread).update(self._outer)
+
+
+class Recording(saved_tensors_hooks):
+    """``saved_tensors_hooks(pack, unpack)`` that the tapes of inner steps can use, too."""
+
+    def __enter__(self) -> None:
+        self._outer = _thread.hooks
+        super().__enter__()
+        _thread.hooks = self.pack_hook, self.unpack_hook
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.hooks = self._outer
+        super().__exit__(*exception)
+
+
+class _Shape(NamedTuple):
+    """Replaces a tensor in the graph if the gradient reads only its shape."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
+    """A context in which the graph keeps only the shape of ``x``.
+
+    For single operators whose gradient reads no values of ``x``: it receives uninitialised memory.
+    """
+    if not hooks_allowed():
+        return contextlib.nullcontext()
+    pack, unpack = _thread.hooks or (Resident.of, unpack_resident)
+    at = address(x)
+
+    def pack_others(t: Tensor) -> Any:
+        if address(t) == at:
+            return _Shape(t.shape, t.stride(), t.dtype, t.device)
+        return pack(t)
+
+    def unpack_others(packed: Any) -> Tensor:
+        if isinstance(packed, _Shape):
+            return torch.empty_strided(*packed[:2], dtype=packed.dtype, device=packed.device)
+        return unpack(packed)
+
+    return Recording(pack_others, unpack_others)
+
+
+def hooks_allowed() -> bool:
+    """Whether saved-tensor hooks work here: not in transforms and captured graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def outside_recordings() -> _within:
+    """A context without outer Recordings: a backward pass may run inside forward code."""
+    return _within(hooks=None, aside=None, notes=None)
+
+
+def keep(t: Tensor) -> Callable[[], Tensor]:
+    """Save ``t`` like the graph's tensors; returns a function that gives it back in backward.
+
+    A replay of the same code saves it again, so an empty slot is filled.
+    """
+    pack, give = _thread.hooks or (Resident.of, unpack)
+    return functools.partial(give, pack(t))
+
+
+_NONE = torch.empty(0, device="cpu")
+
+
+class Kept:
+    """A state that a tape keeps: itself, or as activations of the outer step (rule 9)."""
+
+    __slots__ = ("_packed", "_state", "_unpack", "_versions")
+
+    def __init__(self, state: Streams) -> None:
+        hooks = _thread.hooks
+        self._unpack: _Unpack | None = None
+        self._state = state
+        self._packed: tuple[Any, ...] = held_in(state)
+        self._versions = [version_of(t) for t in self._packed]
+        if hooks is not None:
+            pack, self._unpack = hooks
+            self._packed = tuple(map(pack, self._packed))
+            self._state = tuple(t.moved(_NONE) if isinstance(t, Fixed) else _NONE for t in state)
+
+    def state(self, name: str) -> Streams:
+        """The state; raises if it was changed in place. ``name`` is the last step's."""
+        if self._unpack is not None:
+            unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
+            return tuple(t.moved(held) if isinstance(t, Fixed) else held for held, t in unpacked)
+        for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
+            if version_of(t) != version:
+                raise RuntimeError(
+                    "one of the variables needed for gradient computation has been modified by an "
+                    f"inplace operation: stream {i} of shape {tuple(t.shape)}, from which the "
+                    f"activations of {name} are to be recomputed, is at version {version_of(t)}; "
+                    f"expected version {version} instead. Make the operation that follows out of "
+                    "place"
+                )
+        return self._state
+
+
+def put_aside(t: Tensor) -> None:
+    """Keep ``t`` for the replay of the running step, if its mode inverts it."""
+    aside = _thread.aside
+    if aside is not None:
+        aside.append(t)
+
+
+def asides(kept: list[Tensor] | None) -> _within:
+    """A context in which :func:`put_aside` appends to ``kept``; with None it does nothing."""
+    return _within(aside=kept)
+
+
+def note(layer: nn.Module, *packed: object) -> None:
+    """Let replays of the running step recall small tensors that the layer computed.
+
+    Args:
+        layer: at each of its calls; if it is called twice, nothing is recalled.
+        *packed: the tensors as the graph saved them; nothing is recalled if one has a slot.
+    """
+    notes = _thread.notes
+    if notes is not None and not _thread.recalls:
+        kept = tuple(p.tensor for p in packed if isinstance(p, Resident))
+        notes[layer] = kept if layer not in notes and len(kept) == len(packed) else ()
+
+
+def recalled(layer: nn.Module) -> tuple[Tensor, ...]:
+    """In a replay, the tensors that the layer noted in the forward pass; otherwise ()."""
+    notes = _thread.notes
+    return notes.get(layer, ()) if notes is not None and _thread.recalls else ()
+
+
+def noting(notes: Notes | None, *, recalls: bool = False) -> _within:
+    """A context in which :func:`note` writes to ``notes`` or :func:`recalled` reads them."""
+    return _within(notes=notes, recalls=recalls)
