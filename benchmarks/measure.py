@@ -1,7 +1,8 @@
 """Shared by the benchmark scripts: interleaved timing, peak memory, the head of a report.
 
 Times are compared as ratios within one run. Every round runs all candidates one after the other,
-so a slow moment of a shared machine hits all of them. Memory is measured in a fresh process for
+so a slow moment of a shared machine hits all of them. With one thread on the CPU, the thread's time
+is measured, which stops while other programs have the core. Memory is measured in a fresh process for
 each candidate. On the CPU it is the growth of the resident peak (VmHWM) during the step, with
 malloc set to return freed blocks; on a GPU it is the allocator's peak.
 """
@@ -20,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from revzoo.profiling.clock import now
+
 MIB = 2**20
 
 
@@ -37,13 +40,12 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
     samples: dict[str, list[float]] = {name: [] for name in candidates}
     for fn in candidates.values():  # warm up the allocator and the choice of kernels
         fn()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for _ in range(rounds):
         for name, fn in candidates.items():
-            synchronize()
-            start = time.perf_counter()
+            start = now(device)
             fn()
-            synchronize()
-            samples[name].append(time.perf_counter() - start)
+            samples[name].append(now(device) - start)
     base = samples[next(iter(samples))]
     timings = {}
     for name, seconds in samples.items():
@@ -51,12 +53,6 @@ def interleaved(candidates: dict[str, Callable[[], object]], rounds: int) -> dic
         low, _, high = statistics.quantiles(ratios, n=4)
         timings[name] = Timing(statistics.median(seconds), statistics.median(ratios), low, high)
     return timings
-
-
-def synchronize() -> None:
-    """Wait for the GPU, if there is one."""
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 def growth(fn: Callable[[], object]) -> int:
