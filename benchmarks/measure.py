@@ -1,9 +1,9 @@
 """Shared by the benchmark scripts: interleaved timing, peak memory, the head of a report.
 
 Times are compared as ratios within one run. Every round runs all candidates one after the other,
-so a slow moment of a shared machine hits all of them. With one thread on the CPU, the thread's time
-is measured, which stops while other programs have the core. Memory is measured in a fresh process for
-each candidate. On the CPU it is the growth of the resident peak (VmHWM) during the step, with
+so a slow moment of a shared machine hits all of them. With one thread on the CPU we measure the
+thread's time, which stops while other programs have the core. Memory is measured in a fresh process
+for each candidate. On the CPU it is the growth of the resident peak (VmHWM) during the step, with
 malloc set to return freed blocks; on a GPU it is the allocator's peak.
 """
 
