@@ -46,6 +46,37 @@ def tied_network(mode):
     return nn.Sequential(sequence, nn.Linear(8, 5)).double()
 
 
+class Attends(nn.Module):
+    """Attention of a stream to itself."""
+
+    def __init__(self, width, **options):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.options = options
+
+    def forward(self, x):
+        return self.attention(x, x, x, **self.options)[0]
+
+
+def attention_network(mode):
+    """Reversible blocks and a layer of torch with attention, on 6 tokens of 8 features."""
+    torch.manual_seed(0)
+    hidden = torch.arange(6) > torch.arange(6)[:, None]
+    blocks = [
+        revzoo.ReversibleBlock(Attends(4), nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))),
+        revzoo.ReversibleBlock(Attends(4, need_weights=False, attn_mask=hidden)),
+    ]
+    sequence = revzoo.ReversibleSequence(blocks, memory=mode, dim=-1)
+    layer = nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True)
+    return nn.Sequential(sequence, layer, nn.Flatten(), nn.Linear(48, 5)).double()
+
+
+def attention_batch():
+    """Input and labels of :func:`attention_network`."""
+    images, labels = batch()
+    return images.flatten(1)[:, :48].view(-1, 6, 8), labels
+
+
 def tied_batch():
     """Input and labels of :func:`tied_network`."""
     images, labels = batch()

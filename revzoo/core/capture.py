@@ -23,6 +23,8 @@ NOTE [ Captured inputs ]
 
 from __future__ import annotations
 
+import functools
+import inspect
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +45,8 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
     ``gradient`` has the shape of the output; ``call.inputs()`` returns the module's inputs.
 
     Args:
-        module: any layer that returns one tensor, or the same tensor several times.
+        module: any layer that returns one tensor, or the same tensor several times; a
+            ``nn.MultiheadAttention`` may return its weights, too.
         on_gradient: runs before the layer's own backward, once for each call and backward pass.
 
     Returns:
@@ -51,7 +54,8 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
 
     Raises:
         TypeError: at the call, if the module has trainable parameters and returns several different
-            tensors, or has other arguments than positional tensors.
+            tensors, or has other arguments than positional tensors. In the backward pass, if a
+            gradient reaches the weights that a ``nn.MultiheadAttention`` returns.
 
     Example:
         >>> from revzoo.core.capture import capture
@@ -81,18 +85,20 @@ def waiting(module: nn.Module, on_gradient: OnGradient) -> int:
 class Call:
     """One call of a module: the hook on its output."""
 
-    def __init__(
-        self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Tensor]]
-    ) -> None:
+    def __init__(self, hook: _Capture, module: nn.Module, inputs: list[Callable[[], Any]]) -> None:
         self.module = module
         self.task = -1  # graph task of the last backward pass that ran it
         self._hook = hook
         self._inputs = inputs
         hook.calls.add(self)
 
-    def inputs(self) -> tuple[Tensor, ...]:
-        """The positional tensor arguments, detached; replays the step that dropped them."""
-        return tuple(take().detach() for take in self._inputs)
+    def inputs(self) -> tuple[Any, ...]:
+        """The positional arguments, detached; replays the step that dropped them.
+
+        Tensors only; all arguments in the order of ``forward`` for a ``nn.MultiheadAttention``.
+        """
+        values = (take() for take in self._inputs)
+        return tuple(v.detach() if isinstance(v, Tensor) else v for v in values)
 
     def __call__(self, gradient: Tensor) -> None:
         try:
@@ -124,8 +130,11 @@ class _Capture:
         if torch._C._functorch.peek_interpreter_stack() is not None:
             return
         leaves = tree_leaves(output)
-        tensors = {t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None}
+        tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
         if not tensors:
+            return
+        if isinstance(module, nn.MultiheadAttention):
+            self._attention(module, args, kwargs, tensors)
             return
         trainable = any(p.requires_grad for p in module.parameters(recurse=False))
         while args and args[-1] is None:
@@ -139,11 +148,29 @@ class _Capture:
                 "by position: its gradient is computed from these. Give it other values when it is "
                 "created, or put its parameters into layers that take tensors"
             )
-        if trainable and len(tensors) > 1:
+        if trainable and (count := len(set(tensors))) > 1:
             raise TypeError(
-                f"{type(module).__name__} returned {len(tensors)} different tensors, expected one: "
+                f"{type(module).__name__} returned {count} different tensors, expected one: "
                 "the gradient of each would come by itself. Put its parameters into layers that "
                 "return one tensor"
             )
         inputs = [keep(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
-        tensors.pop().register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
+        tensors[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
+
+    def _attention(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Tensor]
+    ) -> None:
+        bound = inspect.signature(module.forward).bind(*args, **kwargs)
+        bound.apply_defaults()
+        inputs = [keep(v) if isinstance(v, Tensor) else lambda v=v: v for v in bound.args]
+        found[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
+        for weights in found[1:]:
+            weights.register_hook(functools.partial(_refuse_weights, self, module))  # type: ignore[no-untyped-call]
+
+
+def _refuse_weights(hook: _Capture, module: nn.Module, gradient: Tensor) -> None:
+    if hook.id in module._forward_hooks and any(p.requires_grad for p in module.parameters()):
+        raise TypeError(
+            "the loss uses the attention weights that a nn.MultiheadAttention returns, so its "
+            "gradient is not determined by its output's: detach these weights"
+        )

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -36,6 +37,7 @@ from torch.autograd import Variable
 
 from revzoo.core.capture import Call, capture, waiting
 from revzoo.layers.per_sample import (
+    layers,
     mixes_samples,
     own_parameters,
     per_sample_gradients,
@@ -112,12 +114,10 @@ def extend(model: nn.Module) -> nn.Module:
         >>> model.fc.weight.grad_batch.shape
         torch.Size([2, 10, 112])
     """
-    owners: dict[nn.Parameter, int] = {}
-    for module in model.modules():
-        for p in own_parameters(module).values():
-            owners[p] = owners.get(p, 0) + 1
-    for name, module in model.named_modules():
-        if _hooks(module) or not (own_parameters(module) or mixes_samples(module)):
+    named = layers(model) | {n: m for n, m in model.named_modules() if mixes_samples(m)}
+    owners = Counter(p for module in named.values() for p in own_parameters(module).values())
+    for name, module in named.items():
+        if _hooks(module):
             continue
         if hook_store_io in module._forward_hooks.values():
             raise ValueError(

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import opacus
+import torch
 from opacus.accountants import create_accountant as create_accountant
 from opacus.accountants.utils import get_noise_multiplier
 from opacus.grad_sample import (
@@ -31,12 +32,20 @@ from opacus.grad_sample import (
     GradSampleModuleFastGradientClipping,
     register_norm_sampler,
 )
+from opacus.grad_sample.grad_sample_module import promote_current_grad_sample
+from opacus.layers.dp_rnn import RNNLinear
+from opacus.validators import ModuleValidator
+from opacus.validators.errors import UnsupportedModuleError
 from torch import Tensor, nn
+from torch.autograd import Variable
 
-from revzoo.core.capture import Call, capture, waiting
+from revzoo.core.capture import Call
 from revzoo.layers.per_sample import (
+    Captures,
+    layers,
     own_parameters,
     per_sample_gradients,
+    refuse_infinite,
     refuse_unsupported,
     squared_norms,
     trainable,
@@ -83,32 +92,35 @@ class _OnReplays:
         """Capture each layer whose own parameters are trained."""
         if hasattr(self._module, "autograd_grad_sample_hooks"):
             raise ValueError("this model has Opacus' hooks already: call remove_hooks() before")
-        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self._task = -1  # the running backward pass, or the last one
         self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
         self.NORM_SAMPLERS = dict(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
-        handles = []
-        for module in self._module.modules():
-            if not trainable(module):
-                continue
-            for p in own_parameters(module).values():
-                self._owners.setdefault(p, []).append(module)
-            if not _keeps_rules(module):
-                self.GRAD_SAMPLERS[type(module)] = _gradients
-                self.NORM_SAMPLERS[type(module)] = _norms
-            handles.append(capture(module, self._on_gradient))
-        self._module.autograd_grad_sample_hooks = handles  # type: ignore[assignment]
-        self.autograd_grad_sample_hooks = handles
+        trained = [module for module in layers(self._module).values() if trainable(module)]
+        for kind in {type(module) for module in trained if not _keeps_rules(module)}:
+            self.GRAD_SAMPLERS[kind] = _gradients
+            self.NORM_SAMPLERS[kind] = _norms
+        self._captures = Captures(trained, self._on_gradient)
+        self.autograd_grad_sample_hooks = self._captures.handles
+        self._module.autograd_grad_sample_hooks = self._captures.handles  # type: ignore[assignment]
         self.hooks_enabled = True
 
     def _on_gradient(self, call: Call, gradient: Tensor) -> None:
         module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
             return
+        if self._task != (task := torch._C._current_graph_task_id()):
+            self._task = task
+            for p in self._module.parameters():  # of a backward pass that failed
+                p.__dict__.pop("_current_grad_sample", None)
+            Variable._execution_engine.queue_callback(self._finish)
         several = False
         for p in own_parameters(module).values():
-            p._forward_counter = self._uses(p)  # type: ignore[attr-defined]
+            p._forward_counter = self._captures.left(p)  # type: ignore[attr-defined]
             several |= p._forward_counter > 1 or hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
         module.activations = [list(call.inputs())]  # type: ignore[assignment]
+        if not hasattr(module, "max_batch_len"):
+            samples = 0 if self.batch_first or isinstance(module, RNNLinear) else 1
+            module.max_batch_len = gradient.shape[samples]  # type: ignore[assignment]
         ghost, self.use_ghost_clipping = (
             self.use_ghost_clipping,
             self.use_ghost_clipping and not several,
@@ -124,18 +136,39 @@ class _OnReplays:
         finally:
             self.use_ghost_clipping = ghost
             del module.activations
+            module.__dict__.pop("max_batch_len", None)
 
-    def _uses(self, p: nn.Parameter) -> int:
-        """How many more times this backward pass may reach ``p``."""
-        return sum(waiting(owner, self._on_gradient) for owner in self._owners.get(p, ()))
+    def _finish(self) -> None:
+        """End a backward pass: other graphs with a use of a parameter may be alive."""
+        for p in self._module.parameters():
+            if hasattr(p, "_current_grad_sample"):
+                promote_current_grad_sample(p)
+                self._promoted(p)
+
+    def _promoted(self, p: Any) -> None:
+        """Called for each parameter that :meth:`_finish` gave its gradients of samples."""
 
 
-class _Hooks(_OnReplays, GradSampleHooks):  # type: ignore[misc]
+class _Samples(_OnReplays):
+    def _finish(self) -> None:
+        """Refuse gradients that are not finite, as the norms do in ghost clipping."""
+        super()._finish()
+        trained = [p for p in self._module.parameters() if p.grad is not None]
+        if trained and not torch.stack([p.grad.isfinite().all() for p in trained]).all():  # type: ignore[union-attr]
+            samples = [getattr(p, "grad_sample", None) for p in trained]
+            last = [g[-1] if isinstance(g, list) else g for g in samples if g is not None]
+            refuse_infinite(torch.stack([g.flatten(1).norm(dim=1) for g in last]).norm(dim=0))
+
+
+class _Hooks(_Samples, GradSampleHooks):  # type: ignore[misc]
     pass
 
 
 class _Ghost(_OnReplays):
     trainable_parameters: list[nn.Parameter]
+
+    def _promoted(self, p: Any) -> None:
+        p._norm_sample, p.grad_sample = p.grad_sample.flatten(1).norm(dim=1), None
 
     def get_norm_sample(self) -> Tensor:
         """Refuse norms that lack a parameter, or have one of an earlier step."""
@@ -146,6 +179,7 @@ class _Ghost(_OnReplays):
                 "some: call cleanup() and make_private again"
             )
         norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
+        refuse_infinite(norms)
         return norms
 
 
@@ -153,7 +187,7 @@ class _GhostHooks(_Ghost, GradSampleHooksFastGradientClipping):  # type: ignore[
     pass
 
 
-class _Module(_OnReplays, GradSampleModule):  # type: ignore[misc]
+class _Module(_Samples, GradSampleModule):  # type: ignore[misc]
     pass
 
 
@@ -187,6 +221,19 @@ def noise_for(epsilon: float, delta: float, *, rate: float, steps: int, accounta
     return found
 
 
+def _validate(module: nn.Module) -> None:
+    """Run Opacus' validators, but for the one that refuses nn.MultiheadAttention."""
+    if not module.training:
+        raise ValueError("the model is in evaluation mode: call train() before make_private")
+    if errors := [
+        error
+        for layer in module.modules()
+        if trainable(layer) and type(layer) is not nn.MultiheadAttention
+        for error in ModuleValidator.VALIDATORS.get(type(layer), lambda layer: [])(layer)
+    ]:
+        raise UnsupportedModuleError(errors)
+
+
 class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     """``opacus.PrivacyEngine``, for networks in any memory mode.
 
@@ -194,7 +241,8 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     the others are Opacus' own.
 
     Raises:
-        ValueError: from ``make_private``, if the model has a batch normalisation.
+        ValueError: from ``make_private``, if the model has a batch normalisation or is in
+            evaluation mode.
 
     Example:
         >>> import warnings
@@ -234,7 +282,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
                 wrap_model=wrap_model,
                 **options,
             )
-        self.validate(module=module, optimizer=None, data_loader=None)
+        _validate(module)
         if grad_sample_mode == "ghost":
             options["max_grad_norm"] = max_grad_norm
         return kind(module, **options)

@@ -20,8 +20,9 @@ Shapes: N samples, I and O input and output features, T places.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeGuard
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,9 @@ from torch.nn.grad import conv1d_weight, conv2d_weight, conv3d_weight
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils.hooks import RemovableHandle
 
+from revzoo.core.capture import OnGradient, capture, waiting
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
@@ -42,13 +45,50 @@ LARGEST = 2**18
 
 
 def own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """The parameters of ``module``, without its submodules."""
-    return dict(module.named_parameters(recurse=False))
+    """The parameters that a call of ``module`` uses, without those of layers that it calls."""
+    uncalled = isinstance(module, nn.MultiheadAttention)  # reads the weights of its out_proj
+    return dict(module.named_parameters(recurse=uncalled))
 
 
 def trainable(module: nn.Module) -> bool:
-    """Whether a parameter of ``module`` itself requires gradient."""
+    """Whether one of :func:`own_parameters` requires gradient."""
     return any(p.requires_grad for p in own_parameters(module).values())
+
+
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers of ``model`` with parameters, by name."""
+    found = dict(model.named_modules())
+    attentions = [m for m in found.values() if isinstance(m, nn.MultiheadAttention)]
+    uncalled = {inner for m in attentions for inner in m.modules() if inner is not m}
+    return {n: m for n, m in found.items() if own_parameters(m) and m not in uncalled}
+
+
+def refuse_infinite(norms: Tensor) -> None:
+    """Raise a FloatingPointError if a norm ``(N,)`` is not finite: its sample would spoil all."""
+    if not norms.isfinite().all():
+        which = (~norms.isfinite()).nonzero().flatten().tolist()
+        raise FloatingPointError(
+            f"the gradients of samples {which} of the batch are not finite, so the clipped sum is "
+            "not either (in mode exact, one sample makes those of the whole batch infinite): look "
+            "for NaN in the images, lower the learning rate, or raise the precision"
+        )
+
+
+class Captures:
+    """Calls ``on_gradient`` for each of the layers; counts how often it will for a parameter."""
+
+    def __init__(self, layers: Iterable[nn.Module], on_gradient: OnGradient) -> None:
+        self._on_gradient = on_gradient
+        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
+        self.handles: list[RemovableHandle] = []
+        for layer in layers:
+            for p in own_parameters(layer).values():
+                self._owners.setdefault(p, []).append(layer)
+            self.handles.append(capture(layer, on_gradient))
+
+    def left(self, p: nn.Parameter) -> int:
+        """How many more times this backward pass may reach ``p``, with the running call."""
+        return sum(waiting(owner, self._on_gradient) for owner in self._owners.get(p, ()))
 
 
 def mixes_samples(module: nn.Module) -> bool:
@@ -80,10 +120,7 @@ def _why_unsupported(module: nn.Module) -> str | None:
     if getattr(module, "scale_grad_by_freq", False):
         return "divides gradients by counts over the batch: set scale_grad_by_freq=False"
     if isinstance(module, nn.MultiheadAttention) and trainable(module):
-        return (
-            "is a nn.MultiheadAttention, which uses the weights of its out_proj without a call of "
-            "it: use linear layers and torch.nn.functional.scaled_dot_product_attention"
-        )
+        return _why_unsupported_attention(module)
     own, tensors = module._parameters, [n for n, t in vars(module).items() if isinstance(t, Tensor)]
     computed = any(f"{n}_g" in own or f"{n}_orig" in own for n in tensors)  # torch.nn.utils' names
     if computed or (isinstance(module, ParametrizationList) and trainable(module)):
@@ -95,14 +132,32 @@ def _why_unsupported(module: nn.Module) -> str | None:
     return None
 
 
-def per_sample_gradients(
-    module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor
-) -> Gradients:
-    """The gradient of each sample for the parameters of ``module``, without its submodules.
+def _why_unsupported_attention(module: nn.MultiheadAttention) -> str | None:
+    if not module.batch_first:
+        return (
+            "is a nn.MultiheadAttention with samples along dimension 1: create it with "
+            "batch_first=True"
+        )
+    if module.dropout and module.training:
+        return (
+            "is a nn.MultiheadAttention with dropout, whose random numbers its gradients of "
+            "samples would have to draw again: set its attribute dropout to 0.0, and use "
+            "nn.Dropout on its output"
+        )
+    if type(module).forward is not nn.MultiheadAttention.forward:
+        return (
+            "overrides forward of nn.MultiheadAttention: use linear layers and "
+            "torch.nn.functional.scaled_dot_product_attention"
+        )
+    return None
+
+
+def per_sample_gradients(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradients:
+    """The gradient of each sample for :func:`own_parameters` of ``module``.
 
     Args:
         module: any layer that treats the samples along dimension 0 separately.
-        inputs: its inputs, each ``(N, ...)``.
+        inputs: its inputs, each ``(N, ...)``; positional arguments of a ``nn.MultiheadAttention``.
         gradient: of its output, ``(N, ...)``.
 
     Returns:
@@ -119,43 +174,59 @@ def per_sample_gradients(
         (torch.Size([5, 2, 3]), torch.Size([5, 2]))
     """
     refuse_unsupported(module)
+    needed = {name: p for name, p in own_parameters(module).items() if p.requires_grad}
     if not len(gradient):
-        needed = own_parameters(module).items()
-        return {name: gradient.new_empty(0, *p.shape) for name, p in needed if p.requires_grad}
-    if not _is_product(module):
+        return {name: gradient.new_empty(0, *p.shape) for name, p in needed.items()}
+    if (products := _products(module, inputs, gradient)) is None:
         return _RULES.get(type(module), _any)(module, inputs, gradient)
-    found = {}
-    if module.weight.requires_grad:
-        x = inputs[0].to(gradient.dtype)  # autocast
-        found["weight"] = _weight_gradients(module, x, gradient)
-    if _needs(module.bias):
-        found["bias"] = _places(module, gradient).sum(2).flatten(1)
-    return found
+    found: dict[str, list[Tensor]] = {name: [] for name in needed}
+    for layer, weight, bias, x, g in products:
+        if weight in needed:
+            found[weight].append(_weight_gradients(layer, x, g))
+        if bias in needed:
+            found[bias].append(_bias_gradients(layer, g))
+    return {
+        name: (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).view(-1, *needed[name].shape)
+        for name, parts in found.items()
+    }
 
 
-def squared_norms(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
+def squared_norms(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> Gradients:
     """The squared norm of each gradient that :func:`per_sample_gradients` returns, ``(N,)``."""
     refuse_unsupported(module)
     gradient = gradient.to(torch.promote_types(gradient.dtype, torch.float32))  # squares overflow
-    if not _is_product(module) or not len(gradient):
+    if not len(gradient) or (products := _products(module, inputs, gradient)) is None:
         gradients = per_sample_gradients(module, inputs, gradient)
         return {name: g.flatten(1).square().sum(1) for name, g in gradients.items()}
-    found = {}
-    if module.weight.requires_grad:
-        x = inputs[0].to(gradient.dtype)
-        found["weight"] = torch.cat([*_squared_norms_of_weight(module, x, gradient)])
-    if _needs(module.bias):
-        found["bias"] = _places(module, gradient).sum(2).flatten(1).square().sum(1)
-    return found
+    found: dict[str, list[Tensor]] = {
+        name: [] for name, p in own_parameters(module).items() if p.requires_grad
+    }
+    for layer, weight, bias, x, g in products:
+        if weight in found:
+            found[weight].append(torch.cat([*_squared_norms_of_weight(layer, x, g)]))
+        if bias in found:
+            found[bias].append(_bias_gradients(layer, g).square().sum(1))
+    return {name: torch.stack(parts).sum(0) for name, parts in found.items()}
 
 
-def _needs(p: Tensor | None) -> bool:
-    return p is not None and p.requires_grad
+class _Product(NamedTuple):
+    """A linear map or convolution: its weight's gradient is a product of ``x`` and ``gradient``."""
+
+    layer: Any  # nn.Linear or convolution of these sizes
+    weight: str
+    bias: str
+    x: Tensor
+    gradient: Tensor
 
 
-def _is_product(module: Any) -> TypeGuard[Any]:
-    """Whether the weight's gradient is a product of input and output gradient."""
-    return type(module) in (nn.Linear, *_CONV_WEIGHT)
+def _products(module: nn.Module, inputs: Sequence[Any], gradient: Tensor) -> list[_Product] | None:
+    """The products that ``module`` consists of; None if there are others."""
+    if type(module) in (nn.Linear, *_CONV_WEIGHT):
+        x = inputs[0].to(gradient.dtype)  # autocast
+        return [_Product(module, "weight", "bias", x, gradient)]
+    if isinstance(module, nn.MultiheadAttention):
+        return _attention(module, inputs, gradient)
+    return None
 
 
 _CONV_WEIGHT: dict[type[nn.Module], Callable[..., Tensor]] = {
@@ -163,6 +234,74 @@ _CONV_WEIGHT: dict[type[nn.Module], Callable[..., Tensor]] = {
     nn.Conv2d: conv2d_weight,
     nn.Conv3d: conv3d_weight,
 }
+
+
+def _attention(
+    module: nn.MultiheadAttention, inputs: Sequence[Any], gradient: Tensor
+) -> list[_Product]:
+    """The projections of queries, keys, values and output, with ``(N, T, C)`` each."""
+    if gradient.dim() != 3:
+        raise ValueError(
+            f"nn.MultiheadAttention returned a tensor of shape {tuple(gradient.shape)}, expected "
+            "(samples, tokens, channels)"
+        )
+    dtype = torch.promote_types(gradient.dtype, module.out_proj.weight.dtype)  # autocast
+    own = {name: p.detach().to(dtype) for name, p in own_parameters(module).items()}
+    names = ["q_proj_weight", "k_proj_weight", "v_proj_weight"]
+    weights = [own[name] for name in names if name in own]
+    if not weights:
+        names, weights = ["in_proj_weight"] * 3, [*own["in_proj_weight"].chunk(3)]
+    biases = own["in_proj_bias"].chunk(3) if "in_proj_bias" in own else [None] * 3
+    gradient, streams = gradient.to(dtype), [x.to(dtype) for x in inputs[:3]]
+    added = [name for name in ("bias_k", "bias_v") if name in own]  # one more key and value
+    with torch.enable_grad():
+        projected = [*map(functional.linear, streams, weights, biases)]
+        projected += [own[name].expand(len(gradient), 1, -1).clone() for name in added]
+        q, k, v, *more = (t.requires_grad_() for t in projected)
+        if more:
+            k, v = torch.cat((k, more[0]), 1), torch.cat((v, more[1]), 1)
+        context = _attended(module, q, k, v, inputs[3:])
+    gradients = torch.autograd.grad(context, projected, gradient @ own["out_proj.weight"])
+    names, biased = names + [""] * len(added), ["in_proj_bias"] * 3 + added
+    pairs = zip(names, biased, [*streams, *gradients[3:]], gradients, strict=True)
+    products = [
+        _Product(nn.Linear(x.shape[-1], g.shape[-1], device="meta"), weight, bias, x, g)
+        for weight, bias, x, g in pairs
+    ]
+    out = context.detach()
+    return [*products, _Product(module.out_proj, "out_proj.weight", "out_proj.bias", out, gradient)]
+
+
+def _attended(
+    module: nn.MultiheadAttention, q: Tensor, k: Tensor, v: Tensor, others: Sequence[Any]
+) -> Tensor:
+    """Attention of projected ``(N, T, C)``, with the masks of ``others``."""
+    padding, _, mask = [*others, None, None, None][:3]
+    bias = None
+    if padding is not None:
+        bias = _added(padding, q)[:, None, None]
+    if mask is not None:
+        mask = _added(mask, q)
+        mask = mask.view(-1, module.num_heads, *mask.shape[1:]) if mask.dim() == 3 else mask
+        bias = mask if bias is None else bias + mask
+    if module.add_zero_attn:
+        k, v = functional.pad(k, (0, 0, 0, 1)), functional.pad(v, (0, 0, 0, 1))
+    if bias is not None:
+        bias = functional.pad(bias, (0, k.shape[1] - bias.shape[-1]))
+    q, k, v = (t.view(*t.shape[:2], module.num_heads, -1).transpose(1, 2) for t in (q, k, v))
+    attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return attended.transpose(1, 2).flatten(2)
+
+
+def _added(mask: Tensor, like: Tensor) -> Tensor:
+    """``mask`` as numbers to be added to the logits; True hides."""
+    if mask.dtype != torch.bool:
+        return mask.to(like.dtype)
+    return torch.zeros_like(mask, dtype=like.dtype).masked_fill(mask, -math.inf)
+
+
+def _bias_gradients(module: Any, gradient: Tensor) -> Tensor:
+    return _places(module, gradient).sum(2).flatten(1)
 
 
 def _weight_gradients(module: Any, x: Tensor, gradient: Tensor) -> Tensor:
@@ -216,7 +355,7 @@ def _places(module: Any, gradient: Tensor) -> Tensor:
 
 
 def _inputs_by_place(module: Any, x: Tensor) -> Tensor:
-    """What the weight meets at each place, ``(N, G, T, I / G)``."""
+    """The input that the weight multiplies at each place, ``(N, G, T, I / G)``."""
     if isinstance(module, nn.Linear):
         return x.reshape(len(x), 1, -1, module.in_features)
     x = _padded(module, x)
@@ -277,9 +416,7 @@ class _Bare(nn.Module):
 def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
     """Any layer: a vectorised evaluation of the layer per sample."""
     parameters = own_parameters(module)
-    dtype = (
-        gradient.dtype
-    )  # under autocast, inputs and gradient may have fewer bits than parameters
+    dtype = gradient.dtype  # under autocast, it may have fewer bits than the parameters
     for p in parameters.values():
         dtype = torch.promote_types(dtype, p.dtype)
     inputs = [t.to(dtype) if t.is_floating_point() else t for t in inputs]

@@ -24,12 +24,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
-from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.capture import Call, capture, waiting
+from revzoo.core.capture import Call
 from revzoo.layers.per_sample import (
+    Captures,
+    layers,
     own_parameters,
     per_sample_gradients,
+    refuse_infinite,
     refuse_unsupported,
     squared_norms,
     trainable,
@@ -58,19 +60,12 @@ class SampleNorms:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.collecting = False
-        self._owners: dict[nn.Parameter, list[nn.Module]] = {}
-        self._handles: list[RemovableHandle] = []
-        for module in model.modules():
-            parameters = own_parameters(module).values()
-            for p in parameters:
-                self._owners.setdefault(p, []).append(module)
-            if parameters:
-                self._handles.append(capture(module, self._add))
+        self._captures = Captures(layers(model).values(), self._add)
         self._forget()
 
     def remove(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
+        for handle in self._captures.handles:
             handle.remove()
 
     def start(self) -> None:
@@ -86,7 +81,7 @@ class SampleNorms:
         """
         total, sums, seen = self._total, self._sums, self._seen
         self._forget()
-        for name, module in self.model.named_modules():
+        for name, module in layers(self.model).items():
             if module.training and trainable(module) and module not in seen:
                 raise RuntimeError(
                     f"{name!r} got no gradient, so the norms lack its part: freeze its parameters, "
@@ -113,7 +108,7 @@ class SampleNorms:
                 "samples along dimension 0 of each layer with parameters"
             )
         parameters = own_parameters(module)
-        if any(self._several(p) for p in parameters.values()):
+        if any(p in self._sums or self._captures.left(p) > 1 for p in parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
                 p = parameters[name]
                 self._sums[p] = self._sums[p] + g if p in self._sums else g
@@ -121,10 +116,6 @@ class SampleNorms:
             for square in squared_norms(module, call.inputs(), gradient).values():
                 self._total = self._total + square
         self._seen.add(module)
-
-    def _several(self, p: nn.Parameter) -> bool:
-        owners = self._owners[p]
-        return p in self._sums or sum(waiting(owner, self._add) for owner in owners) > 1
 
 
 class ClippedGradients:
@@ -141,6 +132,7 @@ class ClippedGradients:
     Raises:
         ValueError: in a forward pass, if a layer mixes samples.
         TypeError: in a forward pass, if the input is not floating-point.
+        FloatingPointError: in a backward pass, if the gradient of a sample is not finite.
 
     Example:
         >>> from revzoo.training.sample_gradients import ClippedGradients
@@ -204,6 +196,7 @@ class ClippedGradients:
         finally:
             self._sums.collecting = False
         self.norms = norms
+        refuse_infinite(norms)
         # 1e-6 is Opacus' constant; it matters for gradients near zero only
         return (self.max_norm / (norms + 1e-6)).clamp(max=1) * (count / self.size(count))
 

@@ -164,6 +164,25 @@ def test_several_outputs_are_refused():
         module(torch.ones(2))
 
 
+def test_attention_gives_all_arguments_and_refuses_a_gradient_of_its_weights():
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    got = []
+    handle = capture(attention, lambda call, g: got.append(call.inputs()))
+    x, mask = torch.randn(2, 3, 4), torch.zeros(3, 3)
+    out, weights = attention(x, value=x, key=x, attn_mask=mask)
+    out.sum().backward()
+    ((q, k, v, padding, needed, given, averaged, causal),) = got
+    assert all(torch.equal(t, x) for t in (q, k, v))
+    assert torch.equal(given, mask)
+    assert (padding, needed, averaged, causal) == (None, True, True, False)
+    out, weights = attention(x, x, x)
+    loss = out.sum() + weights.square().sum()
+    with pytest.raises(TypeError, match="detach these weights"):
+        loss.backward(retain_graph=True)
+    handle.remove()
+    loss.backward()
+
+
 @pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
 def test_memory_is_that_of_the_network_alone(mode):
     """No more is alive at the peak than without the hooks, but for one input under way."""

@@ -5,7 +5,17 @@ import pickle
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
+from per_sample_nets import (
+    MODES,
+    ZOO,
+    attention_batch,
+    attention_network,
+    batch,
+    looped,
+    network,
+    tied_batch,
+    tied_network,
+)
 from torch import nn
 from torch.nn import functional
 
@@ -54,6 +64,16 @@ def test_every_network_equals_a_loop_in_every_mode(name, mode):
     extend(net)
     with backpack(*(ext() for ext in EXTENSIONS)):
         summed_loss(net, *batch()).backward()
+    assert_equals_loop(net, loop)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_equals_a_loop_in_every_mode(mode):
+    net, (x, labels) = attention_network(mode), attention_batch()
+    loop = looped(net, x, labels)
+    extend(net)
+    with backpack(*(ext() for ext in EXTENSIONS)):
+        summed_loss(net, x, labels).backward()
     assert_equals_loop(net, loop)
 
 

@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
+from per_sample_nets import (
+    MODES,
+    ZOO,
+    attention_batch,
+    attention_network,
+    batch,
+    looped,
+    network,
+    tied_batch,
+    tied_network,
+)
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -96,6 +106,55 @@ def test_steps_with_noise_equal_those_of_store(mode, sampling):
     expected = weights("store")
     for n, p in weights(mode).items():
         assert_close(p, expected[n], n)
+
+
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_equals_a_loop_in_every_mode(mode, sampling):
+    net, (x, labels) = attention_network(mode), attention_batch()
+    expected = clipped_mean(looped(net, x, labels))
+    model, optimizer, criterion = private(net, sampling)
+    criterion(model(x), labels).backward()
+    optimizer.pre_step()
+    for n, p in net.named_parameters():
+        assert_close(p.grad, expected[n], n)
+
+
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["store", "invert"])
+def test_a_backward_pass_that_failed_leaves_nothing_behind(mode, sampling):
+    """Between two uses of a layer; its graph stays alive, as in a notebook."""
+    net, (x, labels) = tied_network(mode), tied_batch()
+    loop = looped(net, x, labels)
+    model, optimizer, criterion = private(net, sampling)
+
+    def interrupt(module, args, out):
+        out.register_hook(lambda gradient: (_ for _ in ()).throw(KeyboardInterrupt))
+
+    for count in (3, 1):
+        handle = net[0][0].steps[1].branch.register_forward_hook(interrupt)
+        failed = criterion(model(x[:count]), labels[:count])
+        with pytest.raises(KeyboardInterrupt):
+            failed.backward()
+        handle.remove()
+        optimizer.zero_grad()
+        criterion(model(x), labels).backward()
+        optimizer.pre_step()
+        for n, p in net.named_parameters():
+            assert_close(p.grad, clipped_mean(loop)[n], n)
+
+
+@pytest.mark.parametrize("sampling", ["hooks", "ghost"])
+@pytest.mark.parametrize("mode", ["store", "exact"])
+def test_a_sample_that_is_not_finite_raises(mode, sampling):
+    """Its clipped gradient would make all weights NaN."""
+    net = network("revnet38", mode)
+    model, _, criterion = private(net, sampling)
+    images, labels = batch()
+    images[1, 0, 0, 0] = torch.nan
+    which = r"\[0, 1, 2\]" if mode == "exact" else r"\[1\]"
+    with pytest.raises(FloatingPointError, match=f"samples {which} of the batch are not finite"):
+        criterion(model(images), labels).backward()
 
 
 @pytest.mark.parametrize("sampling", ["hooks", "ghost"])

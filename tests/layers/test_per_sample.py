@@ -72,6 +72,46 @@ def looped(layer, x, gradient):
     return {name: torch.stack(g) for name, g in zip(own, zip(*rows, strict=True), strict=True)}
 
 
+@pytest.mark.parametrize(
+    "options", [{}, {"bias": False, "kdim": 6}, {"add_bias_kv": True, "add_zero_attn": True}]
+)
+@pytest.mark.parametrize("masks", ["none", "shared", "of samples"])
+def test_attention_equals_a_loop(options, masks):
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, **options).double()
+    for p in layer.parameters():
+        nn.init.normal_(p)
+    q, k, v = (
+        torch.randn(3, t, c, dtype=torch.float64) for t, c in ((4, 8), (5, layer.kdim), (5, 8))
+    )
+    gradient = torch.randn_like(q)
+    padding = [[False] * 5, [False] * 3 + [True] * 2, [False] * 5]
+    padding = None if masks == "none" else torch.tensor(padding)
+    mask, of_samples = None, [None] * 3
+    if masks == "shared":
+        mask = torch.randn(4, 5, dtype=torch.float64)
+        padding, of_samples = torch.where(padding, -2.0, 0.0).double(), [mask] * 3
+    elif masks == "of samples":
+        mask = (torch.randn(3 * 2, 4, 5) > 0) & (torch.arange(5) > 0)
+        of_samples = mask.view(3, 2, 4, 5)
+    own = per_sample.own_parameters(layer)
+    rows = []
+    for i, part in enumerate(of_samples):
+        sample = (t[i : i + 1] for t in (q, k, v))
+        hidden = None if padding is None else padding[i : i + 1]
+        out = layer(*sample, hidden, masks == "none", part)[0]
+        rows.append(torch.autograd.grad(out, own.values(), gradient[i : i + 1]))
+    inputs = (q, k, v, padding, False, mask)
+    gradients = per_sample_gradients(layer, inputs, gradient)
+    norms = squared_norms(layer, inputs, gradient)
+    assert [*gradients] == [*norms] == [*own]
+    assert "out_proj.weight" in own
+    for key, e in zip(own, zip(*rows, strict=True), strict=True):
+        e = torch.stack(e)
+        torch.testing.assert_close(gradients[key], e, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(norms[key], e.flatten(1).square().sum(1), rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 @pytest.mark.parametrize("largest", [2**18, 1])
 def test_gradients_and_norms_equal_a_loop(name, largest, monkeypatch):
@@ -123,7 +163,12 @@ def test_a_weight_that_a_hook_or_a_parametrization_computes_is_refused():
     [
         (nn.InstanceNorm2d(3, affine=True, track_running_stats=True), "track_running_stats=False"),
         (nn.Embedding(3, 3, scale_grad_by_freq=True), "scale_grad_by_freq=False"),
-        (nn.MultiheadAttention(4, 2), "out_proj"),
+        (nn.MultiheadAttention(4, 2), "batch_first=True"),
+        (nn.MultiheadAttention(4, 2, 0.1, batch_first=True), "attribute dropout to 0.0"),
+        (
+            type("Mine", (nn.MultiheadAttention,), {"forward": len})(4, 2, batch_first=True),
+            "forward",
+        ),
         (revzoo.InvertibleBatchNorm(4), 'norm="group"'),
     ],
 )

@@ -5,11 +5,22 @@ import pickle
 
 import pytest
 import torch
-from per_sample_nets import MODES, ZOO, batch, looped, network, tied_batch, tied_network
+from per_sample_nets import (
+    MODES,
+    ZOO,
+    attention_batch,
+    attention_network,
+    batch,
+    looped,
+    network,
+    tied_batch,
+    tied_network,
+)
 from torch import nn
 from torch.nn import functional
 
 import revzoo
+from revzoo.core.guard import RangeError
 from revzoo.profiling.live import LiveMemory
 from revzoo.training.sample_gradients import ClippedGradients, SampleNorms
 
@@ -44,6 +55,16 @@ def test_clipped_gradients_equal_a_loop_in_every_mode(name, mode):
     functional.cross_entropy(net(images), labels).backward()
     torch.testing.assert_close(net.fc.bias.grad, loop["fc.bias"].mean(0))
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in net.modules())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_attention_equals_a_loop_in_every_mode(mode):
+    net, (x, labels) = attention_network(mode), attention_batch()
+    loop = looped(net, x, labels)
+    clipped = ClippedGradients(net, CLIP)
+    functional.cross_entropy(net(x), labels).backward()
+    assert_clipped(net, loop, 3)
+    torch.testing.assert_close(clipped.norms, norms_of(loop), rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("mode", ["store", "invert"])
@@ -91,6 +112,28 @@ def test_norms_come_with_an_ordinary_backward_pass():
     norms.collecting = True
     functional.cross_entropy(net(images), labels, reduction="sum").backward()
     torch.testing.assert_close(norms.take().sqrt(), norms_of(loop), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["store", "exact"])
+def test_a_sample_that_is_not_finite_raises(mode):
+    """Its clipped gradient would make all weights NaN."""
+    net = network("revnet38", mode)
+    images, labels = batch()
+    images[1, 0, 0, 0] = torch.nan
+    ClippedGradients(net, CLIP)
+    which = r"\[0, 1, 2\]" if mode == "exact" else r"\[1\]"
+    with pytest.raises(FloatingPointError, match=f"samples {which} of the batch are not finite"):
+        functional.cross_entropy(net(images), labels).backward()
+
+
+def test_a_stream_beyond_its_range_raises_its_own_error():
+    """Which training answers with a coarser grid."""
+    branch = nn.Linear(4, 4)
+    nn.init.constant_(branch.weight, 1e6)
+    net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(branch)], memory="exact")
+    ClippedGradients(net, CLIP)
+    with pytest.raises(RangeError):
+        net(torch.ones(2, 8)).sum().backward()
 
 
 def test_evaluation_is_left_alone():
