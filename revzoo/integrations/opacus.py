@@ -3,13 +3,13 @@
 Opacus keeps the input of every layer in a forward hook. A replay runs that hook a second time, so
 Opacus expects too many uses of each parameter and never finishes: ``grad_sample`` stays None. Here
 the memory modes hold the inputs (:mod:`revzoo.core.capture`), and only uses in the forward pass
-count. Samplers, optimisers, accountants and loaders are Opacus'. With ``grad_sample_mode="ghost"``,
-per-sample gradients exist for one layer at a time.
+count. Opacus provides samplers, optimisers, accountants and loaders. With
+``grad_sample_mode="ghost"``, per-sample gradients exist for one layer at a time.
 
-Importing this module registers rules for the norms that ghost clipping needs with Opacus: of
-convolutions, GroupNorm and LayerNorm (NOTE [ Norms without gradients ] in
-:mod:`revzoo.layers.per_sample`). Parameters that are used several times, which Opacus' ghost
-clipping refuses, have their gradients added up first.
+Importing this module registers the norms of convolutions, GroupNorm and LayerNorm with Opacus, for
+its ghost clipping (NOTE [ Norms without gradients ] in :mod:`revzoo.layers.per_sample`). Opacus'
+ghost clipping refuses parameters that are used several times; here their gradients are added up
+first.
 
 Source: A. Yousefpour et al., "Opacus: User-Friendly Differential Privacy Library in PyTorch", 2021,
 arXiv 2109.12298.
@@ -72,9 +72,9 @@ def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> 
 
 
 def _keeps_rules(layer: nn.Module) -> bool:
-    """Whether Opacus' own rules for the layer are the right ones, and the better ones."""
+    """Whether Opacus' own rules for the layer are right, and cheaper than ours."""
     if type(layer) is nn.Embedding:
-        return layer.padding_idx is None  # the rules do not know of it
+        return layer.padding_idx is None  # the rules ignore it
     return type(layer).__module__.startswith("opacus.")
 
 
@@ -110,8 +110,9 @@ class _OnReplays:
             return
         if self._task != (task := torch._C._current_graph_task_id()):
             self._task = task
-            for p in self._module.parameters():  # of a backward pass that failed
+            for p in self._module.parameters():  # of earlier backward passes, that may have failed
                 p.__dict__.pop("_current_grad_sample", None)
+                p.__dict__.pop("_norm_sample", None)
             Variable._execution_engine.queue_callback(self._finish)
         several = False
         for p in own_parameters(module).values():
@@ -171,13 +172,19 @@ class _Ghost(_OnReplays):
         p._norm_sample, p.grad_sample = p.grad_sample.flatten(1).norm(dim=1), None
 
     def get_norm_sample(self) -> Tensor:
-        """Refuse norms that lack a parameter, or have one of an earlier step."""
+        """Refuse norms that lack a parameter."""
         now = {p for p in self._module.parameters() if p.requires_grad}
         if now != set(self.trainable_parameters):
             raise ValueError(
                 "parameters were frozen or unfrozen after make_private, so the norms would lack "
                 "some: call cleanup() and make_private again"
             )
+        for name, p in self._module.named_parameters():
+            if p.requires_grad and not hasattr(p, "_norm_sample"):
+                raise RuntimeError(
+                    f"{name!r} got no gradient, so the norms lack its part: freeze it before "
+                    "make_private, or use it in the forward pass, in a layer that is called"
+                )
         norms: Tensor = super().get_norm_sample()  # type: ignore[misc]
         refuse_infinite(norms)
         return norms
@@ -205,12 +212,12 @@ _CLASSES: dict[tuple[str, bool], type[Any]] = {
 
 
 def noise_for(epsilon: float, delta: float, *, rate: float, steps: int, accountant: str) -> float:
-    """The noise multiplier with which ``steps`` batches spend at most ``epsilon`` at ``delta``.
+    """The smallest noise multiplier for which ``steps`` batches spend at most ``epsilon``.
 
     Args:
         epsilon: the budget.
         delta: the probability with which the guarantee may fail.
-        rate: the probability of an image to be in a batch, each drawn independently.
+        rate: the probability with which a batch contains an image.
         steps: optimiser steps of the whole training.
         accountant: Opacus' name of one: ``"prv"``, ``"rdp"`` or ``"gdp"``.
     """

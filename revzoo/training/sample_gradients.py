@@ -122,7 +122,8 @@ class ClippedGradients:
     """Clips each sample's gradient to a norm in every backward pass through ``model``.
 
     After ``loss.backward()`` of a mean over the batch, gradients are ``1 / size`` times the sum
-    over the samples of ``g_n * min(1, max_norm / |g_n|)``; ``g_n`` is the gradient of one loss.
+    over the samples of ``g_n * min(1, max_norm / |g_n|)``; ``g_n`` is the gradient of one sample's
+    loss.
 
     Args:
         model: ``(B, ...) -> (B, ...)``, called with one floating-point tensor.
@@ -133,6 +134,8 @@ class ClippedGradients:
         ValueError: in a forward pass, if a layer mixes samples.
         TypeError: in a forward pass, if the input is not floating-point.
         FloatingPointError: in a backward pass, if the gradient of a sample is not finite.
+        RuntimeError: a backward pass reaches two forward passes, whose gradients of one sample
+            would be clipped one by one.
 
     Example:
         >>> from revzoo.training.sample_gradients import ClippedGradients
@@ -153,6 +156,7 @@ class ClippedGradients:
         self.norms: Tensor | None = None
         self._sums = SampleNorms(model)
         self._images: Tensor | None = None
+        self._task = -1
         self._hooks = [
             model.register_forward_pre_hook(self._before),
             model.register_forward_hook(self._after),
@@ -186,6 +190,13 @@ class ClippedGradients:
     def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
         """Each sample's weight ``(B,)``; it also replaces the divisor B of the mean by ``size``."""
         count = len(gradient)
+        task, self._task = self._task, torch._C._current_graph_task_id()
+        if task == self._task:
+            raise RuntimeError(
+                "the loss uses two forward passes of the model, so a sample's gradient could have "
+                "twice the norm: call backward() after each, or put both inputs into one batch of "
+                "a model that returns both outputs as one sample's"
+            )
         if not count:
             self.norms = gradient.new_zeros(0)
             return self.norms

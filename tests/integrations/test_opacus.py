@@ -250,6 +250,24 @@ def test_a_batch_that_poisson_sampling_left_empty(sampling):
     assert all(p.isfinite().all() for p in net.parameters())
 
 
+def test_a_layer_that_a_step_skips_is_refused():
+    """Its norms would be the last step's."""
+
+    class Skips(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8).double(), nn.Linear(8, 5).double()
+
+        def forward(self, x):
+            return self.second(self.first(x) if x.mean() > 0 else x)
+
+    x, labels = tied_batch()
+    model, _, criterion = private(Skips(), "ghost")
+    criterion(model(x.abs()), labels).backward()
+    with pytest.raises(RuntimeError, match=r"'first\.weight' got no gradient"):
+        criterion(model(-x.abs()), labels).backward()
+
+
 def test_batch_normalisation_is_refused_with_a_remedy():
     with pytest.raises(ValueError, match='norm="group"'):
         private(revzoo.create_model("revnet38"))

@@ -103,6 +103,15 @@ def test_several_losses_and_accumulation():
         torch.testing.assert_close(p.grad, 2 * first[name])
 
 
+def test_a_loss_of_two_forward_passes_is_refused():
+    """Each would be clipped by itself: a sample in both would have twice the norm."""
+    net, (x, labels) = tied_network("store"), tied_batch()
+    ClippedGradients(net, CLIP)
+    first, second = (functional.cross_entropy(net(t), labels) for t in (x, -x))
+    with pytest.raises(RuntimeError, match="two forward passes"):
+        (first + second).backward()
+
+
 def test_norms_come_with_an_ordinary_backward_pass():
     net = network("revnet38", "exact")
     images, labels = batch()
