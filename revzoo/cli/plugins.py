@@ -77,8 +77,8 @@ def add_config_nodes() -> None:
     """
     from hydra.core.config_store import ConfigStore
 
-    from revzoo.cli.config.checks import FITTED
     from revzoo.cli.config.compose import CONFIGS
+    from revzoo.cli.config.quick import FITTED
     from revzoo.data.module import ImageData
     from revzoo.data.registry import DATA
     from revzoo.models.registry import MODELS

@@ -82,12 +82,17 @@ class ReversibleSequence(Invertible):
     def __init__(
         self,
         steps: Iterable[Step] | Mapping[str, Step],
-        *,
+        *more: Step,
         memory: str | None = "auto",
         dim: int = 1,
         split: tuple[int, int] = HALVES,
     ) -> None:
         super().__init__()
+        if more:
+            raise TypeError(
+                f"ReversibleSequence got {len(more) + 1} modules: expected a list of steps, "
+                "ReversibleSequence([a, b]), not (a, b) as for nn.Sequential"
+            )
         self.dim = dim
         self.split = Split(dim, split).parts
         self.steps = _Steps()

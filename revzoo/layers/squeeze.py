@@ -70,6 +70,12 @@ class Squeeze(Streamwise):
 
     def transform(self, x: Tensor) -> Tensor:
         sizes = x.shape[2:]
+        if isinstance(self.factor, int) and len(sizes) != 2 and sizes:
+            raise ValueError(
+                f"{type(self).__name__}({self.factor}) is for images (B, C, H, W), got a stream of "
+                f"shape {tuple(x.shape)}: give a factor for each axis, "
+                f"{type(self).__name__}({(self.factor,) * len(sizes)})"
+            )
         if len(sizes) != len(self.factors) or any(map(int.__mod__, sizes, self.factors)):
             raise ValueError(
                 f"{type(self).__name__}({self._shown}) got a stream of shape {tuple(x.shape)}: "

@@ -18,32 +18,25 @@ import functools
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_count, did_you_mean
+from revzoo._checks import check_count
+from revzoo._libraries import LIBRARIES, check_library_name, unknown_name
 from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.modes import set_memory
 from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
 
-LIBRARIES = ("torchvision", "timm")
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
 _CLASSES = 1000  # ImageNet, for which both libraries publish weights
 
 
 @functools.cache
 def library_models(library: str) -> tuple[str, ...]:
-    """The classification networks that a library lists.
-
-    Raises:
-        ValueError: the library is not installed.
-    """
-    if find_spec(library) is None:
-        raise ValueError(f"{library}: networks need the package: pip install {library}")
+    """The classification networks that an installed library lists."""
     if library == "timm":
         import timm
 
@@ -64,14 +57,10 @@ def find_library_model(name: str) -> tuple[str, str]:
     Raises:
         ValueError: the library does not list it, or is not installed.
     """
-    found = _NAME.fullmatch(name)
+    check_library_name(name)
     library, _, own = name.partition(":")
-    if found is None or own not in library_models(library):
-        near = did_you_mean(own, library_models(library), n=3)
-        raise ValueError(
-            f"there is no model {name!r}{near}; expected {library}: and one of "
-            f"{library}.{'models.' * (library == 'torchvision')}list_models()"
-        )
+    if not _NAME.fullmatch(name) or own not in library_models(library):
+        raise ValueError(unknown_name(name))
     return library, own
 
 
@@ -161,11 +150,22 @@ class LibraryNetwork(ImageNetwork):
     def check_size(self, height: int, width: int) -> None:
         """Raise a ValueError unless the network takes images of ``height`` x ``width`` pixels."""
         fixed = self._fixed_size
-        if fixed is not None and (height, width) != (fixed, fixed):
-            raise ValueError(
-                f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}. "
-                f"Create it with img_size={height} (model.img_size={height}), or resize the images."
-            )
+        if fixed is None or (height, width) == (fixed, fixed):
+            return
+        remedy = f"resize the images (a folder of images: data.image_size={fixed})"
+        if height == width and height % self._patch_size == 0:
+            remedy = f"create it with img_size={height} (model.img_size={height}), or {remedy}"
+        raise ValueError(
+            f"Got images of {height} x {width} pixels; this model expects {fixed} x {fixed}: "
+            f"{remedy}."
+        )
+
+    @property
+    def _patch_size(self) -> int:
+        """Side in pixels of a transformer's patches; 1 for other networks."""
+        embed = getattr(self.net, "patch_embed", None)
+        size: Any = getattr(self.net, "patch_size", None) or getattr(embed, "patch_size", 1)
+        return int(size[0] if isinstance(size, (tuple, list)) else size)
 
     def forward(self, x: Tensor) -> Tensor:
         """Logits ``(B, num_classes)`` of images ``(B, in_chans, H, W)``."""

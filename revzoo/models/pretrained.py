@@ -22,11 +22,16 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional
 
+from revzoo._libraries import library_hint
 from revzoo.models.library import LibraryNetwork, is_library_name
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
 from revzoo.weights.entry import HUB, WeightsEntry, read_entry
-from revzoo.weights.errors import ArchitectureMismatchError, StateMismatchError
+from revzoo.weights.errors import (
+    ArchitectureMismatchError,
+    StateMismatchError,
+    UnknownWeightsError,
+)
 from revzoo.weights.files import read_bytes
 from revzoo.weights.header import entry_of_file
 from revzoo.weights.hub import CONFIG_FILE, fetch_folder
@@ -77,7 +82,11 @@ def find_source(
     elif is_library_name(text) or (not pretrained and "." not in text):
         return Source(text)
     else:
-        return _of((SHIPPED if table is None else table).find(text))
+        try:
+            return _of((SHIPPED if table is None else table).find(text))
+        except UnknownWeightsError as error:
+            hint = "" if text.partition(".")[0] in known else library_hint(text)
+            raise UnknownWeightsError(f"{error}{hint}") from None
     return _of(read_entry(folder / CONFIG_FILE))
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 from revzoo._checks import did_you_mean
+from revzoo._libraries import library_hint
 from revzoo.core.modes import set_memory
 from revzoo.layers.side_bits import make_reversible
 from revzoo.models.features import FeatureNet
@@ -118,6 +119,8 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
     MODELS[name] = Entry(network, variant)
 
 
+# arguments of create_model that choose weights
+WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 # keywords that do not change the shapes of weights
 _SHAPELESS = ("memory", "drop_rate", "drop_path_rate", "dropout", "pretrained")
 
@@ -325,8 +328,9 @@ def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
-            f"there is no model {name!r}{did_you_mean(name, MODELS, n=3)}; list_models() gives all "
-            f"{len(MODELS)} names"
+            f"there is no model {name!r}"
+            + (library_hint(name) or did_you_mean(name, MODELS, n=3))
+            + f"; list_models() gives all {len(MODELS)} names of the zoo"
         )
     return MODELS[name]
 

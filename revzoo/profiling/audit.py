@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import csv
 import itertools
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,36 +246,44 @@ class Report:
         yield f"{self.model}, one training step on {shape}"
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
-        for audit in self.audits.values():
-            yield f"{audit.mode:12}{in_units(audit.kept_bytes):>14}{in_units(audit.peak_bytes):>14}"
         own = self._own
+        for audit in self.audits.values():
+            kept, peak = in_units(audit.kept_bytes), in_units(audit.peak_bytes)
+            note = "  (the model's mode)" if audit is own and len(self.audits) > 1 else ""
+            yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
+        yield ""
+        yield "kept: activations between the forward and the backward pass"
+        yield "peak: most bytes alive at once, with weights and gradients"
         if self.plain is not None:
             yield from self._converted_lines(self.plain)
-        yield ""
-        yield f"in {own.mode}, at the peak: " + ", ".join(
-            f"{kind} {in_units(size)}" for kind, size in own.kinds.items()
-        )
-        yield "kept by stage: " + ", ".join(
-            f"{stage} {in_units(size)}" for stage, size in own.stages.items()
-        )
+        yield from _sizes(f"{own.mode}, at the peak", own.kinds)
+        yield from _sizes(f"{own.mode}, kept by stage", own.stages)
         if own.rows:
-            yield "largest kept tensors:"
+            yield ""
+            yield f"{own.mode}, largest kept tensors, and what keeps them"
         for row in own.rows[:_SHOWN]:
-            by = f"saved {row.saved} times" if row.saved else "held by a tape"
-            yield (
-                f"  {in_units(row.bytes):>12}  {row.module or 'model'} {row.operation} "
-                f"{row.shape} {row.dtype}, {by}"
-            )
+            by = "autograd" if row.saved else "tape"
+            made = f"{row.module or 'model'} {row.operation}"
+            yield f"{in_units(row.bytes):>14}  {row.shape} {row.dtype}, {by}: {made}"
 
     def _converted_lines(self, plain: Audit) -> Iterator[str]:
         count = self.input_shape[0]
         before, after = (in_units(a.kept_bytes // count) for a in (plain, self._own))
         yield ""
-        yield f"reversible blocks; the model keeps {before} per image before, {after} after:"
+        yield f"reversible blocks; kept an image, before and after ({before} -> {after})"
         for path, rows in itertools.groupby(
             self.converted, lambda r: r.block.path.rpartition(".")[0]
         ):
             yield _line_of(path, list(rows))
+
+
+def _sizes(title: str, sizes: Mapping[str, int]) -> Iterator[str]:
+    """A title, and a line for each size."""
+    if sizes:
+        yield ""
+        yield title
+    for name, size in sizes.items():
+        yield f"{in_units(size):>14}  {name}"
 
 
 def _line_of(path: str, rows: Sequence[Converted]) -> str:
@@ -282,10 +291,11 @@ def _line_of(path: str, rows: Sequence[Converted]) -> str:
     grids = sorted({row.block.grid for row in rows if row.block.grid is not None})
     bits = ", ".join(map(str, sorted({row.block.bits for row in rows})))
     before, after = in_units(sum(r.before for r in rows)), in_units(sum(r.after for r in rows))
-    return (
-        f"  {path or 'model'}: {len(rows)} blocks, {joined} of them inverted, {bits} bits, grid "
-        f"{', '.join(map(str, grids)) or 'auto'}, {before} per image before, {after} after"
+    text = (
+        f"{path or 'model'}: {len(rows)} blocks, {joined} inverted, {bits} bits, grid "
+        f"{', '.join(map(str, grids)) or 'auto'}: {before} -> {after}"
     )
+    return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
 def plotting() -> Any:
@@ -367,7 +377,9 @@ def audit(
         twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
         plain = Audit("plain", trace_step(twin, images_for(twin, input_shape)), extra)
     shape = tuple(input_shape)
-    return Report(type(model).__name__, shape, audits, blocks=blocks, plain=plain)
+    spec = getattr(model, "spec", None)
+    name = spec.architecture if spec else type(model).__name__
+    return Report(name, shape, audits, blocks=blocks, plain=plain)
 
 
 def present_mode(model: nn.Module) -> str:

@@ -1,39 +1,20 @@
 """Training on Lightning: the classifier module, its optimiser and schedules, its callbacks."""
 
-from revzoo.training.callbacks.batch_norm import BatchNormMomentum
-from revzoo.training.callbacks.compile import CompiledBranches
-from revzoo.training.callbacks.confusion import ConfusionMatrix
-from revzoo.training.callbacks.drift import DriftLogger
-from revzoo.training.callbacks.epoch_log import EpochLog
-from revzoo.training.callbacks.finetune import Finetuning
-from revzoo.training.callbacks.footprint import Footprint, peak_bytes, peak_host_bytes
-from revzoo.training.callbacks.pictures import Reconstructions, Samples
-from revzoo.training.callbacks.registry import build_callbacks
-from revzoo.training.classifier import Classifier
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
-from revzoo.training.optim.schedules import make_schedule
-from revzoo.training.quiet import quiet
-from revzoo.training.tuning.lr_finder import LRCurve, find_lr
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "BatchNormMomentum",
-    "Classifier",
-    "CompiledBranches",
-    "ConfusionMatrix",
-    "DriftLogger",
-    "EpochLog",
-    "Finetuning",
-    "Footprint",
-    "LRCurve",
-    "OptimSpec",
-    "Reconstructions",
-    "Samples",
-    "build_callbacks",
-    "build_optimizer",
-    "build_schedule",
-    "find_lr",
-    "make_schedule",
-    "peak_bytes",
-    "peak_host_bytes",
-    "quiet",
-]
+if TYPE_CHECKING:
+    from revzoo.training.api import *  # noqa: F403  # its __all__ is the list
+
+
+def __getattr__(name: str) -> Any:
+    """Load a name of :mod:`revzoo.training.api` on first use: Lightning's import takes seconds.
+
+    Raises:
+        AttributeError: unknown name.
+    """
+    if name == "__all__" or not name.startswith("_"):
+        api = import_module("revzoo.training.api")
+        if name == "__all__" or name in api.__all__:
+            return getattr(api, name)
+    raise AttributeError(f"module 'revzoo.training' has no attribute {name!r}")

@@ -26,10 +26,11 @@ from revzoo.data.state import check_state, crop_of, normalisation_for
 from revzoo.layers.side_bits import SideBits
 from revzoo.models import create_model
 from revzoo.models.network import ImageNetwork
+from revzoo.models.registry import WEIGHTS
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.max_steps import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
-from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.metrics import (

@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 from revzoo._checks import did_you_mean
-from revzoo.weights.entry import WeightsEntry, read_entry
+from revzoo.weights.entry import HUB, WeightsEntry, read_entry
 from revzoo.weights.errors import EntryError, UnknownWeightsError
+
+FILES = (".ckpt", ".safetensors", ".pt", ".pth", ".pt2", ".onnx")
 
 
 class WeightsTable:
@@ -91,6 +93,25 @@ class WeightsTable:
             if not folder.is_dir():
                 raise EntryError(f"{folder} is no folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
+
+
+def check_source(source: str | Path) -> None:
+    """Check, without torch, that ``source`` is a file or folder, on the hub, or names weights.
+
+    Raises:
+        UnknownWeightsError: it is none of these; the message lists the known names.
+    """
+    text, names = str(source), SHIPPED.names()
+    if Path(source).exists() or text.startswith(HUB) or text in names:
+        return
+    if text in {name.partition(".")[0] for name in names}:
+        return
+    if "/" in text or Path(source).suffix in FILES:
+        raise UnknownWeightsError(f"there is no checkpoint {text}: expected the path of a file")
+    raise UnknownWeightsError(
+        f"there are no weights {text!r}{did_you_mean(text, names) or '.'} Known are "
+        f"{', '.join(names)}; or give the path of a .ckpt file"
+    )
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from revzoo.cli.config import checks
-from revzoo.cli.config.build import memory_mode
-from revzoo.cli.config.checks import SECTIONS, check_config
+from revzoo.cli.config.checks import check_config
+from revzoo.cli.config.quick import SECTIONS, memory_mode
 from revzoo.models import create_model, list_models
 
 CONFIGS = Path(__file__).parents[2] / "configs"

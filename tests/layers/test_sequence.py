@@ -372,3 +372,9 @@ def test_an_added_step_takes_the_mode_of_the_sequence():
     step = coupling()
     step.memory = "store"
     assert kept.append(step)[-1].memory == "store"
+
+
+def test_steps_are_given_as_a_list():
+    block = ReversibleBlock(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(TypeError, match=r"ReversibleSequence\(\[a, b\]\)"):
+        ReversibleSequence(block, block)

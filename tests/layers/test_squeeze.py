@@ -94,3 +94,8 @@ def test_factors_that_are_refused():
         Squeeze((2, 3), streams=1)(torch.zeros(1, 2, 4, 4))
     with pytest.raises(ValueError, match=r"expected \(B, C, L\) with channels divisible by 3"):
         Squeeze((3,), streams=1).inverse(torch.zeros(1, 2, 4))
+
+
+def test_volumes_need_a_factor_for_each_axis():
+    with pytest.raises(ValueError, match=r"Squeeze\(\(2, 2, 2\)\)"):
+        Squeeze(2, streams=1)(torch.zeros(1, 2, 4, 4, 4))

@@ -5,13 +5,15 @@ import torch
 import torchvision
 
 import revzoo
+from revzoo._libraries import LIBRARIES, declared_names
 from revzoo.interop.export import Export, export
 from revzoo.layers.side_bits import SideBits, reversible_blocks
-from revzoo.models.library import LibraryNetwork
+from revzoo.models.library import LibraryNetwork, library_models
 from revzoo.models.parts import parts
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier
+from revzoo.weights.errors import UnknownWeightsError
 
 NAMES = (
     ("torchvision:resnet18", {}, "net.fc"),
@@ -173,3 +175,25 @@ def test_what_a_librarys_network_cannot_do():
     with pytest.raises(ValueError, match=r"64 x 64 pixels; this model expects 32 x 32"):
         vit.check_size(64, 64)
     assert (vit.image_size, model.image_size) == (32, 224)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_names_are_read_without_an_import(library):
+    if library == "timm":
+        pytest.importorskip("timm")
+    assert declared_names(library) == tuple(sorted(library_models(library)))
+
+
+def test_an_unknown_name_that_a_library_has():
+    with pytest.raises(ValueError, match="torchvision's is 'torchvision:resnet18'"):
+        revzoo.create_model("resnet18")
+    with pytest.raises(UnknownWeightsError, match="torchvision's is 'torchvision:resnet18'"):
+        revzoo.create_model("resnet18", pretrained=True)
+
+
+@pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224: resize")])
+def test_a_transformer_names_the_image_sizes(side, remedy):
+    with torch.device("meta"):
+        model = revzoo.create_model("torchvision:vit_b_16")
+    with pytest.raises(ValueError, match=rf"{remedy}.*data\.image_size=224"):
+        model(torch.zeros(1, 3, side, side))

@@ -66,7 +66,7 @@ def test_modes_are_counted_side_by_side():
     assert report.kept_bytes == kept["recompute"]
     text = str(report)
     assert "stages.0" in text
-    assert "held by a tape" in text
+    assert ", tape: " in text
 
 
 def test_an_audit_changes_nothing():
@@ -157,4 +157,10 @@ def test_blocks_that_were_made_reversible():
     assert (second.block.bits, second.block.grid) == (4, 23)
     assert stream // 2 <= second.after < 0.55 * stream + 1000
     assert second.before > 5 * stream
-    assert "stages.0.steps: 4 blocks, 3 of them inverted, 4 bits, grid 23" in str(report)
+    assert "stages.0.steps: 4 blocks, 3 inverted, 4 bits, grid 23" in str(report)
+
+
+def test_a_report_fits_into_80_columns():
+    report = str(audit(revzoo.create_model("resnet32", reversible_bits=4), (2, 3, 32, 32)))
+    assert max(map(len, report.splitlines())) <= 80
+    assert "(the model's mode)" in report

@@ -106,5 +106,5 @@ def test_an_output_of_nan_is_refused(folder: Path, image: Path) -> None:
 
 def test_a_misspelt_name_suggests_the_nearest(image: Path) -> None:
     """``revnet39`` was taken for the path of a checkpoint."""
-    with pytest.raises(CheckpointError, match=r"no weights 'revnet39'; did you mean '\w+net38"):
+    with pytest.raises(UnknownWeightsError, match=r"no weights 'revnet39'; did you mean '\w+net38"):
         revzoo.predict(image, "revnet39")

@@ -19,6 +19,7 @@ import logging
 import sys
 
 from revzoo.cli.config.errors import ConfigError
+from revzoo.weights.table import check_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,10 +42,12 @@ def run(args: argparse.Namespace) -> None:
         if key == "model":
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
+    if config["ckpt"] not in (None, "", "???"):
+        check_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate, run_of
+    from revzoo.training.advice import quiet
     from revzoo.training.distributed import is_first_process
-    from revzoo.training.quiet import quiet
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from revzoo._checks import check_count
 from revzoo.cli.config.errors import ConfigError
+from revzoo.weights.table import check_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,12 +48,13 @@ def run(args: argparse.Namespace) -> None:
     for path in args.images:
         if not Path(path).exists():
             raise ConfigError(f"there is no image or folder {path}")
+    check_source(source)
     import torch
 
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.predict import FORMS, predict
+    from revzoo.training.advice import quiet
     from revzoo.training.checkpoint.restore import restore
-    from revzoo.training.quiet import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

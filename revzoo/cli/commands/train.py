@@ -108,6 +108,9 @@ def run(args: argparse.Namespace) -> None:
         _multirun(args, source)
     else:
         config = to_plain(cfg)
+        from revzoo.cli.config.quick import check_quickly
+
+        check_quickly(config)
         from revzoo.cli.run.train import begin
 
         begin(config, whole, overrides=args.overrides)
@@ -132,9 +135,11 @@ def _multirun(args: argparse.Namespace, source: Source) -> None:
 
 def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config.compose import check_changes, compose_checked
+    from revzoo.cli.config.yaml_files import recorded_config
 
     check_changes(args.overrides)
     compose_checked(args.overrides)
+    recorded_config(args.resume.absolute())
     from revzoo.cli.run.resume import resume
 
     resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)

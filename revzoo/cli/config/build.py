@@ -18,11 +18,11 @@ from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
-from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.quick import model_spec
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS
-from revzoo.profiling.plan import PLANNED
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
@@ -51,21 +51,6 @@ MANAGED_BY_TRAIN = (
 )
 
 
-def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
-    """The arguments of ``create_model`` for data with these numbers of classes and channels."""
-    fitted = {"num_classes": num_classes, "in_chans": in_chans}
-    return {**config["model"], "memory": memory_mode(config), **fitted}
-
-
-def memory_mode(config: Mapping[str, Any]) -> str | None:
-    """The memory mode with which a run's model is created; None for the model's default.
-
-    A planned mode starts from the default, too (:mod:`revzoo.cli.run.memory`).
-    """
-    mode: str | None = config["memory"]["mode"]
-    return None if mode in PLANNED else mode
-
-
 def build_data(data: Mapping[str, Any]) -> ImageData:
     """The data module of a checked ``data`` section."""
     options = {key: value for key, value in data.items() if key != "_target_"}
@@ -86,8 +71,19 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    with torch.no_grad():
-        module.eval()(torch.zeros(1, data.in_chans, data.image_size, data.image_size))
+    side = data.image_size
+    try:
+        with torch.no_grad():
+            module.eval()(torch.zeros(1, data.in_chans, side, side))
+    except RuntimeError as error:  # from a library's network
+        made_for = getattr(module.model, "image_size", side)
+        if made_for == side:
+            raise
+        resize = f"; try data.image_size={made_for}" if "image_size" in config["data"] else ""
+        raise ConfigError(
+            f"{spec['name']} fails on images of {side} x {side} pixels ({one_line(error)}): "
+            f"it is made for {made_for} x {made_for}{resize}"
+        ) from error
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()

@@ -43,6 +43,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
 from revzoo._checks import expected_type, nearest
+from revzoo._libraries import LIBRARIES, check_library_name, library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.yaml_files import check_growth
 
@@ -91,6 +92,9 @@ class Source:
 
 
 TRAIN = Source()
+
+# torchvision:resnet50 -> torchvision-resnet50: Windows allows no colon, scp takes it for a host
+OmegaConf.register_new_resolver("folder_name", lambda name: str(name).replace(":", "-"))
 
 
 @contextmanager
@@ -190,11 +194,17 @@ def compose_whole(
 
 
 def with_libraries(overrides: Sequence[str]) -> list[str]:
-    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``."""
+    """The overrides as Hydra takes them: ``model=torchvision model.name=torchvision:resnet50``.
+
+    Raises:
+        ValueError: the library is not installed, or has no such network.
+    """
     found = []
     for override in overrides:
         library = re.match(r"model=(\w+):[^,]+$", override)
         named = override.replace("model=", "model.name=", 1)
+        if library is not None and library[1] in LIBRARIES:
+            check_library_name(override.removeprefix("model="))
         found += [override] if library is None else [f"model={library[1]}", named]
     return found
 
@@ -361,7 +371,9 @@ def _check_choice(override: Override, loader: ConfigLoader) -> None:
         chosen = [override.value()]
     for option in chosen:
         if option is not None and str(option) not in options:
-            group, hint = override.key_or_group, _meant(str(option), options)
+            group = override.key_or_group
+            hint = library_hint(str(option)) if group == "model" else ""
+            hint = hint or _meant(str(option), options)
             listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
             plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
             raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.errors import ConfigError, one_line
 
+CONFIG_FILE = "config.yaml"  # in a run's folder
 MAX_BYTES = 1 << 20
 MAX_NODES = 100_000  # of a document with all aliases expanded
 MAX_DEPTH = 50
@@ -83,3 +84,17 @@ def check_growth(path: Path) -> None:
         raise ConfigError(f"{path} is no YAML ({one_line(error)})") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
+
+
+def recorded_config(run_dir: Path) -> dict[str, Any]:
+    """Read ``config.yaml``.
+
+    Raises:
+        ConfigError: there is none, or it is no YAML mapping.
+    """
+    path = run_dir / CONFIG_FILE
+    if not path.is_file():
+        raise ConfigError(
+            f"there is no {path}: give the folder of a run, such as outputs/MODEL-DATA/TIME"
+        )
+    return read_yaml(path)

@@ -13,10 +13,10 @@ import torch
 
 from revzoo.cli.program import command_line, tool_line
 from revzoo.data import ImageData
+from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Classifier
 from revzoo.training.callbacks.progress import clock
-from revzoo.training.checkpoint.hyperparameters import WEIGHTS
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_of
 

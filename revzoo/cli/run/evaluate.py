@@ -11,7 +11,8 @@ from revzoo._checks import check_choice, check_count, check_names
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.run.folder import CONFIG_FILE, errors_naming, recorded_config
+from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
+from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.restore import Restored, restore

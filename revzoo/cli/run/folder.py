@@ -24,7 +24,7 @@ import torch
 from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
-from revzoo.cli.config.yaml_files import read_yaml, write_yaml
+from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.program import command_line
 from revzoo.cli.run.lock import LOCK_FILE
@@ -35,7 +35,6 @@ from revzoo.training.distributed import is_first_process
 
 log = logging.getLogger(__name__)
 
-CONFIG_FILE = "config.yaml"
 SUMMARY_FILE = "summary.json"
 LOG_FILE = "train.log"
 LIBRARIES = ("torch", "torchvision", "pytorch-lightning")
@@ -45,20 +44,6 @@ def write_config(config: Mapping[str, Any], run_dir: Path) -> None:
     """Write the resolved configuration as ``config.yaml``."""
     run_dir.mkdir(parents=True, exist_ok=True)
     write_yaml(config, run_dir / CONFIG_FILE)
-
-
-def recorded_config(run_dir: Path) -> dict[str, Any]:
-    """Read ``config.yaml``.
-
-    Raises:
-        ConfigError: there is none, or it is no YAML mapping.
-    """
-    path = run_dir / CONFIG_FILE
-    if not path.is_file():
-        raise ConfigError(
-            f"there is no {path}: give the folder of a run, such as outputs/MODEL-DATA/TIME"
-        )
-    return read_yaml(path)
 
 
 @contextmanager

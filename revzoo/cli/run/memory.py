@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from revzoo.cli.config.build import model_spec
+from revzoo.cli.config.quick import model_spec
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.data import ImageData
+from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.plan import (
     PLANNED,
     Plan,
@@ -26,7 +27,6 @@ from revzoo.profiling.plan import (
 )
 from revzoo.profiling.units import in_units
 from revzoo.training import Classifier
-from revzoo.training.checkpoint.hyperparameters import WEIGHTS
 from revzoo.training.classifier import model_from
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer

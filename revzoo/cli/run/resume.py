@@ -15,19 +15,22 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from revzoo.cli.config.build import data_name, model_spec
+from revzoo.cli.config.build import data_name
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import check_changes, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError, user_errors
+from revzoo.cli.config.quick import model_spec
+from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports
 from revzoo.cli.run.console import shorten_log
-from revzoo.cli.run.folder import CONFIG_FILE, LOG_FILE, check_files, errors_naming, recorded_config
+from revzoo.cli.run.folder import LOG_FILE, check_files, errors_naming
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
+from revzoo.models.registry import WEIGHTS
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.checkpoint.files import CHECKPOINTS, CheckpointError, has_saved, read_last
-from revzoo.training.checkpoint.hyperparameters import WEIGHTS, check_hyperparameters
+from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.validate import check_contents, check_parts
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec

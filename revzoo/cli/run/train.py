@@ -28,11 +28,12 @@ from revzoo.cli.config.build import (
     build_trainer,
     data_name,
 )
-from revzoo.cli.config.checks import check_config, type_errors_explained
+from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
+from revzoo.cli.config.quick import TUNER, type_errors_explained
+from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.run.console import log_opening, log_result, shorten_log
 from revzoo.cli.run.folder import (
-    CONFIG_FILE,
     check_unused,
     describe_run,
     discard_folder,
@@ -45,19 +46,19 @@ from revzoo.cli.run.folder import (
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.memory import with_plan
 from revzoo.cli.run.multirun import check_started_together
-from revzoo.cli.run.tune import SECTION, tune
+from revzoo.cli.run.tune import tune
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
 from revzoo.training import Classifier
+from revzoo.training.advice import quiet
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run
-from revzoo.training.quiet import quiet
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)
@@ -153,10 +154,10 @@ def train(
     stop = GracefulStop()
     try:
         with stop.listening(), switches_restored():
-            if config.get(SECTION) is None or resume is not None:
+            if config.get(TUNER) is None or resume is not None:
                 return _train(config, run_dir, overrides, resume, stop)
             following = search(config, run_dir, overrides)
-            if config[SECTION]["then"] == "stop":
+            if config[TUNER]["then"] == "stop":
                 return {}
             return _train(following, run_dir, overrides, resume, stop)
     except RunStopped as stopped:
@@ -173,7 +174,7 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
     with quiet(), user_errors((*USER_ERRORS, *TRAINING_ERRORS)):
         prepare_process(config)
         following = tune(config, run_dir)
-    if config[SECTION]["then"] == "stop":
+    if config[TUNER]["then"] == "stop":
         write_config(config, run_dir)
         record_session(run_dir, overrides=overrides, from_step=0)
     return following

@@ -15,6 +15,7 @@ from typing import Any
 from revzoo._checks import check_choice, check_names, check_number
 from revzoo.cli.config.build import build_data, build_module
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.quick import TUNER
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.tuning.batch_size_finder import BatchSize, find_batch_size
 from revzoo.training.tuning.lr_finder import LRCurve, check_sweep, find_lr
@@ -22,7 +23,6 @@ from revzoo.training.tuning.out_of_memory import memory_of
 
 log = logging.getLogger(__name__)
 
-SECTION = "tuner"
 AFTERWARDS = ("stop", "train", "use")  # train: as configured; use: with the suggestion
 GIB = 2**30
 
@@ -56,7 +56,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     Raises:
         ValueError: ``then=use``, but the search has no suggestion.
     """
-    options = dict(config[SECTION])
+    options = dict(config[TUNER])
     kind, then = KINDS[options.pop("kind")], options.pop("then")
     data = build_data(config["data"])
     data.prepare_data()
@@ -70,7 +70,7 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
     value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
     log.info("wrote %s", ", ".join(map(str, files)))
-    following = {name: section for name, section in config.items() if name != SECTION}
+    following = {name: section for name, section in config.items() if name != TUNER}
     name = f"{kind.section}.{kind.key}"
     if then != "use":
         if value is not None:
@@ -124,11 +124,11 @@ def check_tuner(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the option.
     """
-    options = dict(config[SECTION])
+    options = dict(config[TUNER])
     kind, then = options.pop("kind", None), options.pop("then", None)
     check_choice("tuner.kind", kind, KINDS)
     check_choice("tuner.then", then, AFTERWARDS)
-    check_names(options, KINDS[kind].options, where=SECTION)
+    check_names(options, KINDS[kind].options, where=TUNER)
     if kind == "lr":
         check_sweep(**options)
     else:

@@ -114,11 +114,11 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
     composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _samples(space)]
     # torch is imported after the keys have been checked
     from revzoo.cli.config.checks import check_config
-    from revzoo.cli.run.tune import SECTION
+    from revzoo.cli.config.quick import TUNER
 
     for config in composed:
         check_config(config)
-        if config.get(SECTION) is not None and config[SECTION]["then"] == "stop":
+        if config.get(TUNER) is not None and config[TUNER]["then"] == "stop":
             raise ConfigError(
                 "tuner.then=stop does not train, so there is no figure to compare: remove the "
                 "tuner, or give tuner.then=use"

@@ -11,13 +11,11 @@ from __future__ import annotations
 from collections.abc import Container
 from typing import Any
 
-from revzoo.models.registry import MODELS
+from revzoo.models.registry import MODELS, WEIGHTS
 from revzoo.training.checkpoint.files import CheckpointError
 
 HYPERPARAMETERS = ("model", "optim", "channels_last")
 SCALARS = (str, int, float, bool, type(None))
-# keywords of create_model that choose the initial weights
-WEIGHTS = ("pretrained", "checkpoint_path", "cache_dir", "table", "allow_nonfinite")
 
 
 def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:

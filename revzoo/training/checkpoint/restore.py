@@ -7,18 +7,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from revzoo._checks import did_you_mean
 from revzoo.data.errors import DataError
 from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.pretrained import SUFFIX
-from revzoo.models.registry import MODELS
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
-from revzoo.weights.entry import HUB
 from revzoo.weights.errors import EntryError
-from revzoo.weights.table import SHIPPED
+from revzoo.weights.table import check_source
 
+EXPORTS = {
+    ".pt2": "torch.export.load(FILE).module()(images)",
+    ".onnx": "ONNX Runtime",
+}  # files of ``revzoo export``, and how to run them
 UNIT = 1  # the largest pixel value to which mean and std of an entry refer
 
 
@@ -74,23 +75,21 @@ def restore(source: str | Path) -> Restored:
         WeightsError: there are no such weights, they are not valid, have NaN or Inf, or their entry
             lacks classes or normalisation.
     """
-    text, path = str(source), Path(source)
+    path = Path(source)
     if (path / CHECKPOINTS).is_dir():
         raise CheckpointError(
             f"{path} is the folder of a run: give one of its checkpoints, such as "
             f"{path / CHECKPOINTS / BEST}"
         )
-    is_name = text.partition(".")[0] in MODELS or text.startswith(HUB)
-    is_weights = (path.suffix == SUFFIX and path.is_file()) or path.is_dir()
-    if is_weights or (is_name and not path.is_file()):
-        return _from_weights(source)
-    if not path.suffix and not path.exists():
-        names = SHIPPED.names()
+    check_source(source)
+    if path.suffix in EXPORTS:
         raise CheckpointError(
-            f"there are no weights {text!r}{did_you_mean(text, names) or '.'} Known are "
-            f"{', '.join(names)}; or give the path of a .ckpt file"
+            f"{path} is an exported program, which has no classes and normalisation: give the "
+            f"checkpoint or weights that it was made from, or run it by {EXPORTS[path.suffix]}"
         )
-    return _from_checkpoint(path)
+    if path.is_file() and path.suffix != SUFFIX:
+        return _from_checkpoint(path)
+    return _from_weights(source)
 
 
 def _from_checkpoint(path: Path) -> Restored:

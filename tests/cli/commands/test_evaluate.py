@@ -108,7 +108,7 @@ def test_the_first_of_several_processes_prints(
     monkeypatch.setattr("revzoo.cli.run.evaluate.evaluate", lambda _: {"test/acc": 0.5})
     for rank, expected in (("0", "test/acc 0.5000\n"), ("1", "")):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        main(["eval", "ckpt=some.ckpt"])
+        main(["eval", "ckpt=revnet38.cifar10"])
         assert capsys.readouterr().out == expected
 
 

@@ -3,7 +3,7 @@
 Lightning logs the devices it finds, recommends its services, and gives advice that is wrong for
 data held in memory. In scripts and notebooks::
 
-    with revzoo.training.quiet():
+    with revzoo.training.advice():
         trainer = pl.Trainer(max_epochs=10)
         trainer.fit(module, datamodule=data)
 """

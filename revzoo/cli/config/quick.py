@@ -1,0 +1,177 @@
+"""The checks of a configuration that do not need Lightning, which takes seconds to import.
+
+``revzoo train`` runs them first, those of the model and the optimiser last, as these import torch.
+:func:`revzoo.cli.config.checks.check_config` runs them too, and all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from revzoo._checks import (
+    check_choice,
+    check_count,
+    check_names,
+    check_number,
+    check_types,
+    is_count,
+)
+from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.profiling.units import bytes_from
+
+if TYPE_CHECKING:
+    from revzoo.models.network import ImageNetwork
+
+SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbacks", "logger")
+VALUES = ("seed", "test")
+OPTIONAL = ("threads",)  # missing in runs of earlier versions
+TUNER = "tuner"
+FITTED = {
+    "memory": "the mode of memory=MODE",
+    "num_classes": "the number of classes of the data",
+    "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
+}  # arguments that model_spec fills in
+POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
+ENDLESS = ("max_epochs", "max_steps")  # may be -1
+ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
+PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
+
+
+def check_quickly(config: Mapping[str, Any]) -> None:
+    """Check the sections, the model, memory, optimiser and the Trainer's numbers.
+
+    Raises:
+        ValueError: naming the value, the expected ones and the remedy.
+    """
+    with type_errors_explained():
+        needed = (*SECTIONS, *VALUES)
+        check_names(config, (*needed, *OPTIONAL, TUNER), where="config")
+        for key in needed:
+            if key not in config:
+                raise ConfigError(f"{key} is missing from the configuration")
+        if not is_count(config["seed"], 0) or config["seed"] >= 2**32:
+            raise ConfigError(f"seed={config['seed']}: expected a whole number from 0 to 2**32 - 1")
+        if config.get("threads") is not None:
+            check_count("threads", config["threads"])
+        check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
+        check_numbers(config["trainer"])
+        check_words(config["precision"])
+        check_complete(config["data"])
+        from revzoo.training.optim.optimizers import OptimSpec
+
+        OptimSpec.of(config["optim"])
+        check_memory(config["memory"])
+        check_model(config)
+
+
+@contextmanager
+def type_errors_explained() -> Iterator[None]:
+    """Turn the errors of a value with an unexpected type, such as a list for a name, into one line.
+
+    Raises:
+        ConfigError: with the type of the error.
+    """
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ConfigError(
+            "a value of the configuration is missing or has the wrong type "
+            f"({type(error).__name__}: {one_line(error)}): compare it with revzoo train --cfg job"
+        ) from error
+
+
+def check_numbers(trainer: Mapping[str, Any]) -> None:
+    """Check the Trainer's numbers and accelerator, and that the run has batches and an end."""
+    check_choice("trainer.accelerator", trainer.get("accelerator"), ACCELERATORS)
+    for key in POSITIVE:
+        value = trainer.get(key)
+        if value is not None and not (is_count(value) or (value == -1 and key in ENDLESS)):
+            endless = ", or -1" if key in ENDLESS else ""
+            raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1{endless}")
+    ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
+    if not any(ends) and trainer.get("max_time") is None:
+        raise ConfigError(
+            "trainer.max_epochs=-1 and trainer.max_steps=-1: the run would never end; set one"
+        )
+    if (clip := trainer.get("gradient_clip_val")) is not None:
+        check_number("trainer.gradient_clip_val", clip)
+    for key, instead in {"train": "allow some", "test": "test=false skips the test"}.items():
+        if trainer.get(f"limit_{key}_batches") == 0:
+            raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
+    if trainer.get("val_check_interval") == 0:
+        raise ConfigError("trainer.val_check_interval=0: expected a fraction or number of batches")
+
+
+def check_words(precision: Mapping[str, Any]) -> None:
+    """Check the options of the precision, without the device."""
+    check_names(precision, tuple(PRECISION), where="precision")
+    check_types(precision, PRECISION, where="precision")
+    check_choice("precision.trainer", precision["trainer"], PRECISIONS)
+
+
+def check_complete(data: Mapping[str, Any]) -> None:
+    """Check that no option of the data is missing."""
+    for key, value in data.items():
+        if value == "???":
+            raise ConfigError(f"data.{key} is needed: give data.{key}=...")
+
+
+def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
+    """The arguments of ``create_model`` for data with these numbers of classes and channels."""
+    fitted = {"num_classes": num_classes, "in_chans": in_chans}
+    return {**config["model"], "memory": memory_mode(config), **fitted}
+
+
+def memory_mode(config: Mapping[str, Any]) -> str | None:
+    """The memory mode with which a run's model is created; None for the model's default.
+
+    A planned mode starts from the default, too (:mod:`revzoo.cli.run.memory`).
+    """
+    from revzoo.profiling.plan import PLANNED
+
+    mode: str | None = config["memory"]["mode"]
+    return None if mode in PLANNED else mode
+
+
+def check_model(config: Mapping[str, Any]) -> ImageNetwork:
+    """Check the model's name, its keywords and the memory mode; return it on ``meta``."""
+    import torch
+
+    from revzoo.models.pretrained import find_source
+    from revzoo.models.registry import MODELS, WEIGHTS, create_model
+
+    if not isinstance(config["model"].get("name"), str):
+        raise ConfigError(f"model.name={config['model'].get('name')}: expected the name of a model")
+    for key, source in FITTED.items():
+        if key in config["model"]:
+            raise ConfigError(f"model.{key} cannot be set: it is {source}")
+    spec = model_spec(config, num_classes=10, in_chans=3)
+    start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
+    check_types(start, {"checkpoint_path": str | None, "pretrained": bool}, where="model")
+    with torch.device("meta"):
+        model = create_model(spec.pop("name"), **spec)
+    if start.get("pretrained") and not start.get("checkpoint_path"):
+        # check that the name exists; the run downloads the weights later
+        find_source(config["model"]["name"], known=MODELS, pretrained=True)
+    return model
+
+
+def check_memory(memory: Mapping[str, Any]) -> None:
+    """Check the keys; a bounded mode needs ``bytes``, and the other modes have none."""
+    from revzoo.profiling.plan import PLANNED
+
+    check_names(memory, ("mode", "bytes", "plan"), where="memory")
+    budget = memory.get("bytes")
+    planned = PLANNED.get(memory["mode"])
+    if planned is not None and planned.bounded:
+        if budget in (None, "???"):
+            raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
+        bytes_from(budget, name="memory.bytes")
+    elif budget is not None:
+        raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    plan = memory.get("plan")
+    if plan is not None and not isinstance(plan, Mapping):
+        raise ConfigError(f"memory.plan={plan!r:.80}: expected a mapping of steps to memory modes")

@@ -1,0 +1,39 @@
+"""The public names of training; :mod:`revzoo.training` loads them on first use."""
+
+from revzoo.training.advice import quiet
+from revzoo.training.callbacks.batch_norm import BatchNormMomentum
+from revzoo.training.callbacks.compile import CompiledBranches
+from revzoo.training.callbacks.confusion import ConfusionMatrix
+from revzoo.training.callbacks.drift import DriftLogger
+from revzoo.training.callbacks.epoch_log import EpochLog
+from revzoo.training.callbacks.finetune import Finetuning
+from revzoo.training.callbacks.footprint import Footprint, peak_bytes, peak_host_bytes
+from revzoo.training.callbacks.pictures import Reconstructions, Samples
+from revzoo.training.callbacks.registry import build_callbacks
+from revzoo.training.classifier import Classifier
+from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
+from revzoo.training.optim.schedules import make_schedule
+from revzoo.training.tuning.lr_finder import LRCurve, find_lr
+
+__all__ = [
+    "BatchNormMomentum",
+    "Classifier",
+    "CompiledBranches",
+    "ConfusionMatrix",
+    "DriftLogger",
+    "EpochLog",
+    "Finetuning",
+    "Footprint",
+    "LRCurve",
+    "OptimSpec",
+    "Reconstructions",
+    "Samples",
+    "build_callbacks",
+    "build_optimizer",
+    "build_schedule",
+    "find_lr",
+    "make_schedule",
+    "peak_bytes",
+    "peak_host_bytes",
+    "quiet",
+]

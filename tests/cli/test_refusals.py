@@ -1,0 +1,72 @@
+"""Wrong command lines get an answer before the slow libraries are imported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from revzoo.cli.config.compose import compose_whole
+from revzoo.cli.main import main
+
+# a command line, and a part of its message
+WITHOUT_TORCH = {
+    "train model=resnet18": "torchvision's is 'torchvision:resnet18'",
+    "train model=torchvision:resnt50": "did you mean 'resnet50'",
+    "train optim=sdg": "no such option",
+    "train trainer.max_epochs=0": "expected a whole number >= 1",
+    "train trainer.accelerator=cuda0": "did you mean 'cuda'",
+    "train precision.trainer=bf16": "did you mean 'bf16-mixed'",
+    "train data=imagefolder": "data.root is needed",
+    "train --resume nowhere": "there is no",
+    "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
+    "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
+}
+WITHOUT_LIGHTNING = {
+    "train model.name=revnt38": "did you mean 'revnet38'",
+    "train +model.dropuot=0.1": "did you mean 'dropout'",
+    "train memory.mode=invrt": "unknown memory mode 'invrt'",
+    "train optim.name=sdg": "did you mean 'sgd'",
+    "audit torchvision:resnt50": "did you mean 'resnet50'",
+}
+
+RUN = """
+import sys
+from revzoo.cli.main import main
+for line in sys.argv[2:]:
+    try:
+        main(line.split())
+    except SystemExit as error:
+        print(error.code)
+    imported = [name for name in sys.argv[1].split(",") if name in sys.modules]
+    assert not imported, f"{line} imports {imported}"
+"""
+
+
+@pytest.mark.parametrize(
+    ("lines", "slow"),
+    [
+        (WITHOUT_TORCH, "torch,torchvision,pytorch_lightning"),
+        (WITHOUT_LIGHTNING, "pytorch_lightning,torchvision,torchmetrics,matplotlib"),
+    ],
+)
+def test_slow_libraries_are_not_imported(lines: dict[str, str], slow: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", RUN, slow, *lines]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    for answer, (line, expected) in zip(done.stdout.splitlines(), lines.items(), strict=True):
+        assert expected in answer, line
+
+
+@pytest.mark.parametrize("suffix", [".pt2", ".onnx"])
+def test_an_exported_program_is_named(suffix: str, tmp_path: Path) -> None:
+    (tmp_path / f"net{suffix}").write_bytes(b"PK")
+    with pytest.raises(SystemExit, match=r"is an exported program.*give the checkpoint or weights"):
+        main(["predict", str(tmp_path / f"net{suffix}"), str(tmp_path)])
+
+
+def test_a_runs_folder_has_no_colon() -> None:
+    _, whole = compose_whole(["model=torchvision:resnet18"])
+    assert str(whole.hydra.run.dir).startswith("outputs/torchvision-resnet18-digits/")
