@@ -15,9 +15,15 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.modules import module
 
-from revzoo.core.fixedpoint import Streams, counting_changes, held_in, keeps_words, move_words
+from revzoo.core.fixedpoint import (
+    Streams,
+    backing_tensors,
+    counting_changes,
+    keeps_words,
+    move_words,
+)
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
-from revzoo.core.tensors import address, dense, version_of
+from revzoo.core.tensors import address, as_dense, version_of
 
 
 def call_on_grid(
@@ -62,7 +68,7 @@ def _call_with_words(
         returned = call()
         outputs = as_state(returned, step)
         cut = len(outputs) - extras
-        streams = tuple(dense(t, state[0]) for t in outputs[:cut])
+        streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
     if fn is not None:
         move_words(fn, state, streams)
     return streams[0] if isinstance(returned, Tensor) else (*streams, *outputs[cut:])
@@ -176,7 +182,7 @@ class explained:
 
 def versions_of(state: Streams) -> list[int]:
     """The version counters, to detect in-place changes of ``state``."""
-    return [version_of(t) for t in held_in(state)]
+    return [version_of(t) for t in backing_tensors(state)]
 
 
 def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None:
@@ -193,7 +199,7 @@ def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None
 def refuse_changed_outputs(name: str, outputs: Streams, versions: list[int]) -> None:
     """Raise a RuntimeError if an inverse changed a stream in place; names the step."""
     _refuse_changed(
-        held_in(outputs),
+        backing_tensors(outputs),
         versions,
         f"the inverse of {name} changed its input stream",
         "the caller may still hold that tensor, as an output of the forward pass. Make the "

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.slots import graph_is_kept, keep
+from revzoo.core.slots import graph_is_kept, save_for_backward
 
 OnGradient = Callable[["Call", Tensor], None]
 
@@ -154,7 +154,7 @@ class _Capture:
                 "the gradient of each would come by itself. Put its parameters into layers that "
                 "return one tensor"
             )
-        inputs = [keep(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
+        inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
         tensors[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
 
     def _attention(
@@ -162,7 +162,9 @@ class _Capture:
     ) -> None:
         bound = inspect.signature(module.forward).bind(*args, **kwargs)
         bound.apply_defaults()
-        inputs = [keep(v) if isinstance(v, Tensor) else lambda v=v: v for v in bound.args]
+        inputs = [
+            save_for_backward(v) if isinstance(v, Tensor) else lambda v=v: v for v in bound.args
+        ]
         found[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]
         for weights in found[1:]:
             weights.register_hook(functools.partial(_refuse_weights, self, module))  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import refuse_changed_outputs, versions_of
-from revzoo.core.fixedpoint import moved
+from revzoo.core.fixedpoint import apply_with_words
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
 from revzoo.core.replay import Conditions
@@ -164,7 +164,7 @@ def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> lis
         if len(state) == 1 and net.streams == 2:
             (x,), dim, parts = state, getattr(net, "dim", 1), getattr(net, "split", (1, 1))
             sizes = [x.shape[dim] // sum(parts) * n for n in parts]
-            state = moved(
+            state = apply_with_words(
                 lambda x: [piece.clone() for piece in torch.split(x, sizes, dim=dim)], state
             )
         for name, step in _atoms(net):

@@ -70,20 +70,20 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
-from revzoo.core.fixedpoint import Fixed, Streams, fixed_of, fixed_or_not, held_in
+from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of
 from revzoo.core.guard import COMPARED, Guard
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
 from revzoo.core.replay import is_replaying, parameters_of
 from revzoo.core.slots import (
-    Kept,
     Recording,
+    SavedState,
     Slot,
-    asides,
+    collect_asides,
     graph_is_kept,
-    noting,
     outside_recordings,
     unpack,
+    use_notes,
 )
 from revzoo.core.tensors import tensors_of, version_of
 
@@ -110,10 +110,10 @@ def record(
     tape.close()  # steps inside this one must not join this chain
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
-    asided = asides(aside if inverts else None)
+    asided = collect_asides(aside if inverts else None)
     call = call_without_changing_hooks if inverts else plain_call
     try:
-        with entry.conditions, packed, explained(step), asided, noting(entry.notes):
+        with entry.conditions, packed, explained(step), asided, use_notes(entry.notes):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
         if entry.witness is not None:
@@ -121,8 +121,8 @@ def record(
         raise
     entry.keep_aside(aside)
     outputs = streams_of(returned, step)
-    streams = fixed_or_not(outputs)
-    entry.observe(fixed_or_not(state), streams, inverts=inverts)
+    streams = as_fixed(outputs)
+    entry.observe(as_fixed(state), streams, inverts=inverts)
     tape.append(entry, outputs if inverts else None, streams)
     return returned
 
@@ -155,7 +155,7 @@ def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
 
 
 def _marks_of(state: Streams) -> list[tuple[int, bool]]:
-    return [(version_of(t), t.requires_grad) for t in held_in(state)]
+    return [(version_of(t), t.requires_grad) for t in backing_tensors(state)]
 
 
 def _detached(state: Streams) -> Streams:
@@ -176,7 +176,7 @@ class _Landmark(NamedTuple):
         """The detached state; None if it was freed or changed in place."""
         state = tuple(t for ref in self.refs if (t := ref()) is not None)
         intact = len(state) == len(self.refs) and _marks_of(state) == self.marks
-        return _detached(fixed_or_not(state)) if intact else None
+        return _detached(as_fixed(state)) if intact else None
 
 
 class Tape:
@@ -188,7 +188,7 @@ class Tape:
         self._position = 0
         self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
         self._landmarks: list[_Landmark] = []
-        self._known: Kept | None = None
+        self._known: SavedState | None = None
         self._marks: list[tuple[int, bool]] = []
         if state is not None:
             self._set_known(state)
@@ -213,7 +213,7 @@ class Tape:
         if outputs is None:
             return
         self._thin_samples()
-        self._known, self._marks = Kept(_detached(streams)), _marks_of(outputs)
+        self._known, self._marks = SavedState(_detached(streams)), _marks_of(outputs)
         self._position = len(self.entries)
         if self._landmarks and not self._landmarks[-1].alive():
             self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
@@ -235,7 +235,7 @@ class Tape:
         self._returned = []
 
     def _set_known(self, state: Streams) -> None:
-        self._known, self._marks = Kept(_detached(fixed_or_not(state))), _marks_of(state)
+        self._known, self._marks = SavedState(_detached(as_fixed(state))), _marks_of(state)
 
     def _knows(self, state: State) -> bool:
         return (
@@ -260,14 +260,14 @@ class Tape:
             self._move_to(index + 1, state, state)
         entry = self.entries[index]
         if position > index:
-            inputs, noted, replayed = entry.record_from_outputs(state)
-            entry.report(self._guard, noted)
+            inputs, computed, replayed = entry.record_from_outputs(state)
+            entry.report(self._guard, computed)
             self._guard.note_uses(replayed.used, inputs or ())
         else:
             inputs = state
-            noted, replayed = entry.record_from_inputs(state)
+            computed, replayed = entry.record_from_inputs(state)
             if self._position == 0:  # rule 7
-                entry.report(self._guard, noted)
+                entry.report(self._guard, computed)
         for ref in self._filled:
             if (slot := ref()) is not None:
                 slot.value = None

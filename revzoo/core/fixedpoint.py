@@ -49,7 +49,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from revzoo.core.tensors import dense, has_values, version_of
+from revzoo.core.tensors import as_dense, has_values, version_of
 
 AUTO = "auto"
 DEFAULT_BITS = 23
@@ -114,7 +114,7 @@ class Fixed:
         _in_chunks(_read, (self.words, floats), _down(self.down, self.peak, self.limit))
         return floats
 
-    def moved(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
+    def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """A stream with the same values in other places."""
         return Fixed(words, self.down, dtype or self.dtype, self.peak, self._up)
 
@@ -191,13 +191,13 @@ def fixed_of(t: Tensor) -> Fixed | None:
         found: dict[Any, Fixed] | None = t.untyped_storage().__dict__.get(_KEY)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
         return None
-    return None if found is None else found.get(_place(t))
+    return None if found is None else found.get(_view_key(t))
 
 
 def _set_words(t: Tensor, fixed: Fixed) -> None:
     # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
-    attributes[_KEY] = {**attributes.get(_KEY, {}), _place(t): fixed}
+    attributes[_KEY] = {**attributes.get(_KEY, {}), _view_key(t): fixed}
 
 
 def forget_stale_words(state: Iterable[Tensor]) -> None:
@@ -210,7 +210,7 @@ def forget_stale_words(state: Iterable[Tensor]) -> None:
             if not bool(
                 ((known == t) | known.isnan()).all()
             ):  # words beyond their range read as NaN
-                del vars(t.untyped_storage())[_KEY][_place(t)]
+                del vars(t.untyped_storage())[_KEY][_view_key(t)]
 
 
 def renew_words(state: Iterable[Tensor]) -> None:
@@ -230,27 +230,27 @@ def renew_words(state: Iterable[Tensor]) -> None:
             fixed.peak = torch.where(fixed.peak < fixed.limit, peak, fixed.peak)
 
 
-def _place(t: Tensor) -> tuple[Any, ...]:
+def _view_key(t: Tensor) -> tuple[Any, ...]:
     return version_of(t), t.shape, t.stride(), t.storage_offset()
 
 
-def fixed_or_not(state: Iterable[Tensor | Fixed]) -> Streams:
+def as_fixed(state: Iterable[Tensor | Fixed]) -> Streams:
     """The state; streams that have words become :class:`Fixed`."""
     return tuple([t if type(t) is Fixed else fixed_of(t) or t for t in state])  # type: ignore[arg-type]
 
 
-def floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
+def as_floats(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The state as float tensors; each :class:`Fixed` becomes a tensor with words."""
-    return tuple([_with_words(t) if isinstance(t, Fixed) else t for t in state])
+    return tuple([_read_with_words(t) if isinstance(t, Fixed) else t for t in state])
 
 
-def _with_words(fixed: Fixed) -> Tensor:
+def _read_with_words(fixed: Fixed) -> Tensor:
     t = fixed.read()
     _set_words(t, fixed)
     return t
 
 
-def held_in(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
+def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     """The tensors that hold the state in memory."""
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
@@ -268,7 +268,7 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
     # one object for all streams: its identity shows that they are on the same grid
     unit = unit * 2.0**-EXTRA_BITS if wide else unit
-    return tuple(_entered(t, unit, words) for t in state)
+    return tuple(_rounded_to(t, unit, words) for t in state)
 
 
 def _have_scale(fixed: Sequence[Fixed], grid: Grid) -> bool:
@@ -301,20 +301,20 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
-        return _with_words(fixed)
+        return _read_with_words(fixed)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
 
 
-def _entered(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
+def _rounded_to(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
     up = 1 / unit
     _in_chunks(_quantise, (x.detach(), words), up)
     peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
-    entered: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak, up))
-    return entered
+    rounded: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak, up))
+    return rounded
 
 
 def _summed(
@@ -358,7 +358,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
-        fill = _add if sign > 0 else _take_away
+        fill = _add_and_read if sign > 0 else _subtract_and_read
         return _summed(fill, fixed, (fixed.words, value), x.dtype, largest_part=1)
 
     @staticmethod
@@ -468,7 +468,7 @@ def _shift_out(
 
 def pack_bits(words: Tensor, bits: int) -> Tensor:
     """The low ``bits`` of each word; a byte holds as many words as fit."""
-    slot = _slot(bits)
+    slot = _slot_bits(bits)
     low = words.to(torch.uint8).flatten()  # the low byte
     if rest := -len(low) % (8 // slot):
         low = nn.functional.pad(low, (0, rest))
@@ -481,7 +481,7 @@ def pack_bits(words: Tensor, bits: int) -> Tensor:
 
 def _unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
     """Bytes in the shape of ``words``."""
-    slot = _slot(bits)
+    slot = _slot_bits(bits)
     parts = packed.new_empty(8 // slot, len(packed))
     for k, part in enumerate(parts):
         torch.bitwise_right_shift(packed, slot * k, out=part)
@@ -489,16 +489,16 @@ def _unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
     return parts.flatten()[: words.numel()].view(words.shape)
 
 
-def _slot(bits: int) -> int:
+def _slot_bits(bits: int) -> int:
     return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
 
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _entered(x.to(fixed.dtype), fixed.down, fixed.words.dtype)
+    return _rounded_to(x.to(fixed.dtype), fixed.down, fixed.words.dtype)
 
 
-def moved(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """``fn(*state)``; the words move with the values.
 
     Args:
@@ -521,13 +521,13 @@ def move_words(
     if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
         return
     kinds = [t.dtype for t in outputs]
-    found = words_through(fn, [f for f in fixed if f is not None], kinds)
+    found = apply_to_words(fn, [f for f in fixed if f is not None], kinds)
     for t, f in zip(outputs, found, strict=True):
         if fixed_of(t) is None:
             _set_words(t, f)
 
 
-def words_through(
+def apply_to_words(
     fn: Callable[..., Any], state: Sequence[Fixed], dtypes: Sequence[torch.dtype]
 ) -> tuple[Fixed, ...]:
     """Apply ``fn``, which only moves values, to words; ``dtypes`` are of the float tensors.
@@ -548,7 +548,7 @@ def words_through(
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
     first = Fixed(state[0].words, state[0].down, state[0].dtype, peak)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
-    return tuple(first.moved(dense(t, first.words), dtype) for t, dtype in pairs)
+    return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)
 
 
 _NOT_MOVED = (
@@ -589,7 +589,7 @@ def _subtract(words: Tensor, value: Tensor, out: Tensor, scratch: Tensor, up: Sc
     torch.sub(words, out, out=out)
 
 
-def _add(
+def _add_and_read(
     x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
 ) -> None:
     _quantise(value, words, scratch, up)
@@ -597,7 +597,7 @@ def _add(
     _read(words, total, scratch, down)
 
 
-def _take_away(
+def _subtract_and_read(
     x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
 ) -> None:
     _subtract(x, value, words, scratch, up)
@@ -609,7 +609,7 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
     words = next(t for t in tensors if not t.is_floating_point())
     kind, count = _computed_in(words), words.numel()
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    if count <= chunk or not _lie_alike(tensors):
+    if count <= chunk or not _share_dense_layout(tensors):
         fn(*tensors, torch.empty_like(words, dtype=kind), *scales)
         return
     flat = [t.as_strided((count,), (1,)) for t in tensors]
@@ -620,7 +620,7 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
         fn(*pieces, scratch[: len(pieces[0])], *scales)
 
 
-def _lie_alike(tensors: tuple[Tensor, ...]) -> bool:
+def _share_dense_layout(tensors: tuple[Tensor, ...]) -> bool:
     first = tensors[0]
     if any(type(t) not in (Tensor, FakeTensor) for t in tensors):
         return False

@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, fixed_or_not, floats, largest
+from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, as_fixed, as_floats, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
 
@@ -116,12 +116,12 @@ class _Drift:
 
     __slots__ = (
         "actual",
-        "ends",
         "half",
         "inverts",
         "limit",
         "name",
         "overflowed",
+        "ranges",
         "samples",
         "step",
         "used",
@@ -145,10 +145,10 @@ class _Drift:
         if isinstance(computed, Tensor):
             computed = computed.detach()
         elif samples.plan.channels:  # the stream was floating-point in the forward pass
-            computed = floats((computed,))[0]
-        self.actual = _taken(computed, samples.plan.places)
-        self.ends = [
-            _ends(computed, channels.dim)
+            computed = as_floats((computed,))[0]
+        self.actual = _values_at(computed, samples.plan.places)
+        self.ranges = [
+            _channel_ranges(computed, channels.dim)
             for channels in samples.plan.channels
             if isinstance(computed, Tensor)
         ]
@@ -195,7 +195,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         if isinstance(t, Fixed):  # must be equal bit for bit: no channel can be lost in rounding
             if has_values(t.words):
                 plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
-                values = _taken(t, plan.places)
+                values = _values_at(t, plan.places)
                 found.append(Samples(i, values, values, plan))
         elif _comparable(t):
             # the operand of a sum has the stream's shape; without one, values were only moved
@@ -204,7 +204,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             plan = plans[int(_draw.random() * len(plans))]
             plan = plan if channels else _Plan(plan.places, ())
             spread = _spread(operand.numel() << operand.is_complex(), operand.device)
-            found.append(Samples(i, _taken(t, plan.places), _taken(operand, spread), plan))
+            found.append(Samples(i, _values_at(t, plan.places), _values_at(operand, spread), plan))
     return found
 
 
@@ -217,14 +217,14 @@ def _comparable(t: Tensor) -> bool:
     return values and t.layout is torch.strided and has_values(t)
 
 
-def _taken(t: Tensor | Fixed, places: Tensor) -> Tensor:
+def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
     if isinstance(t, Fixed):
         return torch.take(t.words, places).double() * t.down
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return torch.take(t.detach(), places)
 
 
-def _ends(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     others = [d for d in range(t.dim()) if d != dim]
     return t.amin(others), t.amax(others)
 
@@ -249,13 +249,13 @@ def _plans(shape: torch.Size, is_complex: bool, device: torch.device) -> list[_P
         return [_Plan(_spread(count << is_complex, device), ())]
     plans = []
     for variant in range(VARIANTS):
-        parts = [_of_channels(shape, d, variant) for d in dims]
+        parts = [_places_in_channels(shape, d, variant) for d in dims]
         places = torch.cat([places for places, _ in parts]).to(device)
         plans.append(_Plan(places, tuple(channels for _, channels in parts)))
     return plans
 
 
-def _of_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
+def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
     size, inner = shape[dim], shape[dim + 1 :].numel()
     chosen = torch.arange(size, device="cpu")
     if size > CHANNELS:
@@ -337,7 +337,7 @@ class Guard:
         """Record peaks, which must be below their limits."""
         self._peaks += peaks
 
-    def take(self) -> tuple[list[Tensor], list[_Drift], list[Peak]]:
+    def pop_figures(self) -> tuple[list[Tensor], list[_Drift], list[Peak]]:
         """Return and clear the figures: sizes at the start, drifts, peaks."""
         figures = self._start, self._drifts, self._peaks
         self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
@@ -358,11 +358,11 @@ class _Pass:
     @staticmethod
     def of(task: int) -> _Pass:
         """The object of a running graph task of autograd."""
-        under_way = _passes.get(task)
-        if under_way is None:
-            under_way = _passes[task] = _Pass()
-            Variable._execution_engine.queue_callback(under_way.check)
-        return under_way
+        running = _passes.get(task)
+        if running is None:
+            running = _passes[task] = _Pass()
+            Variable._execution_engine.queue_callback(running.check)
+        return running
 
     def check(self) -> None:
         """Read the figures, set each step's drift, and raise for figures beyond their limit.
@@ -371,7 +371,7 @@ class _Pass:
             RangeError: a stream reached its limit; names the step and a grid that fits.
             DriftError: a drift beyond the step's limit; names the step.
         """
-        figures = [guard.take() for guard in self.guards]
+        figures = [guard.pop_figures() for guard in self.guards]
         sizes = iter(_read([size for start, _, _ in figures for size in start]))
         drifts: list[_Drift] = []
         for start, of_chain, peaks in figures:
@@ -380,7 +380,7 @@ class _Pass:
                     continue
                 for drift in of_chain:
                     drift.overflowed = True
-            if (found := _beyond(peaks)) is None:
+            if (found := _first_beyond_limit(peaks)) is None:
                 drifts += of_chain
             elif math.isfinite(found[1]):
                 raise _range_error(*found)
@@ -392,7 +392,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _beyond(peaks_of(step, name_of(step), fixed_or_not(state)))
+    found = _first_beyond_limit(peaks_of(step, name_of(step), as_fixed(state)))
     if found is not None:
         raise _range_error(*found)
 
@@ -406,7 +406,7 @@ def _read(found: Sequence[Tensor]) -> list[float]:
     return torch.stack(tuple(found)).tolist() if found else []
 
 
-def _beyond(peaks: list[Peak]) -> tuple[Peak, float] | None:
+def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     """The first stream in forward order (the last replayed) at its limit, and its magnitude.
 
     Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
@@ -498,7 +498,7 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0
     for k, channels in enumerate(plans[0].channels):
-        ends = [torch.stack([d.ends[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
+        ends = [torch.stack([d.ranges[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
         spread = ends[1] - ends[0]
         if channels.chosen is not None:
             index = torch.tensor([plan.channels[k].chosen for plan in plans], device="cpu")

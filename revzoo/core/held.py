@@ -50,7 +50,7 @@ class Held(NamedTuple):
         alias = t.detach().requires_grad_(needs)
         return Held(owner, key, name, alias, weakref.ref(t), version_of(t), needs, t.dtype)
 
-    def stands(self) -> bool:
+    def still_there(self) -> bool:
         """Whether the tensor is still in its place."""
         assert self.owner is not None
         now = self.owner.get(self.key)
@@ -114,7 +114,7 @@ class Snapshot(NamedTuple):
     def changed(self) -> bool:
         return (
             self.unseen
-            or not self.held.stands()
+            or not self.held.still_there()
             or version_of(self.held.tensor) != self.held.version
         )
 
@@ -191,7 +191,7 @@ class Owned:
             if not m._buffers:
                 continue
             buffers = m._buffers.items()
-            if not throws_away(m, reads) or any(type(b) in LAZY for _, b in buffers):
+            if not has_unread_statistics(m, reads) or any(type(b) in LAZY for _, b in buffers):
                 self.buffered.append(i)
                 continue
             for k, b in buffers:
@@ -218,7 +218,7 @@ class Owned:
         """The places in ``modules`` and their present tensors; gathered once for ``reach``."""
         key = [reads, unseen, *map(_training, modules)]
         owned: Owned | None = reach.owned
-        tensors = None if owned is None else owned.still_there(modules, key)
+        tensors = None if owned is None else owned.tensors_if_same(modules, key)
         if owned is None or tensors is None:
             reach.owned = owned = Owned(modules, key)
             tensors = owned.tensors()
@@ -240,7 +240,7 @@ class Owned:
         found = [table.get(k) for table, k in self.places]
         return found + [s.owner.get(s.name) for s in self.statistics]
 
-    def still_there(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
+    def tensors_if_same(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
         """The present tensors, if a new search of ``modules`` would find tensors like them."""
         tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
         if key != self._key or not all(map(is_, tables, self._tables)):
@@ -260,7 +260,7 @@ class Owned:
         """The version counters of the parameters among :meth:`tensors`."""
         return list(map(_version, tensors[: len(self.places)]))
 
-    def stand(self, tensors: list[Tensor], versions: list[int]) -> bool:
+    def parameters_unchanged(self, tensors: list[Tensor], versions: list[int]) -> bool:
         """Whether the parameters among ``tensors`` are in their places, unchanged."""
         now = [table.get(key) for table, key in self.places]
         return (
@@ -269,7 +269,7 @@ class Owned:
             and list(map(_traits, now)) == self.traits[: len(now)]
         )
 
-    def held(self, tensors: list[Tensor], versions: list[int]) -> list[Held]:
+    def each_parameter(self, tensors: list[Tensor], versions: list[int]) -> list[Held]:
         """One :class:`Held` for each parameter among ``tensors``."""
         each = zip(self.places, tensors, versions, self.traits, strict=False)
         return [
@@ -286,7 +286,7 @@ class Owned:
         return self._addresses
 
 
-def throws_away(m: nn.Module, reads: bool) -> bool:
+def has_unread_statistics(m: nn.Module, reads: bool) -> bool:
     """Whether the buffers of ``m`` are statistics that influence no output."""
     # a subclass, a hook or other code of the step may read statistics in training
     if not m.training or reads or type(m) not in _NORMS:
@@ -296,7 +296,7 @@ def throws_away(m: nn.Module, reads: bool) -> bool:
 
 def replaced(held: Held) -> bool:
     """Whether another tensor is in its place, other than gathered shards."""
-    if held.stands():
+    if held.still_there():
         return False
     assert held.owner is not None
     now = held.owner.get(held.key)

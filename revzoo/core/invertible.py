@@ -21,7 +21,7 @@ class NotInvertibleError(RuntimeError):
     """An inverse was requested of a layer that loses information; the message names the layer."""
 
 
-class Recording(Protocol):
+class Recorder(Protocol):
     """Runs parts of a step with recording on; an argument of :meth:`Invertible.replay`."""
 
     needs: tuple[bool, ...]
@@ -43,7 +43,7 @@ class Recording(Protocol):
         values after it). These are restored afterwards, so the next recording sees them, too.
         """
 
-    def laid_out(self, inputs: State) -> State:
+    def with_strides(self, inputs: State) -> State:
         """The step's inputs with their strides of the forward pass.
 
         Strides decide what kernels save, and which element gets which random number.
@@ -108,7 +108,7 @@ class Step(nn.Module):
     delegates: bool = False
     """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
 
-    loose: int = 0
+    float_streams: int = 0
     """Number of streams, the last ones, that stay in floating point in mode ``exact``."""
 
     inexact: str = (
@@ -235,7 +235,7 @@ class Invertible(Step):
     reads_words: bool = False
     """Whether :meth:`replay` takes fixed-point streams as words, not as floats."""
 
-    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
+    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
         """Recover the inputs from ``outputs``, the streams, and record the step once more.
 
         It must record tensors in the order of ``forward``, from inputs with the strides of the
@@ -243,7 +243,7 @@ class Invertible(Step):
         """
         inputs = record.inverted(self.inverse, outputs, context)
         check_inputs(self, inputs, len(record.needs))
-        inputs = record.laid_out(inputs)
+        inputs = record.with_strides(inputs)
         record(self.forward, inputs, record.needs, context, last=True)
         return inputs
 

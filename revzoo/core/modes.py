@@ -159,7 +159,7 @@ def on_grid_of(step: Step, state: State) -> State:
     """The state, rounded to the step's grid if it has one."""
     if step.grid is None or not keeps_words():
         return state
-    cut = len(state) - step.loose
+    cut = len(state) - step.float_streams
     if not can_have_words(state[:cut]):
         return state
     return (*put_on_grid(state[:cut], step.grid), *state[cut:])

@@ -19,10 +19,12 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from revzoo.core.invertible import Step
 from revzoo.core.places import ClassAttributes, Constant, Place
-from revzoo.core.search import BORING, KEY, MANY, Search, modules_in
+from revzoo.core.search import CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
 from revzoo.core.threads import locks_of
 
-OURS = frozenset((KEY, "forward", "drift"))  # attributes that a replay must not restore
+OWN_ATTRIBUTES = frozenset(
+    (CACHE_KEY, "forward", "drift")
+)  # attributes that a replay must not restore
 _READS_STATISTICS = frozenset(
     (
         "running_mean",
@@ -88,7 +90,6 @@ class Reach:
 
     __slots__ = (
         "_children",
-        "_kinds",
         "_lengths",
         "_members",
         "_nested",
@@ -97,12 +98,14 @@ class Reach:
         "_plain",
         "_roots",
         "_sized",
-        "_things",
-        "_typed",
         "_types",
         "_watched",
+        "_watched_getters",
+        "_watched_objects",
+        "_watched_types",
         "changes_unseen",
         "draws",
+        "enclosing",
         "generators",
         "lists",
         "locks",
@@ -112,7 +115,6 @@ class Reach:
         "owned",
         "reads_statistics",
         "scripted",
-        "shells",
         "step",
         "tables",
         "tensors",
@@ -122,7 +124,7 @@ class Reach:
     def __init__(self, search: Search, step: nn.Module | None, draws: bool = True) -> None:
         self.step = weakref.ref(step) if step is not None else _nothing
         self._roots = search.roots
-        self.shells = search.shells  # modules around the step (rule 3)
+        self.enclosing = search.enclosing  # modules around the step (rule 3)
         self._members = self.modules()
         tables = [getattr(m, name, {}) for m in self._members for name in _TABLES]
         self.tables = [(table, dict(table)) for table in tables]  # children and hooks, in order
@@ -147,15 +149,15 @@ class Reach:
         self._children = [child for table in self._nested for child in table.values()]
         if step is not None:
             self._members = self._members[1:]  # without the step, to avoid a cycle
-            mark = {KEY} if isinstance(step, Step) else set()
+            mark = {CACHE_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
         watched = [(_getter(place), key, seen) for place, key, seen in search.watched]
-        self._things = [entry for entry in watched if not isinstance(entry[2], type)]
+        self._watched_objects = [entry for entry in watched if not isinstance(entry[2], type)]
         kinds = [entry for entry in watched if isinstance(entry[2], type)]
-        self._typed = [(get, key) for get, key, _ in kinds]
-        self._kinds = [kind for _, _, kind in kinds]
+        self._watched_getters = [(get, key) for get, key, _ in kinds]
+        self._watched_types = [kind for _, _, kind in kinds]
         self._sized = search.sized
         self._lengths = list(map(len, self._sized))
 
@@ -184,17 +186,17 @@ class Reach:
         self._plain = known
         return list(zip(spaces, known, strict=True))
 
-    def standing(self) -> list[tuple[Place, Any, Any]]:
+    def outer_values(self) -> list[tuple[Place, Any, Any]]:
         """Places, keys and present values of plain values in closures, globals and classes."""
         return [(place, key, place.get(key)) for place, key in self._places]
 
-    def contents(self) -> list[tuple[Any, tuple[Any, ...]]]:
+    def containers(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Reached lists, sets and deques, with their items."""
-        found = [(v, tuple(v)) for v in self.lists if len(v) <= MANY]
+        found = [(v, tuple(v)) for v in self.lists if len(v) <= MOST_ITEMS]
         # not those with a graph, of which the search uses copies (rule 4)
         return [(v, items) for v, items in found if all(map(_is_leaf, items))]
 
-    def of(self, step: nn.Module) -> bool:
+    def is_of(self, step: nn.Module) -> bool:
         """Whether this is the result for ``step``, not for one that it was copied from."""
         return self.step() is step
 
@@ -215,10 +217,10 @@ class Reach:
             return None
         if list(map(len, self._sized)) != self._lengths:
             return None
-        for get, key, seen in self._things:
+        for get, key, seen in self._watched_objects:
             if get(key) is not seen:
                 return None
-        if [type(get(key)) for get, key in self._typed] != self._kinds:
+        if [type(get(key)) for get, key in self._watched_getters] != self._watched_types:
             return None
         return modules
 
@@ -260,7 +262,7 @@ class Plain(NamedTuple):
 
     def restore(self, attributes: dict[Any, Any]) -> None:
         """Restore the plain values and remove new names; other values stay."""
-        for name in attributes.keys() - self.names - OURS:
+        for name in attributes.keys() - self.names - OWN_ATTRIBUTES:
             del attributes[name]
         for name, value in self.values.items():
             if attributes.get(name, self) is not value:
@@ -268,7 +270,11 @@ class Plain(NamedTuple):
 
     @staticmethod
     def of(attributes: dict[Any, Any]) -> Plain:
-        values = {k: v for k, v in attributes.items() if type(v) in BORING and k not in OURS}
+        values = {
+            k: v
+            for k, v in attributes.items()
+            if type(v) in PLAIN_TYPES and k not in OWN_ATTRIBUTES
+        }
         # in a defaultdict, reading a missing key would insert it
         fast = len(values) > 1 and not hasattr(type(attributes), "__missing__")
         get = itemgetter(*values) if fast else functools.partial(_values_of, values)
@@ -282,14 +288,14 @@ def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     """What ``step`` reaches, and all modules in it; cached until the step changes."""
     ours = isinstance(step, Step)
-    reach: Reach | None = step.__dict__.get(KEY) if ours else _searched.get(step)
-    known = reach is not None and reach.of(step)
+    reach: Reach | None = step.__dict__.get(CACHE_KEY) if ours else _searched.get(step)
+    known = reach is not None and reach.is_of(step)
     if reach is not None and known and (modules := reach.unchanged()) is not None:
         return reach, modules
     draws = reach.draws if reach is not None and known else True
     reach = Reach(Search(step), step, draws)
     if ours:
-        step.__dict__[KEY] = reach
+        step.__dict__[CACHE_KEY] = reach
     else:
         _searched[step] = reach
     return reach, reach.modules()
@@ -304,7 +310,7 @@ def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | No
 
     None if they are only tensors and plain values.
     """
-    values = [v for v in values if type(v) not in BORING and not isinstance(v, Tensor)]
+    values = [v for v in values if type(v) not in PLAIN_TYPES and not isinstance(v, Tensor)]
     if not values:
         return None
     search = Search(None, names)

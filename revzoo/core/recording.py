@@ -19,11 +19,11 @@ from revzoo.core.calls import call_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.fixedpoint import (
     Fixed,
     Streams,
-    fixed_or_not,
-    floats,
-    held_in,
-    moved,
-    words_through,
+    apply_to_words,
+    apply_with_words,
+    as_fixed,
+    as_floats,
+    backing_tensors,
 )
 from revzoo.core.guard import Guard, Peak, Samples, peaks_of, sample
 from revzoo.core.invertible import (
@@ -36,17 +36,17 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.replay import Conditions
-from revzoo.core.slots import Kept, Notes, Recording, Resident, Slot, SlotTape, noting
-from revzoo.core.tensors import address, bytes_of, laid_out, version_of
+from revzoo.core.slots import Notes, Recording, Resident, SavedState, Slot, SlotTape, use_notes
+from revzoo.core.tensors import address, bytes_of, version_of, with_strides
 
 
 class ReplayMismatchError(RuntimeError):
     """A replay saved other tensors than the forward pass: the step is not deterministic."""
 
 
-# Storages smaller than a step's input by _SMALL are kept, not replayed. A chain keeps at most
+# Storages smaller than a step's input by _SMALL_SHARE are kept, not replayed. A chain keeps at most
 # _MOST_SMALL times the largest of them: its memory must not grow with its depth.
-_SMALL, _MOST_SMALL = 512, 16
+_SMALL_SHARE, _MOST_SMALL = 512, 16
 
 
 class Entry:
@@ -93,7 +93,7 @@ class Entry:
         self.name = name_of(step)
         self.needs = tuple(t.requires_grad for t in inputs)
         self.dtypes = tuple(t.dtype for t in inputs)
-        self.small = sum(map(bytes_of, inputs)) // _SMALL
+        self.small = sum(map(bytes_of, inputs)) // _SMALL_SHARE
         self.strides = tuple(t.stride() if t.layout is torch.strided else () for t in inputs)
         # detached: a context computed by this chain would form a cycle through the graph
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
@@ -103,19 +103,19 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []  # None for resident tensors
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
-        self._aside: Kept | None = None
+        self._aside: SavedState | None = None
         self.notes: Notes | None = None if self.conditions.reads_statistics else {}
         self.witness = _Witness() if stops and step.early_stop else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
         """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
         if tensors:
-            self._aside = Kept(tuple(tensors))
+            self._aside = SavedState(tuple(tensors))
 
     @property
     def aside(self) -> Sequence[Tensor]:
         """The tensors that the step has put aside."""
-        return () if self._aside is None else held_in(self._aside.state(self.name))
+        return () if self._aside is None else backing_tensors(self._aside.state(self.name))
 
     def observe(self, taken: Streams, returned: Streams, *, inverts: bool) -> None:
         """Sample the streams that a replay will recompute, and their range, for the guard."""
@@ -200,56 +200,56 @@ class Entry:
     def invert(self, outputs: Streams) -> Streams:
         """The step's inputs, without recording."""
         versions = versions_of(outputs)
-        with torch.no_grad(), self._repeated(inverting=True):
+        with torch.no_grad(), self._forward_conditions(inverting=True):
             if self._aside is not None:
-                inputs: Streams = self.step.replay(outputs, _Unrecorded(self), self.context)  # type: ignore[operator]
+                inputs: Streams = self.step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[operator]
             else:
                 inputs = self.inverted(outputs)
         refuse_changed_outputs(self.name, outputs, versions)
-        return self.laid_out(inputs)
+        return self.with_strides(inputs)
 
     def inverted(self, outputs: Streams) -> Streams:
         """The result of the step's inverse, under the present conditions."""
         assert isinstance(self.step, Invertible)
         inverse = functools.partial(self.step.inverse, **self.context)
-        if self.moves(outputs):
+        if self.inverts_words(outputs):
             fixed = tuple(t for t in outputs if isinstance(t, Fixed))
-            inputs: Streams = words_through(inverse, fixed, self.dtypes)
+            inputs: Streams = apply_to_words(inverse, fixed, self.dtypes)
         else:
-            inputs = fixed_or_not(as_state(inverse(*floats(outputs)), self.step))
+            inputs = as_fixed(as_state(inverse(*as_floats(outputs)), self.step))
         check_inputs(self.step, inputs, len(self.needs))
         return inputs
 
-    def moves(self, outputs: Streams) -> bool:
+    def inverts_words(self, outputs: Streams) -> bool:
         """Whether the inverse needs only the words, no floats."""
         return self.step.moves_values and all(isinstance(t, Fixed) for t in outputs)
 
-    def laid_out(self, inputs: Streams) -> Streams:
+    def with_strides(self, inputs: Streams) -> Streams:
         """The inputs with the strides of the forward pass, see :mod:`revzoo.core.tensors`.
 
         They are the outputs of the step before, so every state on a walk has its layout.
         """
-        return tuple(map(_laid_out, inputs, self.strides))
+        return tuple(map(_with_strides, inputs, self.strides))
 
-    def record_from_inputs(self, inputs: Streams) -> tuple[Streams, Replayed]:
+    def record_from_inputs(self, inputs: Streams) -> tuple[Streams, SlotRecorder]:
         """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
-        replayed = Replayed(self, stops=self.witness is not None)
+        replayed = SlotRecorder(self, stops=self.witness is not None)
         outputs: State = ()
-        with self._repeated(), contextlib.suppress(_EnoughRecordedError):
-            outputs = replayed(self._forward, floats(inputs), self.needs, self.context)
+        with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
+            outputs = replayed(self._forward, as_floats(inputs), self.needs, self.context)
         replayed.check()
-        return replayed.noted(fixed_or_not(outputs)), replayed
+        return replayed.sampled(as_fixed(outputs)), replayed
 
     @contextlib.contextmanager
-    def _repeated(self, *, inverting: bool = False) -> Iterator[None]:
+    def _forward_conditions(self, *, inverting: bool = False) -> Iterator[None]:
         """The conditions and notes of the forward pass."""
-        with self.conditions.restored(inverting=inverting), noting(self.notes, recalls=True):
+        with self.conditions.restored(inverting=inverting), use_notes(self.notes, recalls=True):
             yield
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:
         return call_on_grid(plain_call, self.step, state, context)
 
-    def record_from_outputs(self, outputs: Streams) -> tuple[Streams | None, Streams, Replayed]:
+    def record_from_outputs(self, outputs: Streams) -> tuple[Streams | None, Streams, SlotRecorder]:
         """Replay the step while inverting it.
 
         Returns:
@@ -257,24 +257,24 @@ class Entry:
         """
         step = self.step
         assert isinstance(step, Invertible)
-        replayed = Replayed(self, stops=self.witness is not None)
+        replayed = SlotRecorder(self, stops=self.witness is not None)
         versions = versions_of(outputs)
         inputs: Streams | None = None
-        with self._repeated(), contextlib.suppress(_EnoughRecordedError):
+        with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
             if step.reads_words:
                 inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
-            elif self.moves(outputs):
+            elif self.inverts_words(outputs):
                 with torch.no_grad(), self.conditions.restored(inverting=True):
                     inputs = self.inverted(outputs)
                 if self.saved:
-                    laid = floats(self.laid_out(inputs))
+                    laid = as_floats(self.with_strides(inputs))
                     replayed(step.forward, laid, self.needs, self.context, last=True)
             else:
-                inputs = fixed_or_not(step.replay(floats(outputs), replayed, self.context))
+                inputs = as_fixed(step.replay(as_floats(outputs), replayed, self.context))
         refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
-        laid_out = None if inputs is None else self.laid_out(inputs)
-        return laid_out, replayed.noted(laid_out or ()), replayed
+        recovered = None if inputs is None else self.with_strides(inputs)
+        return recovered, replayed.sampled(recovered or ()), replayed
 
 
 class _Witness:
@@ -297,22 +297,22 @@ class _Witness:
         return () if gone or t is None else (t,)
 
 
-class _EnoughRecordedError(BaseException):
+class _AllRecordedError(BaseException):
     """Ends a replay; no ``except Exception`` in a branch catches it."""
 
 
-def _laid_out(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
+def _with_strides(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
     held = t.words if isinstance(t, Fixed) else t
     if held.dim() != len(stride):
         return t  # a wrong inverse: a later check raises
     if held.stride() == stride:
         return t
     if isinstance(t, Fixed):
-        return t.moved(laid_out(held, stride))
-    return moved(lambda x: laid_out(x, stride), (t,))[0]
+        return t.with_words(with_strides(held, stride))
+    return apply_with_words(lambda x: with_strides(x, stride), (t,))[0]
 
 
-class _Unrecorded:
+class _NoRecorder:
     """The argument of :meth:`Invertible.replay` when nothing is recorded."""
 
     complete = True
@@ -333,7 +333,7 @@ class _Unrecorded:
         return as_state(fn(*inputs, **context))
 
 
-class Replayed:
+class SlotRecorder:
     """The tensors that a replay saves, matched one by one with the forward pass's."""
 
     def __init__(self, entry: Entry, *, stops: bool = False) -> None:
@@ -352,7 +352,7 @@ class Replayed:
         """Whether all tensors of the forward pass, or all that the graph needs, were recorded."""
         return self._stopped or self._count == len(self._entry.saved)
 
-    def noted(self, computed: Streams) -> Streams:
+    def sampled(self, computed: Streams) -> Streams:
         """The streams that the forward pass sampled: its witness if it has one, () if freed."""
         witness = self._entry.witness
         if witness is None:
@@ -364,13 +364,13 @@ class Replayed:
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
     ) -> State:
-        """See :class:`revzoo.core.invertible.Recording`."""
+        """See :class:`revzoo.core.invertible.Recorder`."""
         with torch.no_grad(), self._entry.conditions.restored(inverting=True):
             return as_state(inverse(*outputs, **context), self._entry.step)
 
-    def laid_out(self, inputs: Streams) -> Any:
-        """See :class:`revzoo.core.invertible.Recording`."""
-        return self._entry.laid_out(inputs)
+    def with_strides(self, inputs: Streams) -> Any:
+        """See :class:`revzoo.core.invertible.Recorder`."""
+        return self._entry.with_strides(inputs)
 
     def __call__(
         self,
@@ -381,7 +381,7 @@ class Replayed:
         *,
         last: bool = False,
     ) -> State:
-        """See :class:`revzoo.core.invertible.Recording`."""
+        """See :class:`revzoo.core.invertible.Recorder`."""
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
         before, stops = self._count, self._stops
@@ -389,7 +389,7 @@ class Replayed:
         try:
             with torch.enable_grad(), Recording(self._packer(), _refuse):
                 outputs = as_state(fn(*leaves, **context))
-        except _EnoughRecordedError:
+        except _AllRecordedError:
             if stops:
                 raise
         finally:
@@ -422,7 +422,7 @@ class Replayed:
                 self._values.append((slot, Resident.of(t)))
             if self._stops and 0 <= last <= k and self._entry.conditions.drawn():
                 self._stopped = True
-                raise _EnoughRecordedError
+                raise _AllRecordedError
 
         return pack
 

@@ -43,11 +43,11 @@ NOTE [ Gathered once ]
 
 NOTE [ Copies of buffers ]
     Only after a forward pass do we know whether it changed a buffer in place. So we copy each
-    buffer of up to ``_SMALL`` elements before every forward pass. We copy a larger buffer (a mask,
-    a table of positions) before the first forward pass, and later only if some forward pass has
-    changed it. If such a buffer changes for the first time in a later pass, its old value is lost:
-    the replay raises an error with a remedy. A buffer that is replaced (``self.count = self.count
-    + 1``) needs no copy.
+    buffer of up to ``_COPIED_SIZE`` elements before every forward pass. We copy a larger buffer (a
+    mask, a table of positions) before the first forward pass, and later only if some forward pass
+    has changed it. If such a buffer changes for the first time in a later pass, its old value is
+    lost: the replay raises an error with a remedy. A buffer that is replaced (``self.count =
+    self.count + 1``) needs no copy.
 
 Known limit: side effects outside the step, such as appending to a list, happen again in a replay;
 such code should check :func:`is_replaying`.
@@ -89,18 +89,18 @@ from revzoo.core.held import (
     Owned,
     Snapshot,
     Statistics,
+    has_unread_statistics,
     is_sharded,
     replaced,
     sharing_memory,
-    throws_away,
 )
 from revzoo.core.invertible import Invertible, Step
 from revzoo.core.places import Attributes, Place, refill
-from revzoo.core.reach import OURS, Reach, reached, reached_from
+from revzoo.core.reach import OWN_ATTRIBUTES, Reach, reached, reached_from
 from revzoo.core.tensors import address, tensors_of, version_of
 
 _thread = threading.local()
-_SMALL = 2**14  # elements; a copy takes about as long as two checks
+_COPIED_SIZE = 2**14  # elements; a copy takes about as long as two checks
 
 
 def is_replaying() -> bool:
@@ -122,7 +122,9 @@ def is_replaying() -> bool:
 
 
 # large buffers that no forward pass has changed so far: (name, training)
-_steady: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = weakref.WeakKeyDictionary()
+_unchanged_buffers: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class Conditions:
@@ -137,24 +139,24 @@ class Conditions:
         "_ambient",
         "_autocast",
         "_carried",
+        "_carried_after",
         "_changes_unseen",
-        "_contents",
+        "_containers",
         "_devices",
         "_entered",
         "_extra",
         "_flags",
         "_held",
         "_lazy",
-        "_left",
         "_locked",
         "_locks",
+        "_outer_values",
         "_owned",
         "_plain",
         "_reach",
         "_rng",
         "_snapshots",
         "_sources",
-        "_standing",
         "_statistics",
         "_swap_mark",
         "_tensors",
@@ -176,7 +178,7 @@ class Conditions:
         self._statistics: list[Statistics] = []
         self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
-        self._left: list[tuple[dict[str, Any], str, Tensor]] = []
+        self._carried_after: list[tuple[dict[str, Any], str, Tensor]] = []
         self._lazy: list[tuple[dict[str, Any], str]] = []
         self._reach, modules = reached(module)
         if self._reach.scripted:
@@ -197,8 +199,8 @@ class Conditions:
             others = self._extra.modules()
             self._plain += self._extra.plain_values(others)
             modules = list(dict.fromkeys((*modules, *others)))
-        self._standing = [entry for reach in self._reaches() for entry in reach.standing()]
-        self._contents = [entry for reach in self._reaches() for entry in reach.contents()]
+        self._outer_values = [entry for reach in self._reaches() for entry in reach.outer_values()]
+        self._containers = [entry for reach in self._reaches() for entry in reach.containers()]
         self.reads_statistics = reads = any(r.reads_statistics for r in self._reaches())
         unseen = any(reach.updates_unseen for reach in self._reaches())
         self._changes_unseen = any(reach.changes_unseen for reach in self._reaches())
@@ -210,15 +212,19 @@ class Conditions:
         for m in modules[members:]:
             self._capture(m, reads, unseen)
         for reach in self._reaches():
-            self._flags.extend((m, "training", m.training) for m in reach.shells)
+            self._flags.extend((m, "training", m.training) for m in reach.enclosing)
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, module.training, unseen)
         if not inputs:  # then the step's own tensors decide the devices
             self._devices = self._devices_held()
             self._autocast = autocast_state(with_autocast(self._devices))
         self._sources: tuple[Source, ...] = ()
-        silent = self._owned is not None and self._extra is None and self._reach.draws_nothing
-        if not (silent and all(map(_is_plain, inputs))) and not is_faked(inputs):  # fake: no draws
+        draws_nothing = (
+            self._owned is not None and self._extra is None and self._reach.draws_nothing
+        )
+        if not (draws_nothing and all(map(_is_plain, inputs))) and not is_faked(
+            inputs
+        ):  # fake: no draws
             generators = [g for reach in self._reaches() for g in reach.generators]
             self._sources = (CPU, *self._devices, *generators)
         self._rng: States | None = None
@@ -256,12 +262,14 @@ class Conditions:
     def _hold_each(self) -> None:
         """Make a :class:`Held` of each captured parameter."""
         if self._owned is not None:
-            self._held += self._owned.held(self._tensors, self._versions)
+            self._held += self._owned.each_parameter(self._tensors, self._versions)
             self._owned, self._tensors, self._versions = None, [], []
 
-    def _stand(self) -> bool:
+    def _parameters_unchanged(self) -> bool:
         """Whether the captured parameters are in their places, unchanged."""
-        return self._owned is None or self._owned.stand(self._tensors, self._versions)
+        return self._owned is None or self._owned.parameters_unchanged(
+            self._tensors, self._versions
+        )
 
     def _capture(self, m: nn.Module, reads: bool, unseen: bool) -> None:
         if isinstance(m, Step):
@@ -279,19 +287,19 @@ class Conditions:
             self._capture_buffers(m, reads, unseen)
 
     def _capture_buffers(self, m: nn.Module, reads: bool, unseen: bool) -> None:
-        throw_away = throws_away(m, reads)
+        unread = has_unread_statistics(m, reads)
         unseen |= m.training and isinstance(m, batchnorm._NormBase)
         for name, b in m._buffers.items():
             if b is None:
                 continue
             if type(b) in LAZY:
                 self._lazy.append((m._buffers, name))
-            elif throw_away:
+            elif unread:
                 self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:
-                large = b.numel() > _SMALL and not unseen
-                steady = large and (name, m.training) in _steady.get(m, ())
-                before = None if steady else b.detach().clone()
+                large = b.numel() > _COPIED_SIZE and not unseen
+                never_changed = large and (name, m.training) in _unchanged_buffers.get(m, ())
+                before = None if never_changed else b.detach().clone()
                 held = Held.of(m._buffers, name, name, b)
                 self._snapshots.append(Snapshot(held, before, m, m.training, unseen))
 
@@ -306,7 +314,7 @@ class Conditions:
             self._held.append(held)
             return
         # functions seldom change tensors that they do not own: large ones are not copied
-        before = None if t.numel() > _SMALL else t.detach().clone()
+        before = None if t.numel() > _COPIED_SIZE else t.detach().clone()
         self._snapshots.append(Snapshot(held, before, None, training, unseen))
 
     def _reaches(self) -> list[Reach]:
@@ -347,7 +355,9 @@ class Conditions:
             self._reach.draws = bool(changed)
 
     def _finish_tensors(self) -> None:
-        self._left = [(owner, name, owner[name].detach().clone()) for owner, name in self._carried]
+        self._carried_after = [
+            (owner, name, owner[name].detach().clone()) for owner, name in self._carried
+        ]
         owned = self._owned
         if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):
             self._hold_each()
@@ -377,8 +387,8 @@ class Conditions:
                 self._snapshots.append(s)
             else:
                 self._held.append(s.held)
-            if s.module is not None and s.held.tensor.numel() > _SMALL:
-                known = _steady.setdefault(s.module, set())
+            if s.module is not None and s.held.tensor.numel() > _COPIED_SIZE:
+                known = _unchanged_buffers.setdefault(s.module, set())
                 (known.discard if s in self._snapshots else known.add)((s.held.key, s.training))
 
     def storages(self) -> tuple[Set[int], Set[int]]:
@@ -406,7 +416,7 @@ class Conditions:
         return _Restored(self, inverting)
 
     def _check_unchanged(self) -> None:
-        if not self._stand():
+        if not self._parameters_unchanged():
             self._hold_each()
         for held in self._held:
             if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
@@ -438,7 +448,7 @@ class Conditions:
         for attributes, _ in self._plain:
             yield attributes
         for reach in self._reaches():
-            yield from (m.__dict__ for m in reach.shells)
+            yield from (m.__dict__ for m in reach.enclosing)
 
     def _swap_copies(self, undo: _Undo) -> dict[int, Tensor]:
         """Replace the parameters that the forward pass changed by copies."""
@@ -455,15 +465,15 @@ class Conditions:
         return any(on and dtype is torch.float16 for _, on, dtype in self._autocast[1])
 
     def _restore_modules(self, undo: _Undo) -> None:
-        for container, items in self._contents:
+        for container, items in self._containers:
             if not _contains(container, items):
                 undo.append((_put_items_back, (container, items, tuple(container))))
                 refill(container, items)
-        for place, key, value in self._standing:
+        for place, key, value in self._outer_values:
             if place.get(key) is not value:
                 _swap(undo, place, key, value)
             else:
-                undo.append((_stand_again, (place, key, value)))
+                undo.append((_put_value_back, (place, key, value)))
         if self._reach.unchanged() is None:
             for table, before in self._reach.tables:
                 if table != before:
@@ -531,15 +541,17 @@ class _Restored:
         self._locked = bool(rng) and threads.random_lock.acquire()
         if rng:
             threads.swaps.enter()
-        self._undo: _Undo = [(_put_back, (space, space.copy())) for space in c._namespaces()]
+        self._undo: _Undo = [
+            (_restore_namespace, (space, space.copy())) for space in c._namespaces()
+        ]
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
             if rng:
                 self._undo.append((set_random_states, (random_states(rng),)))
                 set_random_states(rng)
             c._restore_modules(self._undo)
-            for owner, name, left in c._left if self._inverting else ():
-                _swap(self._undo, owner, name, left.clone())
+            for owner, name, after in c._carried_after if self._inverting else ():
+                _swap(self._undo, owner, name, after.clone())
             self._copies = c._swap_copies(self._undo)
             if ambient() != c._ambient:
                 self._enter(set_ambient(c._ambient))
@@ -597,14 +609,14 @@ def _is_plain(t: Tensor) -> bool:
     return type(t) in (Tensor, nn.Parameter)
 
 
-def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore_namespace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     same = len(attributes) == len(before) and all(map(is_, attributes, before))
     if same and all(map(is_, attributes.values(), before.values())):
         return
-    for name in attributes.keys() - before.keys() - OURS:
+    for name in attributes.keys() - before.keys() - OWN_ATTRIBUTES:
         del attributes[name]
     for name, value in before.items():
-        if name not in OURS and attributes.get(name, before) is not value:
+        if name not in OWN_ATTRIBUTES and attributes.get(name, before) is not value:
             attributes[name] = value
 
 
@@ -616,7 +628,7 @@ def _swap(undo: _Undo, owner: Place, key: Any, value: Any) -> None:
     owner[key] = value
 
 
-def _stand_again(place: Place, key: Any, value: Any) -> None:
+def _put_value_back(place: Place, key: Any, value: Any) -> None:
     if place.get(key) is not value:  # the replay assigned there
         place[key] = value
 

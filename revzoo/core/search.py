@@ -62,24 +62,26 @@ _FOREIGN = (
     | {"torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"}
     | {"lightning", "pytorch_lightning", "lightning_fabric"}
 )
-KEY = "_revzoo_reach"  # in the __dict__ of a step
+CACHE_KEY = "_revzoo_reach"  # in the __dict__ of a step
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
-BORING = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType))
-MANY = 256  # a dictionary or list with more items is a table, which no forward pass changes
+PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType))
+MOST_ITEMS = 256  # a dictionary or list with more items is a table, which no forward pass changes
 _DEPTH = 4  # levels of containers to search for tensors with a graph
-_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", KEY}
-_OF_STEPS = frozenset(Step.__annotations__)
+_STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", CACHE_KEY}
+_STEP_OPTIONS = frozenset(Step.__annotations__)
 # methods that are called without a name in the user's code
-_ENTRIES = frozenset(name for c in (Step, Invertible) for name in vars(c) if name[0] != "_") | {
+_ENTRY_POINTS = frozenset(
+    name for c in (Step, Invertible) for name in vars(c) if name[0] != "_"
+) | {
     "forward",
     "__call__",
     "combine",
     "uncombine",
     "recover",
 }
-_STEPS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
+_STEP_RUNNERS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
 _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "children",
@@ -116,8 +118,8 @@ class _Object(NamedTuple):
     place: Place
     methods: _Methods
     skipped: frozenset[str]
-    whole: bool  # also attributes that no reached function names
-    anything: frozenset[str] = _LOADS_ANY  # names that load any attribute
+    all_names: bool  # also attributes that no reached function names
+    wildcards: frozenset[str] = _LOADS_ANY  # names that load any attribute
 
 
 class Search:
@@ -126,10 +128,10 @@ class Search:
     def __init__(self, step: nn.Module | None, names: Iterable[str] = ()) -> None:
         self.step = step
         self.roots: list[nn.Module] = []
-        self.shells: list[nn.Module] = []
+        self.enclosing: list[nn.Module] = []
         self.tensors: list[tuple[Place, Any, str]] = []
         self.generators: list[torch.Generator] = []
-        self.names: set[str] = {*_ENTRIES, *names}
+        self.names: set[str] = {*_ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
         self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
@@ -158,16 +160,18 @@ class Search:
             if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
                 for f in functions:
                     self._function(f)
-        anything = thing.whole or not thing.anything.isdisjoint(self.names)
-        for name in thing.attributes if anything else thing.attributes.keys() & self.names:
+        follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
+        for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
                 self._visited.add(mark)
                 v = thing.attributes[name]
-                if not thing.whole or type(v) not in BORING:  # a layer's sizes stay numbers
+                if (
+                    not thing.all_names or type(v) not in PLAIN_TYPES
+                ):  # a layer's sizes stay numbers
                     self.value(v, thing.place, name, name)
 
-    def _first(self, thing: Any) -> bool:
+    def _is_new(self, thing: Any) -> bool:
         if id(thing) in self._seen:
             return False
         self._seen.add(id(thing))
@@ -176,7 +180,7 @@ class Search:
 
     def value(self, v: Any, place: Place, key: Any, label: str) -> None:
         """Record the value in a place, and search it."""
-        if type(v) in BORING:
+        if type(v) in PLAIN_TYPES:
             self.watched.append((place, key, type(v)))
             if not isinstance(place, (Constant, Items, Attributes)):
                 self.plain.append((place, key))
@@ -188,40 +192,44 @@ class Search:
             self.generators.append(v)
         elif isinstance(v, nn.Module):
             self.watched.append((place, key, v))
-            if self._first(v) and self._encloses(v):
-                self.shells.append(v)
-                runs = _STEPS | {k for k, m in v._modules.items() if self._is_in(m)}
+            if self._is_new(v) and self._is_enclosing(v):
+                self.enclosing.append(v)
+                runs = _STEP_RUNNERS | {k for k, m in v._modules.items() if self._is_in(m)}
                 methods = {
-                    name: tuple(f for f in fs if name not in _ENTRIES or not _loads_any(f, runs))
+                    name: tuple(
+                        f for f in fs if name not in _ENTRY_POINTS or not _loads_any(f, runs)
+                    )
                     for name, fs in _methods(type(v)).items()
                 }
-                self._object(v.__dict__, methods, _STANDARD, whole=False)
+                self._object(v.__dict__, methods, _STANDARD, all_names=False)
                 self._class(type(v))
                 for members in (v._parameters, v._buffers, v._modules):
-                    self._object(members, {}, frozenset(), whole=False, anything=_LOADS_ANY_MEMBER)
-            elif v not in self.shells and v not in self.roots and self._unowned(v):
+                    self._object(
+                        members, {}, frozenset(), all_names=False, wildcards=_LOADS_ANY_MEMBER
+                    )
+            elif v not in self.enclosing and v not in self.roots and self._unowned(v):
                 self.roots.append(v)
                 for m in modules_in(v._modules.values()):
-                    if self._first(m):
-                        self._inside(m)
-                self._inside(v)
+                    if self._is_new(m):
+                        self._search_module(m)
+                self._search_module(v)
         elif isinstance(v, _CONTAINERS):
             v = _without_graph(v)
             self.watched.append((place, key, v))
-            if self._first(v):
+            if self._is_new(v):
                 self._container(v, label)
         elif isinstance(v, type):
             if not _foreign(v.__module__):
                 self.watched.append((place, key, type(v)))
                 self._class(v)
-                self._object({}, _methods(v), frozenset(), whole=False)
+                self._object({}, _methods(v), frozenset(), all_names=False)
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
             v = _without_graph(v)
             self.watched.append((place, key, v))
-            if self._first(v):
-                self._thing(v, label)
+            if self._is_new(v):
+                self._code_or_object(v, label)
         else:
             self.watched.append((place, key, type(v)))
 
@@ -234,23 +242,25 @@ class Search:
     def _is_in(self, m: nn.Module | None) -> bool:
         return self.step is not None and self.step in modules_in([m])
 
-    def _encloses(self, m: nn.Module) -> bool:
+    def _is_enclosing(self, m: nn.Module) -> bool:
         """Whether the step runs inside ``m``, which then is no part of it (rule 3)."""
         if m in self._owned:
             return False
         if self._is_in(m):
             return True
         methods = _methods(type(m))
-        calls = any(_loads_any(f, _STEPS) for n, fs in methods.items() if n[:2] != "__" for f in fs)
+        calls = any(
+            _loads_any(f, _STEP_RUNNERS) for n, fs in methods.items() if n[:2] != "__" for f in fs
+        )
         return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
 
     def _container(self, v: Any, label: str) -> None:
         self.sized.append(v)
         if isinstance(v, _LISTS):
             self.lists.append(v)
-        if isinstance(v, dict) and len(v) <= MANY:
+        if isinstance(v, dict) and len(v) <= MOST_ITEMS:
             self.namespaces.append(v)
-        if all(map(BORING.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
+        if all(map(PLAIN_TYPES.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
             return
         if isinstance(v, dict):
             for key, item in list(v.items()):
@@ -262,7 +272,7 @@ class Search:
             for item in v:
                 self.value(item, Constant(item), None, label)
 
-    def _thing(self, v: Any, label: str) -> None:
+    def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
         if isinstance(v, types.FunctionType):
             self._function(v)
@@ -277,8 +287,8 @@ class Search:
                 self.value(v.__self__, Constant(v.__self__), None, label)
         elif isinstance(v, types.ModuleType):
             if not _foreign(v.__name__):
-                names: frozenset[str] = frozenset()  # a package holds too much to look at whole
-                self._object(vars(v), {}, names, whole=False, watch_size=False, anything=names)
+                names: frozenset[str] = frozenset()  # a package holds too much to follow it all
+                self._object(vars(v), {}, names, all_names=False, watch_size=False, wildcards=names)
         else:
             if "__wrapped__" in getattr(v, "__dict__", ()):  # functools.lru_cache
                 self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
@@ -291,16 +301,22 @@ class Search:
                 self.value(getattr(v, name), SlotAttributes(v), name, name)
         attributes = getattr(v, "__dict__", {})
         self.namespaces.append(attributes)
-        self._object(attributes, _methods(type(v)), frozenset(), whole=False)
+        self._object(attributes, _methods(type(v)), frozenset(), all_names=False)
         self._class(type(v))
 
     def _class(self, cls: type) -> None:
         """The attributes of user-defined classes, without methods."""
         for c in cls.__mro__:
-            if not _foreign(c.__module__) and self._first(c):
+            if not _foreign(c.__module__) and self._is_new(c):
                 attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
                 self._objects.append(
-                    _Object(attributes, ClassAttributes(c), {}, _STANDARD | _OF_STEPS, whole=False)
+                    _Object(
+                        attributes,
+                        ClassAttributes(c),
+                        {},
+                        _STANDARD | _STEP_OPTIONS,
+                        all_names=False,
+                    )
                 )
 
     def _object(
@@ -309,25 +325,25 @@ class Search:
         methods: _Methods,
         skipped: frozenset[str],
         *,
-        whole: bool,
+        all_names: bool,
         watch_size: bool = True,
-        anything: frozenset[str] = _LOADS_ANY,
+        wildcards: frozenset[str] = _LOADS_ANY,
     ) -> None:
         own = self.step is not None and attributes is self.step.__dict__
         watch_size &= not own
         place = Attributes(self.step) if own and self.step is not None else attributes
-        self._objects.append(_Object(attributes, place, methods, skipped, whole, anything))
+        self._objects.append(_Object(attributes, place, methods, skipped, all_names, wildcards))
         if watch_size:
             self.sized.append(attributes)
 
     def _module(self, m: nn.Module) -> None:
-        if self._first(m):
-            self._inside(m)
+        if self._is_new(m):
+            self._search_module(m)
 
-    def _inside(self, m: nn.Module) -> None:
+    def _search_module(self, m: nn.Module) -> None:
         cls = type(m)
-        skipped = _STANDARD | _OF_STEPS if isinstance(m, Step) else _STANDARD
-        self._object(m.__dict__, _methods(cls), skipped, whole=_inherits_code(cls))
+        skipped = _STANDARD | _STEP_OPTIONS if isinstance(m, Step) else _STANDARD
+        self._object(m.__dict__, _methods(cls), skipped, all_names=_inherits_code(cls))
         self._class(cls)
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             self.sized.append(hooks)
@@ -337,12 +353,12 @@ class Search:
     def _function(self, f: types.FunctionType) -> None:
         self.runs_code = True
         holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
-        if not self._first(f.__code__) and not holds:
+        if not self._is_new(f.__code__) and not holds:
             return
         if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
             return
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
-            if self._first(cell):
+            if self._is_new(cell):
                 place = Cell(cell)
                 if cell == types.CellType():
                     self.watched.append((place, None, type(None)))
@@ -352,9 +368,9 @@ class Search:
             self.value(item, Constant(item), None, f.__name__)
         if _foreign(f.__globals__.get("__name__", "")):
             return
-        if f.__dict__ and self._first(f.__dict__):
+        if f.__dict__ and self._is_new(f.__dict__):
             self.namespaces.append(f.__dict__)
-            self._object(f.__dict__, {}, frozenset(), whole=False)
+            self._object(f.__dict__, {}, frozenset(), all_names=False)
         loaded, attributes = _loads(f.__code__)
         self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
@@ -380,7 +396,7 @@ def _aliases(v: Any, depth: int) -> Any:
     """A copy of ``v`` with aliases of tensors with a graph; None if there are none."""
     if isinstance(v, Tensor):
         return None if v.is_leaf else v.detach().requires_grad_(v.requires_grad)
-    if depth > _DEPTH or type(v) in BORING:
+    if depth > _DEPTH or type(v) in PLAIN_TYPES:
         return None
     if isinstance(v, dict):
         changed = _changed(v.items(), depth)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from revzoo.core.fixedpoint import Fixed, Streams, held_in
+from revzoo.core.fixedpoint import Fixed, Streams, backing_tensors
 from revzoo.core.tensors import address, version_of
 
 
@@ -107,7 +107,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
-class _within:
+class _ThreadFields:
     """Set fields of this thread's :class:`_Thread` inside a ``with`` block."""
 
     __slots__ = ("_fields", "_outer")
@@ -177,12 +177,12 @@ def hooks_allowed() -> bool:
     )
 
 
-def outside_recordings() -> _within:
+def outside_recordings() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _within(hooks=None, aside=None, notes=None)
+    return _ThreadFields(hooks=None, aside=None, notes=None)
 
 
-def keep(t: Tensor) -> Callable[[], Tensor]:
+def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
     """Save ``t`` like the graph's tensors; returns a function that gives it back in backward.
 
     A replay of the same code saves it again, so an empty slot is filled.
@@ -191,10 +191,10 @@ def keep(t: Tensor) -> Callable[[], Tensor]:
     return functools.partial(give, pack(t))
 
 
-_NONE = torch.empty(0, device="cpu")
+_NO_VALUES = torch.empty(0, device="cpu")
 
 
-class Kept:
+class SavedState:
     """A state that a tape keeps: itself, or as activations of the outer step (rule 9)."""
 
     __slots__ = ("_packed", "_state", "_unpack", "_versions")
@@ -203,18 +203,22 @@ class Kept:
         hooks = _thread.hooks
         self._unpack: _Unpack | None = None
         self._state = state
-        self._packed: tuple[Any, ...] = held_in(state)
+        self._packed: tuple[Any, ...] = backing_tensors(state)
         self._versions = [version_of(t) for t in self._packed]
         if hooks is not None:
             pack, self._unpack = hooks
             self._packed = tuple(map(pack, self._packed))
-            self._state = tuple(t.moved(_NONE) if isinstance(t, Fixed) else _NONE for t in state)
+            self._state = tuple(
+                t.with_words(_NO_VALUES) if isinstance(t, Fixed) else _NO_VALUES for t in state
+            )
 
     def state(self, name: str) -> Streams:
         """The state; raises if it was changed in place. ``name`` is the last step's."""
         if self._unpack is not None:
             unpacked = zip(map(self._unpack, self._packed), self._state, strict=True)
-            return tuple(t.moved(held) if isinstance(t, Fixed) else held for held, t in unpacked)
+            return tuple(
+                t.with_words(held) if isinstance(t, Fixed) else held for held, t in unpacked
+            )
         for i, (t, version) in enumerate(zip(self._packed, self._versions, strict=True)):
             if version_of(t) != version:
                 raise RuntimeError(
@@ -234,9 +238,9 @@ def put_aside(t: Tensor) -> None:
         aside.append(t)
 
 
-def asides(kept: list[Tensor] | None) -> _within:
+def collect_asides(kept: list[Tensor] | None) -> _ThreadFields:
     """A context in which :func:`put_aside` appends to ``kept``; with None it does nothing."""
-    return _within(aside=kept)
+    return _ThreadFields(aside=kept)
 
 
 def note(layer: nn.Module, *packed: object) -> None:
@@ -258,6 +262,6 @@ def recalled(layer: nn.Module) -> tuple[Tensor, ...]:
     return notes.get(layer, ()) if notes is not None and _thread.recalls else ()
 
 
-def noting(notes: Notes | None, *, recalls: bool = False) -> _within:
+def use_notes(notes: Notes | None, *, recalls: bool = False) -> _ThreadFields:
     """A context in which :func:`note` writes to ``notes`` or :func:`recalled` reads them."""
-    return _within(notes=notes, recalls=recalls)
+    return _ThreadFields(notes=notes, recalls=recalls)

@@ -65,7 +65,7 @@ def unshared(t: Tensor) -> bool:
 _use_count = getattr(torch._C, "_storage_Use_Count", None)  # private: do without if it is gone
 
 
-def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
+def with_strides(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``t`` with the given strides: itself if it has them, else a copy.
 
     The copy has the same gaps between elements, since kernels depend on them; it needs as many
@@ -88,11 +88,11 @@ def laid_out(t: Tensor, stride: tuple[int, ...]) -> Tensor:
 @functools.lru_cache(maxsize=256)
 def _overlaps(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
     """Whether elements may share memory: a stride lies within the extent of smaller strides."""
-    reach = 0
+    extent = 0
     for s, n in sorted((s, n) for n, s in zip(shape, stride, strict=True) if n > 1):
-        if s <= reach:
+        if s <= extent:
             return True
-        reach += s * (n - 1)
+        extent += s * (n - 1)
     return False
 
 
@@ -101,24 +101,24 @@ def _overlapping(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     for d, (n, s) in enumerate(zip(t.shape, stride, strict=True)):
         steps = torch.arange(n, device=t.device) * s
         places = places + steps.view(-1, *[1] * (t.dim() - d - 1))
-    reach = sum(s * (n - 1) for n, s in zip(t.shape, stride, strict=True))
-    flat = t.new_zeros(reach + 1)
+    extent = sum(s * (n - 1) for n, s in zip(t.shape, stride, strict=True))
+    flat = t.new_zeros(extent + 1)
     flat[places] = t
     return flat.as_strided(t.shape, stride)
 
 
-def dense(t: Tensor, like: Tensor) -> Tensor:
+def as_dense(t: Tensor, like: Tensor) -> Tensor:
     """``t`` without gaps, which change torch's order of sums; channels last if ``like`` is."""
     last = torch.channels_last
     lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)
     if lasts and not like.is_contiguous():
         return t.contiguous(memory_format=last)
-    if t.is_contiguous() or _reach(t) + 1 == t.numel():
+    if t.is_contiguous() or _extent(t) + 1 == t.numel():
         return t
     return t.clone(memory_format=torch.preserve_format)
 
 
-def _reach(t: Tensor) -> int:
+def _extent(t: Tensor) -> int:
     """The offset of the last element from the first one in memory."""
     return sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
 
@@ -129,7 +129,7 @@ def fills_its_memory(t: Tensor) -> bool:
         return False
     # An expanded row may have a storage of just the size that the tensor seems to have.
     return t.is_contiguous() or (
-        not _overlaps(tuple(t.shape), t.stride()) and _reach(t) + 1 == math.prod(t.shape)
+        not _overlaps(tuple(t.shape), t.stride()) and _extent(t) + 1 == math.prod(t.shape)
     )
 
 

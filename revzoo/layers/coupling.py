@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_number
-from revzoo.core.fixedpoint import Fixed, add, fixed_of, floats, keeps_words, round_to_grid
-from revzoo.core.invertible import Invertible, Recording, State, name_of
+from revzoo.core.fixedpoint import Fixed, add, as_floats, fixed_of, keeps_words, round_to_grid
+from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.tensors import unshared
 from revzoo.layers.streams import no_change_of_volume
 
@@ -91,14 +91,14 @@ class Coupling(Invertible):
             )
         return state
 
-    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
+    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs
         need1, need2 = record.needs
-        value, *_ = record(self.branch, floats((x2,)), (need2,), context)
+        value, *_ = record(self.branch, as_floats((x2,)), (need2,), context)
         with torch.no_grad():
             done = record.complete or isinstance(y2, Fixed)  # an addition saves nothing
             x1 = (self.recover if done else self.uncombine)(y2, value)
-        x1, x2 = record.laid_out((x1, x2))
+        x1, x2 = record.with_strides((x1, x2))
         if not done:
             record(self.combine, (x1, value), (need1, value.requires_grad), {}, last=True)
         return x1, x2

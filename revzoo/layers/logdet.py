@@ -19,7 +19,7 @@ from torch import Tensor
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, inverse_on_grid
 from revzoo.core.invertible import (
     Invertible,
-    Recording,
+    Recorder,
     State,
     Step,
     as_state,
@@ -44,7 +44,7 @@ class WithLogDet(Invertible):
         NotImplementedError: the step has no log-determinant; names the step.
     """
 
-    loose = 1  # the total
+    float_streams = 1  # the total
 
     def __init__(self, step: Step) -> None:
         super().__init__()
@@ -80,11 +80,11 @@ class WithLogDet(Invertible):
         streams = as_state(self.step.inverse(*outputs, **context))
         return *streams, total - self.step.log_det(*streams, **context)
 
-    def replay(self, outputs: State, record: Recording, context: Mapping[str, Any]) -> State:
+    def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
         *ended, total = outputs
         inverse = functools.partial(inverse_on_grid, self.step)
         streams = record.inverted(inverse, tuple(ended), context)
-        inputs = record.laid_out((*streams, torch.zeros_like(total)))
+        inputs = record.with_strides((*streams, torch.zeros_like(total)))
         recorded = record(self.forward, inputs, record.needs, context)
         log_det = recorded[len(outputs) - 1]
         return *inputs[:-1], total - log_det.detach()

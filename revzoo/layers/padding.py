@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from revzoo._checks import check_choice, check_count, check_number, counts_of
-from revzoo.core.fixedpoint import moved
+from revzoo.core.fixedpoint import apply_with_words
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.slots import keeping_shape_of
 from revzoo.layers.coupling import AdditiveCoupling
@@ -191,7 +191,7 @@ class PaddedCoupling(AdditiveCoupling):
 
     def inverse(self, y1: Tensor, y2: Tensor, **context: Any) -> State:
         if self.filled is not None:
-            (y1,) = moved(self._padded, (y1,))
+            (y1,) = apply_with_words(self._padded, (y1,))
         return super().inverse(y1, y2, **context)
 
     def _padded(self, y1: Tensor) -> Tensor:

@@ -16,7 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from revzoo.core.calls import inverse_on_grid, refuse_changed_outputs, versions_of
-from revzoo.core.fixedpoint import Grid, forget_stale_words, keeps_words, moved, renew_words
+from revzoo.core.fixedpoint import (
+    Grid,
+    apply_with_words,
+    forget_stale_words,
+    keeps_words,
+    renew_words,
+)
 from revzoo.core.guard import check_range
 from revzoo.core.invertible import (
     Invertible,
@@ -332,7 +338,7 @@ class ReversibleSequence(Invertible):
     def _walk_back(self, state: State, context: dict[str, Any]) -> Tensor | State:
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
-        state = moved(Split(self.dim, self.split).forward, state) if merge else state
+        state = apply_with_words(Split(self.dim, self.split).forward, state) if merge else state
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
                 if type(step).inverse is ReversibleSequence.inverse:
@@ -348,7 +354,7 @@ class ReversibleSequence(Invertible):
                     inputs = inverse_on_grid(step, *state, **context)
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
-        state = moved(Merge(self.dim, self.split).forward, state) if merge else state
+        state = apply_with_words(Merge(self.dim, self.split).forward, state) if merge else state
         return bare(state)
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:

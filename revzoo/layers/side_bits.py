@@ -52,8 +52,8 @@ from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import (
     AUTO,
     Fixed,
+    as_floats,
     fixed_of,
-    floats,
     keeps_words,
     pack_bits,
     put_on_grid_of,
@@ -63,7 +63,7 @@ from revzoo.core.fixedpoint import (
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
-    Recording,
+    Recorder,
     State,
     Step,
     label_steps,
@@ -76,21 +76,21 @@ from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
-_before: Any = WeakTensorKeyDictionary()  # x[k-1] and the place of x[k], by x[k]
+_previous: Any = WeakTensorKeyDictionary()  # x[k-1] and the place of x[k], by x[k]
 
 # private: the hooks of the innermost checkpoint; without it, use no checkpoints of torch's
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
-def _place(x: Tensor) -> tuple[Any, bool]:
+def _context_of(x: Tensor) -> tuple[Any, bool]:
     """Whether ``x`` is inside which checkpoint; a reentrant one adds ``requires_grad`` later."""
     hooks = _hooks_now(True)
     return None if hooks is None else hooks[0], x.requires_grad
 
 
-def _taken_before(x: Tensor) -> Tensor | None:
-    before, *place = _before.pop(x, (None,))
-    return before if before is not None and tuple(place) == _place(x) else None
+def _pop_previous(x: Tensor) -> Tensor | None:
+    before, *place = _previous.pop(x, (None,))
+    return before if before is not None and tuple(place) == _context_of(x) else None
 
 
 class Call(NamedTuple):
@@ -145,14 +145,14 @@ class SideBits(Invertible):
             return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return self._plain(x, *args, **kwargs)
-        before = _taken_before(x)
+        before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
         known, y, *rest = run_step(self, state, args=args, **kwargs)
         fixed = fixed_of(known)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
-            _before[y] = known, *_place(y)
+            _previous[y] = known, *_context_of(y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.down)
         return tree_unflatten([y, *rest, *self._others], self._structure)
 
@@ -197,16 +197,16 @@ class SideBits(Invertible):
             "only for that"
         )
 
-    def replay(self, outputs: Any, record: Recording, context: Mapping[str, Any]) -> Any:
+    def replay(self, outputs: Any, record: Recorder, context: Mapping[str, Any]) -> Any:
         x, y = outputs
-        (read,) = floats((x,))
+        (read,) = as_floats((x,))
         needs = record.needs[-1:]
         value, *_ = record(self._evaluate, (read,), needs, context)
         if len(record.needs) == 1:
             return (x,)
         (aside,) = record.aside
         if aside.dtype != torch.uint8:  # the run ended: no bits, but its state
-            before = x.moved(aside) if isinstance(x, Fixed) else aside
+            before = x.with_words(aside) if isinstance(x, Fixed) else aside
         else:
             with torch.no_grad():
                 before = undo_second_difference(y, read, value, aside, self.bits)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice, check_count, check_probability, is_count
-from revzoo.core.fixedpoint import moved
+from revzoo.core.fixedpoint import apply_with_words
 from revzoo.core.invertible import (
     NotInvertibleError,
     State,
@@ -304,7 +304,7 @@ class ImageNetwork(Saved, ABC):
         # as dense as in the forward pass: kernels sum views in another order
         state: State = (z,)
         if self.streams == 2:
-            state = moved(functools.partial(halves, dim=self.channel_dim), state)
+            state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
         for sequence in reversed([self.stem, *self.stages]):
             assert isinstance(sequence, ReversibleSequence)
             state = as_state(sequence.inverse(*state))

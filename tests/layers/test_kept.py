@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_iter
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, set_memory
-from revzoo.core import checkpoint, recording
-from revzoo.core.fixedpoint import held_in
+from revzoo.core import checkpoint, recording, slots
+from revzoo.core.fixedpoint import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.layers.attention import MLP, Attention
 from revzoo.layers.branch import BasicBranch, BottleneckBranch, TripleBranch
@@ -35,17 +35,17 @@ SMALL = 384  # bytes, of what a channel has; a stream has 6144
 _states = set()  # addresses of what tapes keep
 
 
-class _Kept(recording.Kept):
+class _Kept(slots.SavedState):
     def __init__(self, state):
         super().__init__(state)
-        _states.update(t.untyped_storage()._cdata for t in held_in(state))
+        _states.update(t.untyped_storage()._cdata for t in backing_tensors(state))
 
 
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch):
     """The guard keeps a few values of each stream, which no gradient needs."""
     monkeypatch.setattr(recording, "sample", lambda *_, **__: [])
-    monkeypatch.setattr(checkpoint, "Kept", _Kept)
+    monkeypatch.setattr(checkpoint, "SavedState", _Kept)
 
 
 class _Made(TorchDispatchMode):
