@@ -134,7 +134,8 @@ def _multirun(args: argparse.Namespace, source: Source) -> None:
 
 
 def _resume(args: argparse.Namespace) -> None:
-    from revzoo.cli.config.compose import check_changes, compose_checked
+    from revzoo.cli.config.compose import compose_checked
+    from revzoo.cli.config.overrides import check_changes
     from revzoo.cli.config.yaml_files import recorded_config
 
     check_changes(args.overrides)

@@ -17,8 +17,9 @@ from typing import Any
 
 from revzoo.cli.config.build import data_name
 from revzoo.cli.config.checks import check_config
-from revzoo.cli.config.compose import check_changes, compose_checked, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError, user_errors
+from revzoo.cli.config.overrides import check_changes
 from revzoo.cli.config.quick import model_spec
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
 from revzoo.cli.plugins import check_imports

@@ -25,8 +25,9 @@ from hydra.core.override_parser.types import (
     Sweep,
 )
 
-from revzoo.cli.config.compose import compose_checked, parse, to_plain
+from revzoo.cli.config.compose import compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.overrides import parse
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,221 @@
+"""Checks the overrides of a command line, and suggests the nearest key or option.
+
+Hydra also refuses an unknown key, but does not suggest the nearest one. We parse overrides with
+Hydra's parser and compare them with the composed configuration: ``model=revnet39`` with the group's
+options, ``optim.lrr=1`` with the keys, ``trainer.max_epochs=many`` with the type of the default.
+This imports neither torch nor Lightning, so a typo gets a quick answer.
+
+Known limit: a key added with ``+`` must be in an existing section; the section's builder checks
+its name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.config_loader import ConfigLoader
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.errors import HydraException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from revzoo._checks import expected_type, nearest
+from revzoo._libraries import library_hint
+from revzoo.cli.config.errors import ConfigError, one_line
+
+MOST_VALUES = 10_000  # of one key in a multirun
+# a number in some options of the group, a word in others
+WORD_OR_NUMBER = ("trainer.devices",)
+# The keys of Hydra that users may set, on the command line or in files.
+FREE = (
+    "hydra.run.dir",
+    "hydra.sweep.dir",
+    "hydra.sweep.subdir",
+    "hydra.job.name",  # the name of the log file; Lightning sets it in further processes
+    "hydra.job.chdir",
+    "hydra.output_subdir",  # .hydra or null; Lightning sets null in further processes
+    "hydra.mode",
+    "hydra.verbose",
+)
+# Options of these groups are compared by value with Hydra's package.
+HYDRA_GROUPS = ("hydra/job_logging", "hydra/hydra_logging")
+
+
+def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[Override]:
+    """Parse overrides; of Hydra's section, only :data:`FREE` is allowed.
+
+    Raises:
+        ConfigError: another key of Hydra, or no valid override.
+    """
+    try:
+        parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
+    except HydraException as error:
+        text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
+        raise ConfigError(_parse_error(text, one_line(error, lines=1))) from None
+    for override in parsed:
+        if isinstance(values := override.value(), RangeSweep):
+            _check_range(override, values)
+        key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
+        places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
+        if "hydra" in places and (key not in known or override.package):
+            raise ConfigError(
+                f"{override.input_line}: expected one of Hydra's keys {', '.join(known)}"
+                + _meant(key, known)
+            )
+    return parsed
+
+
+def _check_range(override: Override, values: RangeSweep) -> None:
+    # Hydra makes a list of all values: range(0,1e9) would fill the memory
+    step, stop = (values.step, values.stop)
+    count = 0 if not step or stop is None else (stop - (values.start or 0)) / step
+    if not step or not 0 <= count <= MOST_VALUES:
+        raise ConfigError(
+            f"{override.input_line}: expected at most {MOST_VALUES:,} values, in steps from the "
+            "first towards the last"
+        )
+
+
+def _parse_error(text: str, reason: str) -> str:
+    """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
+    if text and "=" not in text:
+        return f"{text}: expected KEY=VALUE"
+    if any(text.count(a) > text.count(b) for a, b in ("{}", "[]", "()")):
+        return f"{text} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
+    if text.count("=") > 1 and '"' not in text:
+        reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+    return f"{text}: {reason}" if text else reason
+
+
+def check_option(override: Override, loader: ConfigLoader) -> None:
+    """Refuse an option that its group does not have.
+
+    Raises:
+        ConfigError: with the nearest option, or all of them.
+    """
+    options = loader.get_group_options(override.key_or_group)
+    if override.is_sweep_override():
+        chosen: Iterable[Any] = override.sweep_string_iterator()
+    else:
+        chosen = [override.value()]
+    for option in chosen:
+        if option is not None and str(option) not in options:
+            group = override.key_or_group
+            hint = library_hint(str(option)) if group == "model" else ""
+            hint = hint or _meant(str(option), options)
+            listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
+            plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
+            raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
+
+
+def check_key(override: Override, base: DictConfig, groups: Sequence[str], folder: Path) -> None:
+    """Refuse a key that the configuration does not have.
+
+    Args:
+        override: not the choice of a group's option.
+        base: the configuration with the chosen options.
+        groups: the names of all groups.
+        folder: of the packaged options, for the message.
+
+    Raises:
+        ConfigError: with the way to write the key that is probably meant.
+    """
+    key, known = override.key_or_group, list(_keys(base))
+    section, dot, _ = key.partition(".")
+    is_new = override.is_add() or override.is_force_add()
+    if key in known or (is_new and dot and section in known):
+        return
+    value = str(override.input_line).partition("=")[2]
+    remedy = _remedy(key, value, base, [*groups, *known], folder)
+    raise ConfigError(f"{override.input_line}: there is no key {key!r}{remedy}")
+
+
+def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder: Path) -> str:
+    """How to write the key that is meant; the first guess that applies."""
+    section, _, leaf = key.rpartition(".")
+    node = OmegaConf.select(base, section) if section else None
+    # callbacks.ema.decay=0.9 while callbacks.ema is null
+    if section in known and node is None:
+        return f", as {section} is null; give '{section}={{{leaf}: {value}}}', in quotes"
+    # data.root=DIR for data=digits, while data=cifar10 has a root
+    if section and (having := _options_with(leaf, folder / section)):
+        listed = ", ".join(f"{section}={name}" for name in having)
+        return f"; {listed} {'has' if len(having) == 1 else 'have'} it"
+    # optim.lrr=1: the nearest key of the section; trainer.lr=1: the same word in another section
+    if isinstance(node, DictConfig):
+        names = list(map(str, node))
+        if near := nearest(leaf, names, cutoff=0.6):
+            return f"; did you mean '{section}.{near[0]}'?"
+        values = [name for name in known if not OmegaConf.is_dict(OmegaConf.select(base, name))]
+        if places := [name for name in values if name.endswith(f".{leaf}")]:
+            return f"; did you mean {places[0]!r}?"
+        return f" (there is {', '.join(names)}); +{key}=VALUE adds another option of the section"
+    return _meant(key, known)
+
+
+def _options_with(leaf: str, group: Path) -> list[str]:
+    """The options of a group that have a key; empty if there is no such group."""
+    pattern = re.compile(rf"^{re.escape(leaf)}:", re.MULTILINE)
+    return [path.stem for path in sorted(group.glob("*.yaml")) if pattern.search(path.read_text())]
+
+
+def check_value_types(cfg: DictConfig, base: DictConfig) -> None:
+    """Refuse a word in place of a number, or a number in place of true or false.
+
+    Args:
+        cfg: the whole configuration.
+        base: the same with only the chosen options, whose values have the right types.
+
+    Raises:
+        ConfigError: naming the key; or a reference names a missing key.
+    """
+    try:
+        pairs = {
+            key: (OmegaConf.select(base, key), OmegaConf.select(cfg, key)) for key in _keys(base)
+        }
+    except OmegaConfBaseException as error:
+        raise ConfigError(one_line(error)) from None
+    for key, (before, after) in pairs.items():
+        if after is None or key in WORD_OR_NUMBER or type(before) not in (bool, int, float):
+            continue
+        if before != after and (expected := expected_type(after, type(before))):
+            raise ConfigError(f"{key}={after}: expected {expected}, such as {before}")
+
+
+def _keys(node: Any, prefix: str = "") -> Iterable[str]:
+    """All dotted keys below ``node``, sections included."""
+    if not isinstance(node, DictConfig):
+        return
+    for key in map(str, node):
+        name = f"{prefix}{key}"
+        yield name
+        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
+            yield from _keys(node[key], f"{name}.")
+
+
+def _meant(key: str, known: Sequence[str]) -> str:
+    """The nearest known key; a last part alone (``lr``) finds its place (``optim.lr``)."""
+    same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
+    near = same_leaf[:1] or nearest(key, known, cutoff=0.6)
+    if not near:
+        leaves = {name.rpartition(".")[2]: name for name in known}
+        near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def check_changes(overrides: Sequence[str]) -> None:
+    """Refuse overrides that would change the results of a resumed run.
+
+    Raises:
+        ConfigError: naming the override.
+    """
+    for override in overrides:
+        if override.partition("=")[0] not in ("memory", "precision"):
+            raise ConfigError(
+                f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
+                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
+            )
