@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -122,11 +122,14 @@ class _Streams:
 
 
 class _Pieces:
-    """A trace, cut into its steps and the head, which is the last item of each list."""
+    """A trace, cut into links: a link for every step, and a last one for the head.
+
+    Link ``i`` runs the operators from ``starts[i]`` to ``starts[i + 1]`` in the forward pass.
+    Operators between two steps belong to the step before.
+    """
 
     def __init__(self, trace: Trace, streams: _Streams) -> None:
-        self.trace = trace
-        calls = trace.calls
+        self.trace, calls = trace, trace.calls
         self.numbers = {
             id(made): number
             for i, call in enumerate(calls)
@@ -141,22 +144,27 @@ class _Pieces:
                 number = self.numbers[stream]
                 self.words[number] = self.numbers[id(made)] = streams.words_of(number, made.size)
         self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
-        # each list has an item for every step, and a last one for the head
-        joins = [*(call.joins for call in calls), False]
-        modes = [*map(_mode_of, calls), "store"]
-        states = [*map(self._kept_of, streams.outputs), frozenset[int]()]
-        closes = [*(self._closing(i) if calls[i].joins else 0 for i in range(len(calls))), 0]
         holds, keeps = self._kept()
-        rows = zip(modes, joins, map(frozenset, holds), keeps, closes, states, strict=True)
         plain = [
-            Choice(mode, joins=joined, holds=held, keeps=kept, closes=closed, state=state)
-            for mode, joined, held, kept, closed, state in rows
+            Choice(
+                _mode_of(call),
+                joins=call.joins,
+                holds=frozenset(holds[i]),
+                keeps=keeps[i],
+                closes=self._closing(i) if call.joins else 0,
+                state=self._kept_of(streams.outputs[i]),
+            )
+            for i, call in enumerate(calls)
         ]
-        enters, leaves = (*streams.inputs, streams.outputs[-1]), (*streams.outputs, ())
-        ends = zip(enters, leaves, plain, strict=True)
-        links = tuple(Link("", before, after, (choice,)) for before, after, choice in ends)
-        alive = levels(Chain(links, streams.sizes, trace.base), plain)
-        peaks = zip(self._forward_peaks(), self._backward_peaks(), self._costs(), strict=True)
+        plain.append(Choice("store", holds=frozenset(holds[-1]), keeps=keeps[-1]))
+        ends = zip((*streams.inputs, streams.outputs[-1]), (*streams.outputs, ()), strict=True)
+        links = [
+            Link("", before, after, (choice,))
+            for (before, after), choice in zip(ends, plain, strict=True)
+        ]
+        # what the chain says is alive when a link starts; the rest of its peak is temporary
+        alive = levels(Chain(tuple(links), streams.sizes, trace.base), plain)
+        peaks = self._peaks_and_costs()
         self.choices = [
             replace(choice, forward=max(0, top - before), backward=max(0, back - after), cost=cost)
             for choice, (before, after), (top, back, cost) in zip(plain, alive, peaks, strict=True)
@@ -204,22 +212,15 @@ class _Pieces:
             and id(made) not in self.numbers
         )
 
-    def _forward_peaks(self) -> list[int]:
-        return [
-            max(self.trace.levels[start:end], default=0)
-            for start, end in itertools.pairwise(self.starts)
-        ]
-
-    def _backward_peaks(self) -> list[int]:
-        """The most bytes alive during each link's backward pass."""
-        peaks = [0] * (len(self.starts) - 1)
-        for tick in range(self.trace.turn, self.trace.tick):
-            i = self.trace.owners[tick]
-            peaks[i] = max(peaks[i], self.trace.levels[tick])
-        return peaks
-
-    def _costs(self) -> list[int]:
-        costs = [sum(self.trace.costs[start:end]) for start, end in itertools.pairwise(self.starts)]
-        for tick in range(self.trace.turn, self.trace.tick):
-            costs[self.trace.owners[tick]] += self.trace.costs[tick]
-        return costs
+    def _peaks_and_costs(self) -> Iterator[tuple[int, int, int]]:
+        """The most bytes alive in each link's forward and backward pass, and its nanoseconds."""
+        trace = self.trace
+        backward: list[list[int]] = [[] for _ in self.starts[1:]]
+        for tick in range(trace.turn, trace.tick):
+            backward[trace.owners[tick]].append(tick)  # -1, outside of steps, is the head
+        for (start, end), ticks in zip(itertools.pairwise(self.starts), backward, strict=True):
+            yield (
+                max(trace.levels[start:end], default=0),
+                max((trace.levels[tick] for tick in ticks), default=0),
+                sum(trace.costs[start:end]) + sum(trace.costs[tick] for tick in ticks),
+            )
