@@ -109,14 +109,14 @@ class ImageFolder(ImageData):
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))
         size = self._target_size or common_size(files.paths, self._skipped.get(split))
-        crop_pct = crop_of(self._state or {})
+        crop_pct = crop_of(self._restored or {})
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
         return size, crop_pct
 
     @property
     def _target_size(self) -> int | None:
-        return self._wanted_size or (self._state or {}).get("image_size")
+        return self._wanted_size or (self._restored or {}).get("image_size")
 
     def _listing(self) -> Tree:
         if self._tree is None:

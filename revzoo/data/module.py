@@ -122,12 +122,13 @@ class ImageData(pl.LightningDataModule, ABC):
         self.split_seed = split_seed
         self.augment = Augment.of(augment)
         self.poisson = False
-        self._order_seed: int | None = None
         self._sets: dict[Split, ImageSet] = {}
-        self._state: dict[str, Any] | None = None
-        self._stage: str | None = None
-        self._prepared: tuple[int | None, float] | None = None
-        self._ended = False
+        self._read_with: tuple[int | None, float] | None = None  # the preparation of these sets
+        self._stage: str | None = None  # of the last setup
+        # A run's state. An evaluation after it still needs it, so the next run forgets it.
+        self._order_seed: int | None = None
+        self._restored: dict[str, Any] | None = None  # from a checkpoint
+        self._run_is_over = False
 
     @abstractmethod
     def read(self, split: Split) -> ImageSet | None:
@@ -174,19 +175,21 @@ class ImageData(pl.LightningDataModule, ABC):
             DataError: data is missing, damaged, too small to be split, or has other classes.
         """
         self._stage = stage
-        if stage == "fit" and self._ended:
+        if stage == "fit" and self._run_is_over:
             self._forget_run()
-        if self._prepared != (prepared := self.preparation()):  # changed by a checkpoint
-            self._sets = {}
-            self._prepared = prepared
+        if self._read_with != (wanted := self.preparation()):  # changed by a checkpoint
+            self._sets, self._read_with = {}, wanted
         evaluated = self._read_once(_EVALUATED[stage]) if stage in _EVALUATED else None
         if "train" not in self._sets:
-            if self._state and evaluated is not None:
+            if self._restored and evaluated is not None:
                 self._describe(evaluated)
             else:
                 self._setup_training()
-        if self._state:
-            self._take_state(self._state)
+        if self._restored:
+            check_same_classes(self._restored["classes"], self.classes)
+            kept = normalisation_for(self._restored, self.pixel_max)
+            self.normalisation = Normalisation(**kept)
+            self._order_seed = self._restored.get("order_seed")
 
     def _read_once(self, split: Split) -> ImageSet | None:
         if split not in self._sets and (images := self.read(split)) is not None:
@@ -213,17 +216,16 @@ class ImageData(pl.LightningDataModule, ABC):
         self.image_size = images.image_size
 
     def teardown(self, stage: str) -> None:
-        self._ended = True
+        self._run_is_over = True
 
     def on_exception(self, exception: BaseException) -> None:
-        self._ended = True
+        self._run_is_over = True
 
     def _forget_run(self) -> None:
-        """Forget the last run. Called when the next one starts: an evaluation may precede it."""
-        if self._state is not None and "train" in self._sets:
+        if self._restored is not None and "train" in self._sets:
             self.normalisation = self._measured
-        self._state = self._order_seed = None
-        self._ended = False
+        self._restored = self._order_seed = None
+        self._run_is_over = False
 
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
@@ -243,13 +245,9 @@ class ImageData(pl.LightningDataModule, ABC):
         return self._eval_loader("val")
 
     def test_dataloader(self) -> DataLoader[Batch]:
-        if "test" not in self._sets:
-            raise DataError(self._no_test())
         return self._eval_loader("test")
 
     def predict_dataloader(self) -> DataLoader[Batch]:
-        if "test" not in self._sets:
-            raise DataError(self._no_test())
         return self._eval_loader("test", in_order=True)
 
     def _no_test(self) -> str:
@@ -261,6 +259,8 @@ class ImageData(pl.LightningDataModule, ABC):
         Sets are sorted by class, so the first batches hold one or two classes. If the trainer
         evaluates only some batches, a shuffle with a fixed seed gives them images of all classes.
         """
+        if split == "test" and split not in self._sets:
+            raise DataError(self._no_test())
         images, size = self._images(split), self.eval_batch_size
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
         if not in_order and not (isinstance(limit, float) and limit == 1.0):
@@ -301,14 +301,14 @@ class ImageData(pl.LightningDataModule, ABC):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        assert self._prepared is not None, "setup() comes first"
+        assert self._read_with is not None, "setup() comes first"
         return {
             "classes": list(self.classes),
             "pixel_max": self.pixel_max,
             "normalisation": self.normalisation.state_dict(),
             "image_size": self.image_size,
             "in_chans": self.in_chans,
-            "crop_pct": self._prepared[1],
+            "crop_pct": self._read_with[1],
             "order_seed": self._order_seed,
         }
 
@@ -321,11 +321,6 @@ class ImageData(pl.LightningDataModule, ABC):
         check_state(state_dict)
         if hasattr(self, "classes"):
             check_same_classes(state_dict["classes"], self.classes)
-        self._state, self._ended = state_dict, False
+        self._restored, self._run_is_over = state_dict, False
         if hasattr(self, "classes"):
             self.setup(self._stage)
-
-    def _take_state(self, state: Mapping[str, Any]) -> None:
-        check_same_classes(state["classes"], self.classes)
-        self.normalisation = Normalisation(**normalisation_for(state, self.pixel_max))
-        self._order_seed = state.get("order_seed")
