@@ -308,11 +308,16 @@ def _build(
     )
     if bits is not None:
         make_reversible(model, bits)
-        model.default_memory = "exact"  # type: ignore[misc]
-        set_memory(model, memory or "exact")
+        model.default_memory = default_memory(source.architecture, bits)  # type: ignore[misc]
+        set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
     model.spec = Spec(source.architecture, shaping)
     return model
+
+
+def default_memory(name: str, reversible_bits: int | None = None) -> str:
+    """The mode of ``create_model(name, memory=None)``; reversible blocks are made for ``exact``."""
+    return "exact" if reversible_bits is not None else _entry_of(name).network.default_memory
 
 
 def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:

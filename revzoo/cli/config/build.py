@@ -22,7 +22,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.quick import model_spec
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
-from revzoo.models.registry import MODELS
+from revzoo.models.registry import MODELS, default_memory
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.checkpoint.files import PlainCheckpointIO
@@ -118,17 +118,16 @@ def run_description(config: Mapping[str, Any]) -> dict[str, str | int | float]:
     """
     data, optim, trainer = config["data"], config["optim"], config["trainer"]
     root = f" {Path(data['root']).name}" if "root" in data else ""
-    entry = MODELS.get(str(config["model"]["name"]).partition(".")[0])
-    default_memory = entry.network.default_memory if entry else "default"
-    if config["model"].get("reversible_bits"):
-        default_memory = "exact"
+    name = str(config["model"]["name"]).partition(".")[0]
+    bits = config["model"].get("reversible_bits")
+    default = default_memory(name, bits) if name in MODELS else "default"
     ends = {"max_epochs": "epochs", "max_steps": "steps"}
     length = [f"{trainer[k]} {name}" for k, name in ends.items() if (trainer.get(k) or -1) > 0]
     rate = f"{optim['name']} with lr {optim['lr']:g}"
     return {
         "batch": data.get("batch_size", 0),
         "data": data["_target_"].rpartition(".")[2] + root,
-        "memory": config["memory"]["mode"] or default_memory,
+        "memory": config["memory"]["mode"] or default,
         "model": config["model"]["name"],
         "seed": config["seed"],
         "training": ", ".join([*length, rate, config["precision"]["trainer"]]),
