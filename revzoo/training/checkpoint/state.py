@@ -106,6 +106,27 @@ class RunState(pl.Callback):
             "row": None if row is None else [row[0], row[1]],
         }
 
+    @staticmethod
+    def layout(saved: Mapping[str, Any], metrics: Mapping[str, Metric]) -> dict[str, Any]:
+        """An example of :meth:`state_dict`, for :func:`.validate.differences`.
+
+        Values have the right types. None stands for any value.
+
+        Args:
+            saved: the state to validate, whose lists and mappings may have any length.
+            metrics: of the training steps, by name.
+        """
+        names = saved.get("recomputed")
+        return {
+            "random": [{**random_states_of_cpu(), "cuda": None}] * len(saved["random"]),
+            "metrics": states_of({n: m for n, m in metrics.items() if n in saved["metrics"]}),
+            "figures": dict.fromkeys(saved["figures"], 0.0),
+            "notes": {},
+            "recomputed": [""] * len(names if isinstance(names, list) else ()),
+            "grid": None if saved.get("grid") is None else 0,
+            "row": None if saved.get("row") is None else [0, {}],
+        }
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Keep a saved state, to restore it when training starts.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.checkpoint.files import DamagedCheckpoint
-from revzoo.training.checkpoint.state import RunState, random_states_of_cpu
+from revzoo.training.checkpoint.state import RunState
 from revzoo.training.classifier import Classifier
 from revzoo.training.lightning_compat import new_fit_state, optimiser_steps
 from revzoo.training.optim.optimizers import build_optimizer, build_schedule
@@ -181,27 +181,10 @@ def _wrong_callbacks(
     expected_states = {c.state_key: state for c in callbacks if (state := c.state_dict())}
     yield from differences(expected_states, states, "callbacks")
     saved, place = states[RunState.__name__], f"callbacks[{RunState.__name__!r}]"
-    processes = saved.get("random")
-    if not isinstance(processes, list) or not processes:
+    if not saved.get("random") or not isinstance(saved["random"], list):
         yield f"{place}['random'] holds no random states"
         return
-    notes, names, row = (saved.get(part) for part in ("notes", "recomputed", "row"))
-    if not isinstance(notes or {}, dict) or not isinstance(names or [], list):
-        yield f"{place}['notes'] or {place}['recomputed'] has a wrong type"
-    if not isinstance(saved.get("grid"), int | None):
-        yield f"{place}['grid'] has a wrong type"
-    if row is not None:
-        yield from differences([0, {}], row, f"{place}['row']")
-    expected = {**random_states_of_cpu(), "cuda": None}
-    yield from differences([expected] * len(processes), processes, f"{place}['random']")
-    metrics = {
-        name: {"updates": 0, "values": dict(metric.metric_state)}
-        for name, metric in module.training_metrics().items()
-        if name in saved["metrics"]
-    }
-    yield from differences(metrics, saved["metrics"], f"{place}['metrics']")
-    figures = saved["figures"]
-    yield from differences(dict.fromkeys(figures, 0.0), figures, f"{place}['figures']")
+    yield from differences(RunState.layout(saved, module.training_metrics()), saved, place)
 
 
 def _wrong_data(model: Mapping[str, Any], state: Mapping[str, Any], data: str) -> Iterator[str]:

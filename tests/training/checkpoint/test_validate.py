@@ -158,6 +158,8 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: run_state(s)["random"][0].update(torch=torch.ones(3)), r"\['torch'\] is a float"),
     (lambda s: run_state(s).pop("figures"), r"\['figures'\] is missing"),
     (lambda s: run_state(s).update(metrics={"loss": {}}), r"\['loss'\]\['updates'\] is missing"),
+    (lambda s: run_state(s).update(notes=3), r"\['notes'\] is int 3, expected a mapping"),
+    (lambda s: run_state(s).update(row=[1]), r"\['row'\] is a list of 1, expected a list of 2"),
     (lambda s: s.pop("Digits"), "Digits is missing"),
     (lambda s: s["Digits"]["classes"].pop(), r"\['classes'\] is a list of 9"),
     (lambda s: s["Digits"]["normalisation"].update(mean=[float("nan")]), r"\['mean'\]\[0\] is nan"),
