@@ -108,10 +108,19 @@ def find_batch_size(
         NoRoomError: not even two images fit, or the system does not report free memory.
     """
     options = {"accelerator": "auto", **(trainer or {})}
-    search = _Search(module, data, options, max_bytes=max_bytes)
+    with trial_trainer(options, max_steps=STEPS) as runner:
+        device = runner.strategy.root_device
+    if not _Trials(module, data, options, _Limit(device, None)).train(SMALLEST):
+        raise NoRoomError(
+            "not even a batch of two images fits into memory: free some, or choose a smaller "
+            "model or memory mode"
+        )
+    give_back()
+    limit = _Limit(device, room_on(device, max_bytes))
     with random_states_kept():  # counting builds models, which draws weights
-        per_image = counted(module, data, options) if search.device.type == "cpu" else {}
-    largest = {name: search.images_in_room(size) for name, size in per_image.items()}
+        per_image = counted(module, data, options) if device.type == "cpu" else {}
+    left = (limit.room or 0) - FIXED_COPIES * sum(p.nbytes for p in module.parameters())
+    largest = {name: int(max(0, left) // size) for name, size in per_image.items()}
     bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
     bounds["training images"] = data.train_count
     limited_by = min(bounds, key=lambda name: bounds[name])
@@ -120,9 +129,9 @@ def find_batch_size(
             f"a batch of {SMALLEST} images does not fit ({limited_by}: {bounds[limited_by]}); "
             f"free memory, raise tuner.max_bytes ({max_bytes}) or choose a smaller model"
         )
-    size = search.run(bounds[limited_by])
+    size = _Trials(module, data, options, limit).largest(bounds[limited_by])
     by = limited_by if size == bounds[limited_by] else "memory"
-    return BatchSize(size, by, search.room, search.taken(), per_image, largest)
+    return BatchSize(size, by, limit.room, limit.taken(), per_image, largest)
 
 
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:
@@ -150,60 +159,38 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
     return {mode: factor * count for mode, count in counts.items()}
 
 
-class _Search:
-    """Trials of growing batches on one device, within ``room`` bytes.
+class _Limit:
+    """The memory that trials may take; on a GPU torch's allocator watches it, on the CPU we do.
 
-    Raises:
-        NoRoomError: not even two images can be trained.
+    Args:
+        device: of the trials.
+        room: bytes; None for the whole device.
     """
 
-    def __init__(
-        self,
-        module: Classifier,
-        data: ImageData,
-        options: Mapping[str, Any],
-        *,
-        max_bytes: float | None,
-    ) -> None:
-        self.module, self.data, self.options = module, data, options
-        self.room: int | None = None
-        with trial_trainer(options, max_steps=STEPS) as runner:
-            self.device = runner.strategy.root_device
-        self._before, self._tried, self._measures = 0, 0, False
-        if not self._trains(SMALLEST):
-            raise NoRoomError(
-                "not even a batch of two images fits into memory: free some, or choose a smaller "
-                "model or memory mode"
-            )
+    def __init__(self, device: torch.device, room: int | None) -> None:
+        self.device, self.room = device, room
+        self.tried = 0  # images of the last trial
+        self._before, self._measures = resident_bytes() or 0, False
+
+    def begin(self, batch_size: int) -> None:
+        """Before a trial: extrapolate from the last one.
+
+        Raises:
+            RuntimeError: as torch's allocator raises it, if the estimate exceeds the room.
+        """
+        if self.tried and batch_size > self.tried:
+            # an upper bound: activations grow with the batch, the rest does not
+            self._refuse(batch_size, (self.taken() or 0) * batch_size / self.tried)
         give_back()
-        self.room = room_on(self.device, max_bytes)
-        self._before, self._tried = resident_bytes() or 0, 0
-        self._fixed = FIXED_COPIES * sum(p.nbytes for p in module.parameters())
+        self.tried, self._measures = batch_size, reset_peak()
 
-    def images_in_room(self, per_image: float) -> int:
-        """Number of images that fit, if each takes ``per_image`` bytes."""
-        assert self.room is not None
-        return int(max(0, self.room - self._fixed) // per_image)
+    def end(self) -> None:
+        """After a trial: measure it.
 
-    def run(self, largest: int) -> int:
-        """The largest batch up to ``largest`` that trains within the limit."""
-        size = max(SMALLEST, largest // FIRST)
-        with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
-            data = self._data(size)
-            best = Tuner(runner).scale_batch_size(
-                _Guarded(self.module, self),
-                datamodule=data,
-                mode="binsearch",
-                steps_per_trial=STEPS,
-                init_val=size,
-                max_trials=SUCCESSES if self.device.type == "cpu" else 25,
-                margin=0.0,
-                max_val=largest,
-            )
-        assert best is not None, "only fast_dev_run returns None"
-        while best > SMALLEST and not self._trains(best):
-            best = max(SMALLEST, int(0.9 * best))
-        return best
+        Raises:
+            RuntimeError: as :meth:`begin`.
+        """
+        self._refuse(self.tried, self.taken() or 0)
 
     def taken(self) -> int | None:
         """Growth of the process at its peak, in bytes; see :class:`BatchSize`."""
@@ -212,51 +199,16 @@ class _Search:
             return peak
         return max(0, peak - self._before) if self._measures else None
 
-    def begin(self, batch_size: int) -> None:
-        """Before a trial: extrapolate from the last one.
-
-        Raises:
-            RuntimeError: as torch's allocator raises it, if the estimate exceeds the room.
-        """
-        if self._tried and batch_size > self._tried:
-            # an upper bound: activations grow with the batch, the rest does not
-            self._refuse(batch_size, (self.taken() or 0) * batch_size / self._tried)
-        give_back()
-        self._tried, self._measures = batch_size, reset_peak()
-
-    def end(self) -> None:
-        """After a trial: measure it.
-
-        Raises:
-            RuntimeError: as :meth:`begin`.
-        """
-        self._refuse(self._tried, self.taken() or 0)
-
     def _refuse(self, batch_size: int, needed: float) -> None:
         if self.device.type == "cpu" and self.room is not None and needed > self.room:
+            # Lightning's finder recognises this text
             raise RuntimeError(
                 f"DefaultCPUAllocator: can't allocate memory: {batch_size} images take about "
                 f"{needed:.0f} bytes of {self.room}"
             )
 
-    def _trains(self, size: int) -> bool:
-        """Whether a batch trains within the room; tries it on a copy."""
-        with self._limited(), trial_trainer(self.options, max_steps=STEPS) as runner:
-            try:
-                runner.fit(_Guarded(self.module, self), datamodule=self._data(size))
-            except RuntimeError as error:
-                if not is_out_of_memory(error):
-                    raise
-                return False
-        return True
-
-    def _data(self, size: int) -> ImageData:
-        data = data_copy(self.data)
-        data.batch_size = size
-        return data
-
     @contextmanager
-    def _limited(self) -> Iterator[None]:
+    def enforced(self) -> Iterator[None]:
         """On a GPU, make torch's allocator raise beyond the room."""
         if self.device.type != "cuda" or self.room is None:
             yield
@@ -269,18 +221,62 @@ class _Search:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
 
 
-class _Guarded(Trial):
-    """A trial that calls the search before and after each batch size."""
+class _Trials:
+    """Trains copies of a module on batches of different sizes, within a limit."""
 
-    def __init__(self, original: Classifier, search: _Search) -> None:
+    def __init__(
+        self, module: Classifier, data: ImageData, options: Mapping[str, Any], limit: _Limit
+    ) -> None:
+        self.module, self.data, self.options, self.limit = module, data, options, limit
+
+    def largest(self, most: int) -> int:
+        """The largest batch up to ``most`` that trains within the limit."""
+        size = max(SMALLEST, most // FIRST)
+        with self.limit.enforced(), trial_trainer(self.options, max_steps=STEPS) as runner:
+            best = Tuner(runner).scale_batch_size(
+                _Guarded(self.module, self.limit),
+                datamodule=self._batches_of(size),
+                mode="binsearch",
+                steps_per_trial=STEPS,
+                init_val=size,
+                max_trials=SUCCESSES if self.limit.device.type == "cpu" else 25,
+                margin=0.0,
+                max_val=most,
+            )
+        assert best is not None, "only fast_dev_run returns None"
+        while best > SMALLEST and not self.train(best):
+            best = max(SMALLEST, int(0.9 * best))
+        return best
+
+    def train(self, size: int) -> bool:
+        """Train two steps; False if they do not fit into memory."""
+        with self.limit.enforced(), trial_trainer(self.options, max_steps=STEPS) as runner:
+            try:
+                runner.fit(_Guarded(self.module, self.limit), datamodule=self._batches_of(size))
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                return False
+        return True
+
+    def _batches_of(self, size: int) -> ImageData:
+        data = data_copy(self.data)
+        data.batch_size = size
+        return data
+
+
+class _Guarded(Trial):
+    """A trial that asks the limit before and after each batch size."""
+
+    def __init__(self, original: Classifier, limit: _Limit) -> None:
         super().__init__(original)
-        self._search = search
+        self._limit = limit
 
     def on_train_start(self) -> None:
         super().on_train_start()
         data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
-        self._search.begin(data.batch_size)
+        self._limit.begin(data.batch_size)
 
     def on_train_end(self) -> None:
         super().on_train_end()
-        self._search.end()
+        self._limit.end()

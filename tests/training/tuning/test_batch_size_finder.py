@@ -13,7 +13,7 @@ from revzoo.training.tuning import batch_size_finder
 from revzoo.training.tuning.batch_size_finder import (
     FIXED_COPIES,
     NoRoomError,
-    _Search,
+    _Limit,
     find_batch_size,
 )
 
@@ -35,7 +35,7 @@ def module() -> Classifier:
 
 def with_room(monkeypatch: pytest.MonkeyPatch, room: int, taken: Any = None) -> None:
     monkeypatch.setattr(batch_size_finder, "room_on", lambda device, max_bytes: room)
-    monkeypatch.setattr(_Search, "taken", taken or (lambda self: None))
+    monkeypatch.setattr(_Limit, "taken", taken or (lambda self: None))
 
 
 def fixed(module: Classifier) -> int:
@@ -58,7 +58,7 @@ def test_the_memory_of_a_trial_ends_the_search(
     data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By the count all images fit, but the process grows more."""
-    with_room(monkeypatch, 45 * 10**6, lambda search: 10**6 * search._tried)
+    with_room(monkeypatch, 45 * 10**6, lambda limit: 10**6 * limit.tried)
     found = find_batch_size(module, data, **CPU)
     assert (found.batch_size, found.limited_by) == (45, "memory")
 
