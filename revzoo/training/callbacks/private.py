@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytorch_lightning as pl
@@ -81,12 +82,10 @@ class PrivateTraining(RestoresAfterFit):
             "noise_multiplier": noise_multiplier,
         }
         self.noise_multiplier = noise_multiplier
-        self._given = noise_multiplier
-        self._history: list[Any] = []
+        self._history: list[Any] = []  # of the accountant, from a checkpoint
         self._accountant: Any = None
         self._clipped: ClippedGradients | None = None
         self._sampler: PoissonSampler | None = None
-        self._seed = 0
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Refuse what would break the guarantee, and ask for Poisson batches."""
@@ -103,16 +102,14 @@ class PrivateTraining(RestoresAfterFit):
         pl_module.model.train()
         refuse_unsupported(pl_module.model)
         data.poisson = True
-        self._history, self.noise_multiplier = [], self._given
+        self._history, self.noise_multiplier = [], self.options["noise_multiplier"]
         self._accountant = opacus.create_accountant(self.options["accountant"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
-        from revzoo.integrations import opacus
-
+        """Choose the noise, and clip from here on: images, steps and checkpoint are known now."""
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
         assert isinstance(sampler, PoissonSampler)
-        self._sampler, self._seed = sampler, sampler.seed
-        images = len(sampler.dataset)  # type: ignore[arg-type]
+        images, largest = len(sampler.dataset), self.options["max_grad_norm"]  # type: ignore[arg-type]
         if self.options["delta"] >= 1 / images:
             raise ValueError(
                 f"callbacks.private.delta={self.options['delta']} for {images} training images: "
@@ -120,24 +117,7 @@ class PrivateTraining(RestoresAfterFit):
                 "satisfy it"
             )
         self._accountant.history = [tuple(entry) for entry in self._history]
-        if self._given is None:
-            steps = trainer.estimated_stepping_batches
-            if steps == float("inf"):
-                raise ValueError(
-                    "a run without an end has no budget: give trainer.max_epochs or "
-                    "trainer.max_steps, or callbacks.private.noise_multiplier"
-                )
-            if self.noise_multiplier is not None:
-                self._refuse_overspending(int(steps) - trainer.global_step, sampler.rate)
-        if self.noise_multiplier is None:
-            self.noise_multiplier = _quiet(
-                opacus.noise_for,
-                self.options["epsilon"],
-                self.options["delta"],
-                rate=sampler.rate,
-                steps=int(steps),
-                accountant=self.options["accountant"],
-            )
+        self.noise_multiplier = self._noise_for(trainer, sampler.rate)
         expected = sampler.rate * images
 
         def size(count: int) -> float:
@@ -145,14 +125,34 @@ class PrivateTraining(RestoresAfterFit):
             # gradients of processes are averaged; the loader put an image into an empty batch
             return expected / trainer.world_size if drawn else math.inf
 
-        self._clipped = ClippedGradients(pl_module.model, self.options["max_grad_norm"], size=size)
-        self._scale = self.options["max_grad_norm"] * self.noise_multiplier / expected
+        self._sampler, self._scale = sampler, largest * self.noise_multiplier / expected
+        self._clipped = ClippedGradients(pl_module.model, largest, size=size)
         if trainer.is_global_zero:
             log.info(
                 "private: noise multiplier %.4g, batches of %.0f images on average",
                 self.noise_multiplier,
                 expected,
             )
+
+    def _noise_for(self, trainer: pl.Trainer, rate: float) -> float:
+        """The noise multiplier: the user's, the checkpoint's, or the smallest for the budget."""
+        given: float | None = self.options["noise_multiplier"]
+        if given is not None:
+            return given
+        steps = trainer.estimated_stepping_batches
+        if steps == float("inf"):
+            raise ValueError(
+                "a run without an end has no budget: give trainer.max_epochs or "
+                "trainer.max_steps, or callbacks.private.noise_multiplier"
+            )
+        if self.noise_multiplier is not None:
+            self._refuse_overspending(int(steps) - trainer.global_step, rate)
+            return self.noise_multiplier
+        from revzoo.integrations import opacus
+
+        budget, accountant = self.options["epsilon"], self.options["accountant"]
+        noise = partial(opacus.noise_for, rate=rate, steps=int(steps), accountant=accountant)
+        return float(_quiet(noise, budget, self.options["delta"]))
 
     def _refuse_overspending(self, steps: int, rate: float) -> None:
         """A resumed run keeps its noise, so it must end where the first one planned to."""
@@ -174,7 +174,7 @@ class PrivateTraining(RestoresAfterFit):
         assert self._sampler is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         generator = torch.Generator(pl_module.device)
-        generator.manual_seed(noise_seed(self._seed, trainer.global_step))
+        generator.manual_seed(noise_seed(self._sampler.seed, trainer.global_step))
         for p in filter(lambda p: p.requires_grad, parameters):
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
             noise *= self._scale
@@ -255,8 +255,8 @@ def _check(trainer: pl.Trainer, data: Any) -> None:
         raise ValueError("callbacks.private with trainer.overfit_batches: expected 0")
 
 
-def _quiet(fn: Any, *args: Any, **options: Any) -> Any:
+def _quiet(fn: Any, *args: Any) -> Any:
     with warnings.catch_warnings():
         # that another order of the Renyi divergence would give a smaller bound
         warnings.filterwarnings("ignore", "Optimal order is the")
-        return fn(*args, **options)
+        return fn(*args)
