@@ -86,6 +86,7 @@ class EpochSampler(DistributedSampler[int]):
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
         generator = torch.Generator().manual_seed(self.epoch_seed)
+        # a generator of its seed alone: draws elsewhere cannot change the order
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
         # as DistributedSampler does: all processes get equally many images
         padded = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
@@ -122,6 +123,7 @@ class PoissonSampler(EpochSampler):
     def batch(self, epoch: int, index: int) -> list[int]:
         """This process's share of a batch; it may be empty."""
         generator = torch.Generator().manual_seed(hash_seed(self.seed, epoch, index))
+        # all processes draw the whole batch, so that their shares are disjoint
         drawn = torch.rand(len(self.dataset), generator=generator) < self.rate  # type: ignore[arg-type]
         mine: list[int] = drawn.nonzero().flatten()[self.rank :: self.num_replicas].tolist()
         return mine
@@ -151,6 +153,7 @@ class RestartingLoader(DataLoader[Batch]):
         restarts = 0
         while True:
             try:
+                # a restart skips the delivered batches, which the sampler repeats
                 for batch in self._start(done):
                     yield batch
                     done, restarts = done + 1, 0

@@ -152,6 +152,7 @@ _State = tuple[Choice | None, frozenset[int]]  # the last choice, if its run is 
 def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
+    # dynamic programming: per state, the partial assignments that no other one beats
     states: dict[_State, list[_Label]] = {(None, frozenset()): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
         later = _mentioned(chain.links[i + 1 :])
@@ -166,6 +167,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
                     now = held | open_run.state
                 entering = added + chain.bytes_of(frozenset(link.inputs) - now) + choice.forward
                 added += choice.keeps + chain.bytes_of(choice.holds - now)
+                # both lines of the NOTE, solved for K(i-1)
                 most = room - max(entering, added + choice.backward)
                 # streams that no later link mentions cannot tell two assignments apart
                 state = choice if choice.joins else None, (now | choice.holds) & later
@@ -196,6 +198,7 @@ def leanest(chain: Chain) -> list[Choice]:
         if found is None:
             low = middle + 1
         else:
+            # a found plan may lie far below its budget, so its own peak is the next upper end
             high = evaluate(free, found).peak
     choices = fastest(chain, high)
     assert choices is not None
@@ -219,6 +222,7 @@ def _mentioned(links: Sequence[Link]) -> frozenset[int]:
 
 def _insert(front: list[_Label], label: _Label) -> None:
     """Keep only labels that no other dominates: ascending in bytes, descending in cost."""
+    # ascending in bytes, so only the one before can be as small and as cheap
     at = bisect.bisect_right(front, label.kept, key=lambda other: other.kept)
     if at and front[at - 1].cost <= label.cost:
         return

@@ -78,6 +78,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
     device = next((p.device for p in step.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
+        # a copy: BatchNorm must not see these images, and the model may be on meta
         replica = _replica(step, device)
         states = {n: tuple(_sample(one, n, device) for one in layout) for n in (few, count)}
 
@@ -89,6 +90,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
         factor = fastest(plain.mode, count) * whole / count / max(1, plain.cost)
         least = fastest(plain.mode, few)
         constants = {
+            # few images: the constant part shows where the work is small
             c.mode: max(
                 0, fastest(c.mode, few) - least - factor * (c.cost - plain.cost) * few / whole
             )

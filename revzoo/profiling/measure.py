@@ -130,6 +130,7 @@ class _Pieces:
 
     def __init__(self, trace: Trace, streams: _Streams) -> None:
         self.trace, calls = trace, trace.calls
+        # by identity: a stream that passes a step unchanged is the same allocation
         self.numbers = {
             id(made): number
             for i, call in enumerate(calls)
@@ -180,12 +181,14 @@ class _Pieces:
             number = self.numbers.get(id(made))
             savers = {i % len(holds) for i in made.savers}  # -1 is the head
             if number is None:
+                # the first saver frees it last: the backward pass walks back
                 keeps[min(savers, default=self._at(made.born))] += made.size
             else:
                 for i in savers:
                     holds[i].add(number)
         saving = {i for made in kept for i in made.savers}
         alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
+        # no saved tensor and no run of inverses: then a tape keeps the inputs, to recompute from
         for i, call in enumerate(calls):
             if i not in saving and not call.joins:  # a tape keeps its inputs
                 inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)

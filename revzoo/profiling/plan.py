@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,7 +78,7 @@ class Plan(Mapping[str, str]):
                 continue
             stages.setdefault(stage_of(path), []).append(mode)
         width = max(map(len, stages), default=0)
-        rows = [f"{stage:{width}}  {_counts(modes)}" for stage, modes in stages.items()]
+        rows = [f"{stage:{width}}  {counts_of(modes)}" for stage, modes in stages.items()]
         return "\n".join(
             [
                 *rows,
@@ -88,7 +88,8 @@ class Plan(Mapping[str, str]):
         )
 
 
-def _counts(modes: Sequence[str]) -> str:
+def counts_of(modes: Sequence[str]) -> str:
+    """The number of steps in each mode: ``12 exact, 6 store``."""
     return ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes))
 
 
@@ -217,6 +218,7 @@ class Planner:
         help_ = "use a smaller model"
         if limit > fixed:
             # activations grow with the number of images, and with their area
+            # what the budget leaves for activations, over what the leanest plan needs
             share = (limit - fixed) / max(1, need - fixed)
             fits = int(batch * share)
             by_batch = f"a batch of about {fits}" if fits else ""
@@ -327,3 +329,47 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     optimizer.step()
     kept = (value for state in optimizer.state.values() for value in state.values())
     return sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))
+
+
+def largest(
+    need: Callable[[int], int | None], budget: int, *, start: int, power: int = 1, most: int = 2**20
+) -> int | None:
+    """The largest integer whose ``need`` is at most ``budget``.
+
+    Guesses assume that the need is proportional to ``number ** power``, then bisect. An impossible
+    number counts as the next smaller possible one.
+
+    Args:
+        need: bytes for a number, increasing; None for an impossible number. A call takes seconds.
+        budget: bytes.
+        start: the first guess.
+        power: 1 for a batch, 2 for the side of an image.
+        most: the largest number to try.
+
+    Returns:
+        None if not even the smallest possible number fits.
+    """
+    low, high = 0, most + 1  # low fits, high does not
+    best: int | None = None
+    guess = start
+    while high - low > 1:
+        guess = min(max(guess, low + 1), high - 1)
+        at, bytes_ = guess, need(guess)
+        while bytes_ is None and at > low + 1:
+            at -= 1
+            bytes_ = need(at)
+        if bytes_ is None:  # no possible number between low and the guess
+            low = guess
+            guess = (low + high) // 2 if high <= most else low + 1
+        # proportional growth first; once a number does not fit, no further than the middle
+        elif bytes_ <= budget:
+            best, low = at, max(guess, at)
+            growth = (budget / max(1, bytes_)) ** (1 / power)
+            guess = max(low + 1, int(at * growth))
+            if high <= most:
+                guess = min(guess, (low + high + 1) // 2)
+        else:
+            high = at
+            shrunk = int(at * (budget / bytes_) ** (1 / power))
+            guess = max(shrunk, (low + high) // 2) if low else shrunk
+    return best

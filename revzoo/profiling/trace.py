@@ -244,6 +244,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     def _bury(self, key: int, made: Allocation) -> None:
         made.died = self.tick
+        # a new storage may have the address of the old one by now
         if self._alive.get(key) is made:
             del self._alive[key]
 
@@ -263,6 +264,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._modules.append(outer)
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
+        # only the outermost step counts: steps inside a branch belong to it
         index = self._current[-1]
         if name is not None and index < 0 and isinstance(module, Step) and not is_container(module):
             state = [t for t in args if isinstance(t, Tensor)]
@@ -282,6 +284,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         index = self._current.pop()
+        # the outermost step ends
         if index >= 0 and self._current[-1] < 0:
             call = self.calls[index]
             streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
@@ -356,6 +359,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
     trace = Trace(model)
     with torch.enable_grad(), mode:
         for p in trained:
+            # else gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p)
         trace.register(model.parameters(), "parameter")
         trace.register(model.buffers(), "buffer")

@@ -106,6 +106,7 @@ class Redo:
                 raise self._final(drift) from drift
             return
         params = list(self.module.parameters())
+        # of earlier batches of this optimiser step, to which a failed pass has added
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
         while (failure := self._failure(loss, run)) is not None:
             if failure.beyond:
@@ -130,6 +131,7 @@ class Redo:
         except RangeError as beyond:
             error = beyond.with_traceback(None)
         found = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
+        # a process that repeats the step alone would wait for the others for ever
         everywhere: list[Any] = [found]
         if trainer.world_size > 1:
             if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
@@ -140,6 +142,7 @@ class Redo:
             return None
         names = sorted({name for part, _, _ in everywhere for name in part})
         grids = [grid for _, beyond, grid in everywhere if beyond]
+        # None: some process found no grid that fits
         grid = None if None in grids else min(grids, default=None)
         error = error or DriftError("another process of this run reports a drift or a range")
         return Failure(error, names, bool(grids), grid)

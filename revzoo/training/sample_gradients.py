@@ -108,6 +108,7 @@ class SampleNorms:
                 "samples along dimension 0 of each layer with parameters"
             )
         parameters = own_parameters(module)
+        # the norm of a sum is no sum of norms: gradients of shared parameters are added first
         if any(p in self._sums or self._captures.left(p) > 1 for p in parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
                 p = parameters[name]
@@ -202,7 +203,9 @@ class ClippedGradients:
             return self.norms
         self._sums.start()
         try:
+            # a first pass to the images alone, which accumulates no gradient of parameters
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)
+            # the loss is a mean over the batch, so its gradients are 1 / count of a sample's
             norms = self._sums.take().clamp(min=0).sqrt() * count
         finally:
             self._sums.collecting = False

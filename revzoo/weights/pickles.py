@@ -116,6 +116,7 @@ class BoundedUnpickler(pickle._Unpickler):
     The C unpickler allocates its memo for the largest index in the file.
     """
 
+    # every instruction that hashes a value from the file: nested tuples take exponential time
     dispatch: ClassVar = {
         **_dispatch,
         **{op[0]: _checking(_dispatch[op[0]], keys) for op, keys in _HASHING.items()},

@@ -187,6 +187,7 @@ def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
         if storage._cdata not in seen:
             seen.add(storage._cdata)
             total += held
+        # expand() makes a tensor of any size from one number; a list may share a storage
         if needed > held or total > size:
             raise UnreadableWeightsError(
                 f"{path}: {name or 'a tensor'} of shape {tuple(tensor.shape)} takes {needed:,} "

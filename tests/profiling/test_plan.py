@@ -8,7 +8,7 @@ from torch import nn
 import revzoo
 from revzoo.profiling import clock
 from revzoo.profiling.audit import audit
-from revzoo.profiling.plan import Plan, Planner, plan_memory, state_bytes
+from revzoo.profiling.plan import Plan, Planner, largest, plan_memory, state_bytes
 from revzoo.profiling.units import bytes_from, in_units
 
 SHAPE = (16, 3, 32, 32)
@@ -240,3 +240,28 @@ def test_few_traces_give_nearly_the_same_plan():
     budget = 2 * full.least
     assert few.plan(budget).seconds <= 1.25 * full.plan(budget).seconds
     assert "recompute" in few.plan(few.least + 2**18).values()  # the steps without an inverse
+
+
+@pytest.mark.parametrize("start", [1, 10, 500])
+@pytest.mark.parametrize(("power", "budget"), [(1, 7777), (2, 7777), (1, 45), (2, 2000)])
+def test_the_largest_is_found_in_few_calls(start, power, budget):
+    calls = []
+
+    def need(n):
+        calls.append(n)
+        return 40 + 3 * n**power
+
+    found = largest(need, budget, start=start, power=power)
+    assert need(found) <= budget < need(found + 1)
+    assert len(calls) < 20
+
+
+def test_impossible_numbers_are_passed_over():
+    """Images must be multiples of 4."""
+    found = largest(lambda n: n * n if n % 4 == 0 else None, 1700, start=32, power=2)
+    assert found == 40
+
+
+def test_nothing_may_fit():
+    assert largest(lambda n: 100 + n, 50, start=8) is None
+    assert largest(lambda n: None, 50, start=8, most=16) is None

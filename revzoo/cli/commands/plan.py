@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> None:
 
 def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
     """A sentence with the largest batch, image or depth that has a plan."""
-    from revzoo.profiling.fit import largest
+    from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_units
 
     start, need = _needs(args, shape)

@@ -204,6 +204,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
     """
     choices = cfg.hydra.runtime.choices
     chosen = [f"{group}={choices.get(group)}" for group in HYDRA_GROUPS]
+    # our own primary file, with the same log handlers: what Hydra would compose without a user
     with hydra_of(TRAIN):
         packaged = OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
     composed = OmegaConf.to_container(cfg.hydra, resolve=False)

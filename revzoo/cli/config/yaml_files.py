@@ -67,6 +67,7 @@ def check_growth(path: Path) -> None:
                 if isinstance(event, yaml.AliasEvent):
                     if event.anchor not in sizes:
                         raise ConfigError(f"{path}: the alias *{event.anchor} has no value yet")
+                    # OmegaConf copies the node, so an alias counts as much as its anchor
                     count += sizes[event.anchor]
                 elif isinstance(event, yaml.NodeEvent):
                     open_nodes.append((event.anchor, count))

@@ -22,6 +22,7 @@ from revzoo.profiling.plan import (
     Plan,
     PlannedMode,
     Planner,
+    counts_of,
     inverting_mode,
     state_bytes,
 )
@@ -101,10 +102,9 @@ def _new_plan(
 
 def _summary(plan: Plan, planner: Planner) -> str:
     modes = [plan[link.name] for link in planner.chain.links if link.name]
-    counts = ", ".join(f"{modes.count(m)} {m}" for m in dict.fromkeys(modes))
     pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}
     others = ", ".join(f"{m} {in_units(p.peak)}" for m, p in pure.items() if p is not None)
-    return f"steps: {counts}; peak {in_units(plan.peak_bytes)} ({others})"
+    return f"steps: {counts_of(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
 
 
 def _optimiser_bytes(config: Mapping[str, Any], data: ImageData) -> int:

@@ -10,7 +10,7 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytorch_lightning as pl
 import torch
@@ -154,12 +154,23 @@ def train(
     stop = GracefulStop()
     try:
         with stop.listening(), switches_restored():
-            if config.get(TUNER) is None or resume is not None:
-                return _train(config, run_dir, overrides, resume, stop)
-            following = search(config, run_dir, overrides)
-            if config[TUNER]["then"] == "stop":
-                return {}
-            return _train(following, run_dir, overrides, resume, stop)
+            if config.get(TUNER) is not None and resume is None:
+                following = search(config, run_dir, overrides)
+                if config[TUNER]["then"] == "stop":
+                    return {}
+                config = following
+            with quiet(), user_errors():
+                run = prepare(config, run_dir, stop, resume)
+            if run.trainer.is_global_zero:
+                record(run, run_dir, overrides, resume)
+            return fit_and_test(
+                run.trainer,
+                run.module,
+                run.data,
+                run_dir=run_dir,
+                test=config["test"],
+                resume=resume,
+            )
     except RunStopped as stopped:
         status = stopped.status
         if is_first_process():
@@ -180,48 +191,65 @@ def search(config: Mapping[str, Any], run_dir: Path, overrides: Sequence[str]) -
     return following
 
 
-def _train(
-    config: Mapping[str, Any],
-    run_dir: Path,
-    overrides: Sequence[str],
-    resume: Path | None,
-    stop: GracefulStop,
-) -> dict[str, float]:
-    with quiet(), user_errors():
-        prepare_process(config)
-        # a run that stopped before its first checkpoint begins at step 0 and replaces its log rows
-        again = (run_dir / CONFIG_FILE).exists()
-        step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
-        with type_errors_explained():
-            trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
-        data = build_data(config["data"])
-        if trainer.is_global_zero and "root" in config["data"]:
-            log.info("reading  %s", config["data"]["root"])  # takes minutes for many files
-        data.prepare_data()
-        data.setup("fit")
-        check_batch_size(data.batch_size, data.train_count, trainer.world_size)
-        if trained_on is not None:  # before the model, which is built for these data
-            _check_same_data(trained_on, data)
-        module = build_module(config, data)
-        config = with_plan(config, module, data, trainer.strategy.root_device)
-    if trainer.is_global_zero:
-        if resume is None:
-            write_config(config, run_dir)
-        else:  # record changes only after the trainer has accepted the checkpoint
-            recorder = pl.callbacks.LambdaCallback(
-                on_train_start=lambda *_: write_config(config, run_dir)
-            )
-            trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
-        record_session(run_dir, overrides=overrides, from_step=step or 0)
-        log_opening(config, trainer, module, data, run_dir)
-        if resume is not None:
-            log.info("resuming at step %d, from %s", step, resume)
-    return fit_and_test(trainer, module, data, run_dir=run_dir, test=config["test"], resume=resume)
+class Run(NamedTuple):
+    """The parts of a run that is ready to train.
+
+    Attributes:
+        config: with the plan of memory modes, if the run has one.
+        trainer: with the callbacks.
+        module: with the model.
+        data: after ``setup``.
+        first_step: the step at which it starts; None in a new folder.
+    """
+
+    config: dict[str, Any]
+    trainer: pl.Trainer
+    module: Classifier
+    data: ImageData
+    first_step: int | None
+
+
+def prepare(
+    config: Mapping[str, Any], run_dir: Path, stop: GracefulStop, resume: Path | None
+) -> Run:
+    """Build the parts of a run. Writes no files."""
+    prepare_process(config)
+    # a run that stopped before its first checkpoint begins at step 0 and replaces its log rows
+    again = (run_dir / CONFIG_FILE).exists()
+    step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
+    with type_errors_explained():
+        trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
+    data = build_data(config["data"])
+    if trainer.is_global_zero and "root" in config["data"]:
+        log.info("reading  %s", config["data"]["root"])  # takes minutes for many files
+    data.prepare_data()
+    data.setup("fit")
+    check_batch_size(data.batch_size, data.train_count, trainer.world_size)
+    if trained_on is not None:  # before the model, which is built for these data
+        _check_same_data(trained_on, data)
+    module = build_module(config, data)
+    planned = with_plan(config, module, data, trainer.strategy.root_device)
+    return Run(planned, trainer, module, data, step)
+
+
+def record(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | None) -> None:
+    """Write the configuration and the session to the folder, and the opening to the log."""
+    if resume is None:
+        write_config(run.config, run_dir)
+    else:  # record changes only after the trainer has accepted the checkpoint
+        recorder = pl.callbacks.LambdaCallback(
+            on_train_start=lambda *_: write_config(run.config, run_dir)
+        )
+        run.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
+    record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir)
+    if resume is not None:
+        log.info("resuming at step %d, from %s", run.first_step, resume)
 
 
 def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     """The optimiser steps of a checkpoint, and its state of the data module."""
-    state = read_checkpoint(path)
+    state = read_checkpoint(path)  # freed on return: it may hold gigabytes
     return state["global_step"], state[data_name(config)]
 
 

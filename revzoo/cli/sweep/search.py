@@ -87,6 +87,7 @@ class Search:
         number = interrupted[0].number if interrupted else len(trials)
         self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
         if interrupted:
+            # suggest() then returns the values that the trial has drawn already
             trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
         else:
             trial = self.study.ask()
@@ -106,6 +107,7 @@ class Search:
         with output.open("a") as file:
             prune = curve.should_prune if curve is not None else None
             status = run_program(self.command(trial, run_dir), output=file, should_end=prune)
+        # we stopped the run ourselves, so its status is no failure
         if curve is not None and curve.pruned:
             return self.end(trial, self.states.PRUNED)
         if curve is not None:

@@ -114,6 +114,7 @@ class GracefulStop(pl.Callback):
         if self.requested is not None:
             return  # batch systems send SIGTERM both to the process and to its group
         self.requested, self._since = signum, time.monotonic()
+        # outside a loop nothing polls ``requested``, and no step is half done
         if not self._in_loop:
             raise RunStopped(signum)
         name = signal.Signals(signum).name
@@ -173,6 +174,7 @@ class GracefulStop(pl.Callback):
         """Share a signal with all processes, which call this at the same point of the run."""
         requested = self.requested  # read once: a signal may arrive at any instant
         if trainer.world_size > 1:
+            # a maximum of indices is one collective; Ctrl-C and SIGTERM may meet
             rank = torch.tensor(
                 float(PREFERRED.index(requested)), device=trainer.strategy.root_device
             )
@@ -194,6 +196,7 @@ def watchdog(end: Callable[[int], None]) -> Iterator[None]:
     works while the main thread is blocked in a library.
     """
     reads, writes = os.pipe()
+    # the handler must never block: Python runs it at any instruction
     os.set_blocking(writes, False)
     before = signal.set_wakeup_fd(writes, warn_on_full_buffer=False)
     over = threading.Event()

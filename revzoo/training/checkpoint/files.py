@@ -126,10 +126,13 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
+            # else the new name may reach the disk before the content
             os.fsync(file.fileno())
+        # a kill before the rename below leaves a good previous.ckpt
         if path.name == LAST and path.exists():
             _keep_previous(path)
         temporary.replace(path)
+        # the rename itself, too
         _sync_folder(path.parent)
     finally:
         with suppress(OSError):
@@ -209,6 +212,7 @@ def load_tensors(
     try:
         check_dense(tensors, where)
         if not strict:
+            # names may differ, but shapes of shared names may not
             shared = expected.keys() & tensors.keys()
             expected, tensors = ({key: d[key] for key in shared} for d in (expected, tensors))
         check_fit(expected, tensors, where)
