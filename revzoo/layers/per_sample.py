@@ -21,6 +21,7 @@ Shapes: N samples, I and O input and output features, T places.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -415,7 +416,12 @@ class _Bare(nn.Module):
 
 def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradients:
     """Any layer: a vectorised evaluation of the layer per sample."""
-    parameters = own_parameters(module)
+    kind, parameters = type(module).__name__, own_parameters(module)
+    if wrong := [tuple(t.shape) for t in inputs if t.shape[:1] != gradient.shape[:1]]:
+        raise ValueError(
+            f"{kind} was called with a tensor of shape {wrong[0]} for {len(gradient)} samples: "
+            "expected them along dimension 0 of each input of a layer with parameters"
+        )
     dtype = gradient.dtype  # under autocast, it may have fewer bits than the parameters
     for p in parameters.values():
         dtype = torch.promote_types(dtype, p.dtype)
@@ -423,14 +429,46 @@ def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradi
     needed = {name: p.detach().to(dtype) for name, p in parameters.items() if p.requires_grad}
     bare = _Bare(module)
 
+    def run(needed: Gradients, batch: Sequence[Tensor]) -> Tensor:
+        values = {f"layer.{name}": p for name, p in needed.items()}
+        # a tied parameter of a layer inside is that layer's
+        output = functional_call(bare, values, tuple(batch), tie_weights=False)
+        return output if isinstance(output, Tensor) else output[0]
+
+    def gradients(batch: Sequence[Tensor], g: Tensor) -> Gradients:
+        return vjp(lambda needed: run(needed, batch), needed)[1](g)[0]
+
     def of_sample(sample: Sequence[Tensor], g: Tensor) -> Gradients:
-        def run(needed: Gradients) -> Tensor:
-            batch = tuple(t.unsqueeze(0) for t in sample)
-            values = {f"layer.{name}": p for name, p in needed.items()}
-            # a tied parameter of a layer inside is that layer's
-            output = functional_call(bare, values, batch, tie_weights=False)
-            return output if isinstance(output, Tensor) else output[0]
+        return gradients([t.unsqueeze(0) for t in sample], g.unsqueeze(0))
 
-        return vjp(run, needed)[1](g.unsqueeze(0))[0]
+    gradient = gradient.to(dtype)
+    try:
+        found = vmap(of_sample)(inputs, gradient)
+    except RuntimeError as error:
+        if "random operation" not in str(error):
+            raise
+        raise ValueError(
+            f"{kind} has parameters and draws random numbers, so its gradients of samples cannot "
+            "be computed again: set its dropout to 0, or put the parameters into layers inside it"
+        ) from error
+    if module not in _checked and gradient.any():
+        for name, whole in gradients(inputs, gradient).items():
+            g = found[name]
+            if (whole - g.sum(0)).norm() > torch.finfo(dtype).eps ** 0.25 * g.norm():
+                raise ValueError(
+                    f"the gradients of samples of {kind}.{name} do not add up to the gradient of "
+                    "the batch: the layer mixes samples, or one of its inputs has none"
+                )
+            other = needed[name] + torch.linspace(1, 2, g[0].numel()).to(g).view_as(g[0])
+            if not g.any() and torch.equal(
+                run({**needed, name: other}, inputs), run(needed, inputs)
+            ):
+                raise ValueError(
+                    f"the output of {kind} does not depend on its attribute {name!r}: freeze this "
+                    "parameter, or read the attribute in forward, not a copy of it"
+                )
+        _checked.add(module)
+    return found
 
-    return vmap(of_sample)(inputs, gradient.to(dtype))
+
+_checked: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # layers that _any has checked once

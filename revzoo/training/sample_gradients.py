@@ -60,6 +60,7 @@ class SampleNorms:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.collecting = False
+        self._samples: int | None = None
         self._captures = Captures(layers(model).values(), self._add)
         self._forget()
 
@@ -68,10 +69,10 @@ class SampleNorms:
         for handle in self._captures.handles:
             handle.remove()
 
-    def start(self) -> None:
-        """Collect, without what an interrupted backward pass left."""
+    def start(self, samples: int | None = None) -> None:
+        """Collect for a batch of ``samples``, without what an interrupted backward pass left."""
         self._forget()
-        self.collecting = True
+        self.collecting, self._samples = True, samples
 
     def take(self) -> Tensor:
         """The squared norms ``(B,)`` since the last call, in the gradients' own precision.
@@ -92,6 +93,7 @@ class SampleNorms:
 
     def _forget(self) -> None:
         self._total: Tensor | None = None
+        self._samples = None
         self._sums: dict[nn.Parameter, Tensor] = {}  # of parameters that are used several times
         self._seen: set[nn.Module] = set()
 
@@ -99,12 +101,13 @@ class SampleNorms:
         module = call.module
         if not self.collecting or not trainable(module):
             return
+        samples = self._samples = len(gradient) if self._samples is None else self._samples
         if self._total is None:
-            self._total = gradient.new_zeros(len(gradient))
-        if len(gradient) != len(self._total):
+            self._total = gradient.new_zeros(samples)
+        if len(gradient) != samples:
             name = next(n for n, m in self.model.named_modules() if m is module)
             raise ValueError(
-                f"{name!r} returned {len(gradient)} rows for {len(self._total)} samples: keep the "
+                f"{name!r} returned {len(gradient)} rows for {samples} samples: keep the "
                 "samples along dimension 0 of each layer with parameters"
             )
         parameters = own_parameters(module)
@@ -201,7 +204,7 @@ class ClippedGradients:
         if not count:
             self.norms = gradient.new_zeros(0)
             return self.norms
-        self._sums.start()
+        self._sums.start(count)
         try:
             # a first pass to the images alone, which accumulates no gradient of parameters
             torch.autograd.grad([below], [images], [gradient], retain_graph=True)

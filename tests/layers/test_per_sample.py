@@ -177,6 +177,57 @@ def test_layers_without_gradients_of_samples_are_refused(layer, message):
         refuse_unsupported(nn.Sequential(layer))
 
 
+class Listed(nn.Module):
+    """Reads its parameter from a list, where no transform can replace it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+        self.list = [self.weight]
+
+    def forward(self, x, other=None):
+        return x * self.list[0]
+
+
+class Weighted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+
+class Centred(Weighted):
+    def forward(self, x):
+        return (x - x.mean(0)) * self.weight
+
+
+class Dropped(Weighted):
+    def forward(self, x):
+        return nn.functional.dropout(x * self.weight)
+
+
+class Shared(Weighted):
+    def forward(self, x, scale):
+        return x * self.weight * scale
+
+
+@pytest.mark.parametrize(
+    ("layer", "inputs", "message"),
+    [
+        (Listed, [(4, 3)], "does not depend on its attribute 'weight'"),
+        (Centred, [(4, 3)], "mixes samples"),
+        (Dropped, [(4, 3)], "draws random numbers"),
+        (Shared, [(4, 3), (3,)], r"a tensor of shape \(3,\) for 4 samples"),
+        (Shared, [(3, 3), (3,)], "or one of its inputs has none"),
+    ],
+)
+def test_layers_that_a_transform_per_sample_gets_wrong_are_refused(layer, inputs, message):
+    torch.manual_seed(0)
+    layer, inputs = layer(), [torch.randn(shape) for shape in inputs]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            per_sample_gradients(layer, inputs, torch.randn_like(inputs[0]))
+
+
 def test_hooks_of_the_user_run_around_the_layer_not_inside():
     """A hook that changes inputs does not change them again."""
     layer = nn.PReLU(3).double()

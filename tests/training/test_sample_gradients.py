@@ -233,6 +233,23 @@ def test_rows_that_are_no_samples_are_refused():
         net(torch.ones(3, 2)).sum().backward()
 
 
+def test_tokens_along_dimension_0_are_refused():
+    """The norms would be the tokens'."""
+
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.inner(x.flatten(0, 1)).view(len(x), -1)
+
+    net = Tokens()
+    ClippedGradients(net, CLIP)
+    with pytest.raises(ValueError, match="'inner' returned 6 rows for 3 samples"):
+        net(torch.ones(3, 2, 2)).sum().backward()
+
+
 def test_second_derivatives_and_indices_are_refused():
     """The weights' own derivative would be missing; indices have no gradient."""
     net = nn.Linear(2, 2)

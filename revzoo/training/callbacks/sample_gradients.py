@@ -80,7 +80,7 @@ class _ReadsNorms(RestoresAfterFit):
     ) -> None:
         assert self._norms is not None
         if trainer.global_step % self.every_n_steps == 0:
-            self._norms.start()
+            self._norms.start(len(batch[0]))
             self._batch = batch
 
     def on_before_optimizer_step(
