@@ -103,3 +103,12 @@ def test_sphinx_builds_the_site_without_a_warning(tmp_path: Path) -> None:
     finally:
         sys.path[:] = path
     assert "create_model" in (tmp_path / "html" / "reference" / "api.html").read_text()
+
+
+def test_public_names_lead_to_the_api(reference: ModuleType) -> None:
+    text = "`revzoo.audit(model, shape)`, `revzoo.nothing`, [`revzoo.audit`](a.md)\n"
+    source = [text + "```python\n# `revzoo.audit`\n```\n"]
+    reference.link_names(None, "guide/memory", source)
+    linked = "{py:obj}`revzoo.audit(model, shape) <revzoo.profiling.audit.audit>`"
+    assert source[0].startswith(f"{linked}, `revzoo.nothing`, [`revzoo.audit`](a.md)")
+    assert "# `revzoo.audit`" in source[0]

@@ -52,6 +52,7 @@ an option: `revzoo train model=revnet110 optim=muon optim.lr=0.02`. `revzoo trai
 the whole configuration, `revzoo options GROUP` the options of a group.
 """
 WHOLE = ("debug", "experiment")  # groups whose files set options of the others
+NAME = re.compile(r"(?<![`\[}])`(revzoo\.(\w+)(?:\([^`<>]*\))?)`(?!`)")
 OPTION = re.compile(r"^( *)(\w+):(?: +([^#\s].*?))??(?: +# *(.*))?$")
 
 
@@ -83,6 +84,22 @@ def link_copies(app: Any, docname: str, source: list[str]) -> None:
     source[0] = re.sub(r"\]\((?:\.\./)+notebooks/(\w+\.ipynb)", r"](/reference/\1", text)
     if docname.startswith("reference/reports/"):
         source[0] = re.sub(r"\]\((?:\.\./)+docs/", "](/", text)
+
+
+def link_names(app: Any, docname: str, source: list[str]) -> None:
+    """Link public names, such as `revzoo.audit` or `revzoo.predict(...)`, to the API."""
+    if docname.startswith("reference/"):
+        return
+    blocks = re.split(r"(?ms)^( *```.*?^ *```$)", source[0])  # the code blocks at odd places
+    source[0] = "".join(b if i % 2 else NAME.sub(_role, b) for i, b in enumerate(blocks))
+
+
+def _role(found: re.Match[str]) -> str:
+    module = import_module("revzoo.api")
+    if found[2] not in module.__all__:
+        return found[0]
+    value = getattr(module, found[2])
+    return f"{{py:obj}}`{found[1]} <{value.__module__}.{value.__qualname__}>`"
 
 
 def api() -> str:
@@ -186,4 +203,5 @@ def setup(app: Any) -> dict[str, bool]:
     """Sphinx calls this."""
     app.connect("builder-inited", lambda app: write(Path(app.srcdir) / "reference"))
     app.connect("source-read", link_copies)
+    app.connect("source-read", link_names)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
