@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge
 
+from revzoo._checks import check_number
 from revzoo.core.capture import Call
 from revzoo.layers.per_sample import (
     Captures,
@@ -135,8 +136,9 @@ class ClippedGradients:
         size: gives the divisor for a batch of B samples; B itself by default.
 
     Raises:
-        ValueError: in a forward pass, if a layer mixes samples.
-        TypeError: in a forward pass, if the input is not floating-point.
+        ValueError: ``max_norm`` is not positive, or the model's gradients are clipped already; in a
+            forward pass, if a layer mixes samples.
+        TypeError: in a forward pass, if the input is not floating-point or the output no tensor.
         FloatingPointError: in a backward pass, if the gradient of a sample is not finite.
         RuntimeError: a backward pass reaches two forward passes, whose gradients of one sample
             would be clipped one by one.
@@ -155,6 +157,10 @@ class ClippedGradients:
     def __init__(
         self, model: nn.Module, max_norm: float, *, size: Callable[[int], float] = float
     ) -> None:
+        check_number("max_norm", max_norm, open_low=True, open_high=True)
+        hooks = model._forward_pre_hooks.values()
+        if any(isinstance(getattr(h, "__self__", None), ClippedGradients) for h in hooks):
+            raise ValueError("gradients of this model are clipped already: call remove() before")
         self.max_norm = max_norm
         self.size = size
         self.norms: Tensor | None = None
@@ -176,17 +182,26 @@ class ClippedGradients:
         if not (model.training and torch.is_grad_enabled()):
             return None
         refuse_unsupported(model)
-        if not args[0].is_floating_point():
+        images = args[0] if args else None
+        if not isinstance(images, Tensor) or not images.is_floating_point():
+            got = images.dtype if isinstance(images, Tensor) else type(images).__name__
             raise TypeError(
-                f"{type(model).__name__} got {args[0].dtype}, expected floating-point images: the "
-                "norms come from a backward pass to them"
+                f"{type(model).__name__} got {got} as its first positional argument, expected "
+                "floating-point images: the norms come from a backward pass to them"
             )
-        self._images = args[0].detach().requires_grad_()  # for the first pass
+        self._images = images.detach().requires_grad_()  # for the first pass
         return (self._images, *args[1:])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
         images, self._images = self._images, None
-        if images is None or not logits.requires_grad:
+        if images is None:
+            return None
+        if not isinstance(logits, Tensor):
+            raise TypeError(
+                f"{type(model).__name__} returned {type(logits).__name__}, expected one tensor, "
+                "whose rows are the samples"
+            )
+        if not logits.requires_grad:
             return None
         clipped: Tensor = _Weighted.apply(logits, images, self._weights)
         return clipped

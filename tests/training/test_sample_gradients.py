@@ -258,8 +258,27 @@ def test_second_derivatives_and_indices_are_refused():
     (g,) = torch.autograd.grad(loss, [net.weight], create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         g.sum().backward()
-    with pytest.raises(TypeError, match=r"torch\.int64, expected floating-point"):
+    with pytest.raises(TypeError, match=r"torch\.int64 as its first positional argument"):
         net(torch.ones(3, 2, dtype=torch.int64))
+    with pytest.raises(TypeError, match="NoneType as its first positional argument"):
+        net(input=torch.ones(3, 2))
+
+
+def test_wrong_options_and_outputs_are_refused():
+    """A negative norm would climb the loss; a tuple hides its samples."""
+    net = nn.Sequential(nn.Linear(2, 2))
+    for norm in (0, -1.0, float("nan"), "1"):
+        with pytest.raises(ValueError, match="max_norm"):
+            ClippedGradients(net, norm)
+    clipped = ClippedGradients(net, CLIP)
+    with pytest.raises(ValueError, match="clipped already"):
+        ClippedGradients(net, CLIP)
+    clipped.remove()
+    net.append(nn.Identity())
+    net[1].forward = lambda x: (x, x)
+    ClippedGradients(net, CLIP)
+    with pytest.raises(TypeError, match="returned tuple, expected one tensor"):
+        net(torch.ones(3, 2))
 
 
 def test_an_empty_batch_has_no_norms():
