@@ -54,6 +54,7 @@ PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
 VARIANTS = 4  # sets of sampled places; each step draws one
+_FAST = 32  # torch's kernels reduce rows of a multiple of this 2 to 20 times faster on a CPU
 _FEWEST = 4  # smallest channel that is compared: the spread of fewer values means little
 
 _draw = random.Random(0)  # draws places without using the caller's random numbers
@@ -225,6 +226,12 @@ def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
 
 
 def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """The smallest and the largest value of each channel."""
+    rows = t.movedim(dim, -1)
+    count = _FAST // math.gcd(_FAST, t.shape[dim])  # of pixels in a row
+    if t.device.type == "cpu" and rows.is_contiguous() and rows.numel() % (_FAST * count) == 0:
+        pixels = rows.view(-1, count, t.shape[dim])
+        return pixels.amin(0).amin(0), pixels.amax(0).amax(0)
     others = [d for d in range(t.dim()) if d != dim]
     return t.amin(others), t.amax(others)
 

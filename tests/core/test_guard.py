@@ -20,6 +20,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.core.guard import _channel_ranges
 from revzoo.profiling.live import LiveMemory
 
 
@@ -241,3 +242,14 @@ def test_a_drift_names_what_the_caller_has():
     with pytest.raises(DriftError, match=r"a wrong inverse.*by checkpoint\(\)") as found:
         y.sum().backward()
     assert "memory=" not in str(found.value)
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("shape", [(2, 3, 8, 8), (2, 16, 8, 8), (3, 56, 5, 4), (1, 7, 1, 3)])
+def test_the_smallest_and_largest_value_of_each_channel(shape, layout):
+    x = torch.randn(shape).contiguous(memory_format=layout)
+    for dim in range(4):
+        others = [d for d in range(4) if d != dim]
+        low, high = _channel_ranges(x, dim)
+        assert torch.equal(low, x.amin(others))
+        assert torch.equal(high, x.amax(others))
