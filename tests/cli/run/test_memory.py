@@ -10,6 +10,7 @@ import yaml
 from revzoo.cli.run.train import train
 from revzoo.core.invertible import Step
 from revzoo.profiling.audit import audit
+from revzoo.profiling.plan import PLANNED, Plan, PlannedMode, Planner
 from revzoo.profiling.units import bytes_from
 from revzoo.training import Classifier
 
@@ -65,6 +66,22 @@ def test_auto_does_not_change_a_resnet(
 ) -> None:
     train(compose(*FEW, "model=resnet32"), run_dir=tmp_path)
     assert modes_of(trained[0]) == {"store"}
+
+
+def test_a_planned_mode_is_one_row_of_a_table(
+    compose: Any, tmp_path: Path, trained: list[Classifier], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Leanest(PlannedMode):
+        name = "leanest"
+
+        def plan(self, planner: Planner, budget: Any = None) -> Plan:
+            return planner.leanest
+
+    monkeypatch.setitem(PLANNED, "leanest", Leanest())  # type: ignore[misc]
+    train({**compose(*FEW), "memory": {"mode": "leanest"}}, run_dir=tmp_path)
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["memory"]
+    assert kept["mode"] == "leanest"
+    assert "exact" in modes_of(trained[0]) == set(kept["plan"].values())
 
 
 def test_a_budget_includes_the_optimisers_state(
