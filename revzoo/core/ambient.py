@@ -16,6 +16,8 @@ from torch import Generator, Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
+from revzoo.core import threads
+
 CPU = torch.device("cpu")
 HOST = ("cpu", "meta")  # devices without their own random state
 Source = torch.device | Generator
@@ -46,11 +48,74 @@ def set_random_states(states: States) -> None:
             torch.get_device_module(source).set_rng_state(state, source)
 
 
+class RandomStates:
+    """The random states before a forward pass, if it draws from them (rule 1)."""
+
+    __slots__ = ("_after", "_before", "_entered", "_locked", "_mark", "sources")
+
+    def __init__(self, sources: tuple[Source, ...]) -> None:
+        self.sources = sources
+        self._before: States = {}
+        self._after: States = {}
+        self._entered = self._locked = False
+
+    def begin(self, draws: bool) -> None:
+        """Begin the forward pass; ``draws``: whether an earlier one drew, or there was none."""
+        # rule 1 of NOTE [ Threads ]
+        self._locked = draws and bool(self.sources) and threads.random_lock.acquire()
+        self._entered = True
+        if self.sources:
+            self._mark = threads.swaps.now()
+            self._before = random_states(self.sources)
+
+    def finish(self) -> bool:
+        """End the forward pass: forget states that it left unchanged; returns whether it drew."""
+        before, after = self._before, random_states(self.sources)
+        changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
+        # another thread's replay may have restored the state, which hides draws of this thread
+        hidden = not (self._locked or threads.swaps.alone(self._mark))
+        self._before = before if hidden else changed
+        self._after = {s: after[s] for s in self._before}
+        return bool(changed)
+
+    def release(self) -> None:
+        """Release the lock that :meth:`begin` has taken."""
+        if self._locked:
+            threads.random_lock.release()
+
+    def to_repeat(self) -> States:
+        """The states for a replay; without a forward pass, the present ones."""
+        return self._before if self._entered else random_states(self.sources)
+
+    def drawn(self) -> bool:
+        """Whether the running replay has drawn everything that the forward pass drew."""
+        now = random_states(self._before)
+        return all(torch.equal(state, self._after[s]) for s, state in now.items())
+
+    def check_draws(self) -> None:
+        """Raise a RuntimeError if a replay drew other numbers (rule 4 of NOTE [ Threads ])."""
+        if not self._entered:
+            return
+        for source, state in random_states(self._before).items():
+            # a replay that stops early, or records nothing, may draw nothing
+            known = self._after[source], self._before[source]
+            if not any(torch.equal(state, expected) for expected in known):
+                raise RuntimeError(
+                    "a replay did not draw the random numbers of its forward pass: several "
+                    "threads drew at once, or a branch draws only in one of the two, as a lazy "
+                    "layer that was initialised; expected one thread at a time. Call a model with "
+                    "lazy layers once under torch.no_grad(). Put a lock around the threads' "
+                    "forward and backward passes, give each thread's branches their own "
+                    "torch.Generator, use processes, or memory='store'"
+                )
+
+
 def is_faked(inputs: Iterable[Tensor]) -> bool:
     """Whether the step computes only shapes; random states are then fake or missing."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     if module is None:
         return False
+    # real inputs become fake inside the mode
     if torch._C._len_torch_dispatch_stack() and torch._guards.detect_fake_mode() is not None:
         return True
     return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
@@ -76,6 +141,7 @@ def ambient() -> Ambient:
 
 def _default_device() -> torch.device | None:
     """The default device of factories such as torch.zeros; None if unset."""
+    # set_default_device() and `with device:` are both modes on this stack
     if not torch._C._len_torch_function_stack():
         return None
     for mode in reversed(_get_current_function_mode_stack()):  # type: ignore[no-untyped-call]
@@ -94,6 +160,7 @@ def set_ambient(wanted: Ambient) -> Iterator[None]:
                 stack.callback(write, now)
                 write(value)
         if _default_device() != device:
+            # no default device means the CPU
             stack.enter_context(device or CPU)
         yield
 
@@ -110,6 +177,7 @@ def autocast_state(device_types: Iterable[str]) -> AutocastState:
 @functools.cache
 def with_autocast(devices: frozenset[torch.device]) -> list[str]:
     """The device types of the CPU and ``devices`` that have autocast, in a fixed order."""
+    # the CPU always: branches may compute there, whatever the inputs' device
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
 
@@ -122,3 +190,28 @@ def autocast(wanted: AutocastState) -> Iterator[None]:
         for d, on, dtype in states:
             stack.enter_context(torch.autocast(d, dtype=dtype, enabled=on, cache_enabled=cache))
         yield
+
+
+class Surroundings:
+    """Autocast, default device and dtype, and global switches of a forward pass (rule 2)."""
+
+    __slots__ = ("_ambient", "_autocast", "_kinds")
+
+    def __init__(self, devices: frozenset[torch.device]) -> None:
+        self._kinds = with_autocast(devices)
+        self._autocast = autocast_state(self._kinds)
+        self._ambient = ambient()
+
+    @property
+    def in_float16(self) -> bool:
+        """Whether autocast to float16 is on."""
+        return any(on and dtype is torch.float16 for _, on, dtype in self._autocast[1])
+
+    def restored(self) -> list[contextlib.AbstractContextManager[None]]:
+        """Contexts that set what differs now; usually none, since entering them takes time."""
+        contexts: list[contextlib.AbstractContextManager[None]] = []
+        if ambient() != self._ambient:
+            contexts.append(set_ambient(self._ambient))
+        if autocast_state(self._kinds) != self._autocast:
+            contexts.append(autocast(self._autocast))
+        return contexts

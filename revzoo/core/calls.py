@@ -66,6 +66,7 @@ def _call_with_words(
     """``call()`` of a step that moves values; its streams are dense and get words by ``fn``."""
     with counting_changes():
         returned = call()
+        # extra outputs are no streams: they get no words and may have any layout
         outputs = as_state(returned, step)
         cut = len(outputs) - extras
         streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
@@ -83,6 +84,8 @@ def call_without_changing_hooks(step: Step, /, *state: Tensor, **context: Any) -
     if not hooked(step):
         return plain_call(step, *state, **context)
     before = _identity(state)
+    # a hook sees the tensors before and after forward(), so compare what forward() got and returned
+    # with what the caller passed and gets
     with _watched(step) as inside:
         outputs = plain_call(step, *state, **context)
     if inside and inside != [before, _identity(as_state(outputs, step))]:
@@ -114,11 +117,13 @@ _watching = threading.Lock()
 def _watched(step: Step) -> Iterator[list[list[Any]]]:
     """Record arguments and outputs of this thread's last call of ``forward`` in a list."""
     inside: list[list[Any]] = []
+    # a new dictionary: all threads share the first one
     outer = _thread.inside
     _thread.inside = {**outer, id(step): inside}
     with _watching:
         watch = _watches.get(id(step))
         if watch is None:
+            # one wrapper for all threads, counted: the last call to end removes it
             watch = _Watch([0], "forward" in vars(step), step.forward)
             _watches[id(step)] = watch
             step.forward = functools.partial(_watched_forward, step, watch.forward)
@@ -134,6 +139,7 @@ def _watched(step: Step) -> Iterator[list[list[Any]]]:
                 if watch.own:
                     step.forward = watch.forward
                 else:
+                    # deleted, not assigned: as an attribute it would hold the step in a cycle
                     del step.forward
 
 

@@ -99,6 +99,7 @@ def check_inverse(
         raise ValueError(f"dtypes={dtypes}: expected a type")
     skipped: dict[torch.dtype, str] = {}
     for dtype in dtypes:
+        # a copy for each dtype: a cast back from bfloat16 would not restore the weights
         net = copy.deepcopy(module).to(dtype)
         state = tuple(x.detach().to(dtype) for x in inputs)
         first = next((step for _, step in _atoms(net)), None)
@@ -181,6 +182,7 @@ def _round_trip(
     name: str, step: Invertible, state: State, context: Mapping[str, Any]
 ) -> tuple[StepError, State]:
     conditions = Conditions(step, state, context)
+    # restored() undoes changes of buffers; conditions notes them, for the inverse
     with conditions.restored(), conditions:
         outputs = streams_of(step(*state, **context), step)
     versions = versions_of(outputs)
@@ -195,6 +197,7 @@ def _round_trip(
             f"the inverse of {name} returned {len(back)} streams ({got}), expected the "
             f"{len(state)} that its forward took, of shapes {shapes[1]}: return them in that order"
         )
+    # in float64: the difference of two bfloat16 values rounds
     error = _largest(b.double() - x.double() for b, x in zip(back, state, strict=True))
     scale = _largest(state)
     row = StepError(state[0].dtype, name, error, error / scale if scale else error)

@@ -100,6 +100,7 @@ def record(
         inverts: whether the tape recovers the input from the output; if not, it keeps the input.
         drift_limit: largest relative error that the guard accepts in a replay.
     """
+    # rule 7; otherwise the step joins the chain that ends with its input
     if not inverts:
         tape = Tape(state)
     else:
@@ -108,9 +109,11 @@ def record(
     stops = not tape.entries and (not inverts or drift_limit == 0)
     entry = Entry(step, state, context, drift_limit, stops=stops)
     tape.close()  # steps inside this one must not join this chain
+    # the index that append() below gives the entry
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
     asided = collect_asides(aside if inverts else None)
+    # a recomputed step repeats a hook's change; an inverse would not undo it
     call = call_without_changing_hooks if inverts else plain_call
     try:
         with entry.conditions, packed, explained(step), asided, use_notes(entry.notes):
@@ -119,6 +122,7 @@ def record(
         if entry.witness is not None:
             entry.witness.take()  # a tensor whose graph holds the hook that holds the witness
         raise
+    # after the call, outside its hooks: the outer step saves these, if there is one (rule 9)
     entry.keep_aside(aside)
     outputs = streams_of(returned, step)
     streams = as_fixed(outputs)
@@ -135,14 +139,17 @@ def _joins(step: Step, state: State) -> bool:
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
     """Whether autograd records the call, outside transforms and captured graphs."""
+    # torch.func refuses saved-tensor hooks
     if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
+    # a captured graph has no Python objects such as slots, and its compiler decides what to keep
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return False
     if forward_ad._current_level >= 0 and not is_replaying():  # a replay needs no tangents
         return False
     if any(t.requires_grad for t in state):
         return True
+    # most states require gradient, so the parameters are rarely searched
     tensors = itertools.chain(tensors_of(context), parameters_of(step.subject))
     return any(t.requires_grad for t in tensors)
 
@@ -155,6 +162,7 @@ def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
 
 
 def _marks_of(state: Streams) -> list[tuple[int, bool]]:
+    # requires_grad, too: detach_() takes a tensor out of the graph without a new version
     return [(version_of(t), t.requires_grad) for t in backing_tensors(state)]
 
 
@@ -192,6 +200,7 @@ class Tape:
         self._marks: list[tuple[int, bool]] = []
         if state is not None:
             self._set_known(state)
+        # rule 5
         self._cursor: tuple[int, Streams] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
@@ -200,6 +209,7 @@ class Tape:
     @staticmethod
     def ending_with(state: State) -> Tape:
         """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
+        # ids are reused: _knows() compares the objects
         tape = _open_tapes.get(id(state[-1]))
         return tape if tape is not None and tape._knows(state) else Tape()
 
@@ -213,18 +223,21 @@ class Tape:
         if outputs is None:
             return
         self._thin_samples()
+        # marks of the returned tensors: the caller can change those, but not the words
         self._known, self._marks = SavedState(_detached(streams)), _marks_of(outputs)
         self._position = len(self.entries)
         if self._landmarks and not self._landmarks[-1].alive():
             self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
         self._returned = [weakref.ref(t) for t in outputs]
         self._landmarks.append(_Landmark(self._position, self._returned, self._marks))
+        # entries of freed tensors stay until the tape dies, and then do no harm (ending_with)
         _open_tapes[id(outputs[-1])] = self
 
     def _thin_samples(self) -> None:
         """Bound the guard's memory: of a long chain, sample every second, fourth, ... step."""
         if len(self.entries) > COMPARED * self._stride:
             self._stride *= 2
+            # of the entries that still have samples, every second one loses them
             for entry in self.entries[:: self._stride // 2][1::2]:
                 entry.samples, entry.peaks = [], []
         if (len(self.entries) - 1) % self._stride:
@@ -246,6 +259,7 @@ class Tape:
 
     def replay(self, index: int) -> None:
         """Fill the slots of entry ``index``: the package's backward rule."""
+        # entries are appended after their forward pass, and cut after their backward pass
         if index >= len(self.entries):
             raise RuntimeError(DIFFERENTIATES_INSIDE)
         with _in_profiles(self.entries[index]), outside_recordings():
@@ -255,8 +269,10 @@ class Tape:
         position, state = self._nearest(index)
         self._guard.begin(state if self._position else ())  # a kept input (rule 7) has no error
         if position > index + 1:
+            # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
+            # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)
         entry = self.entries[index]
         if position > index:
@@ -268,6 +284,7 @@ class Tape:
             computed, replayed = entry.record_from_inputs(state)
             if self._position == 0:  # rule 7
                 entry.report(self._guard, computed)
+        # rule 5: a kept graph still holds the slots of the step before, so empty them by hand
         for ref in self._filled:
             if (slot := ref()) is not None:
                 slot.value = None
@@ -278,7 +295,7 @@ class Tape:
         """The nearest known state behind entry ``index``; at its input for rule 7."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
-        for landmark in self._landmarks:  # from the first to the last
+        for landmark in self._landmarks:  # rule 8; the first one behind the entry is the nearest
             if landmark.position >= index and (state := landmark.state()) is not None:
                 return landmark.position, state
         assert self._known is not None
@@ -289,6 +306,7 @@ class Tape:
 
         ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
         """
+        # from the end: there, entries that are still wanted are found soonest
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = (index + 1, after) if state is None else (index, state)
             return

@@ -54,6 +54,7 @@ from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_o
 AUTO = "auto"
 DEFAULT_BITS = 23
 _MOST_BITS = 29
+# 23 + 29 fractional bits: as precise as float64 near 1
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
@@ -131,6 +132,7 @@ Streams = tuple[Tensor | Fixed, ...]
 
 
 def _limit(words: torch.dtype) -> float:
+    # two bits less than the word: the sum of two such values still fits beside the sign
     return 2.0 ** (torch.iinfo(words).bits - 2)
 
 
@@ -141,6 +143,7 @@ def _down(down: Scale, peak: Tensor | None, limit: float) -> Scale:
     if type(peak) is Tensor and peak.device.type == "cpu":  # torch takes 5 us to wrap a number
         end, nan = _constants(limit)
         return torch.where(torch.lt(peak, end), down, nan)
+    # a comparison on the device, since reading the peak would stall it
     return torch.where(peak < limit, down, math.nan)
 
 
@@ -195,6 +198,7 @@ def fixed_of(t: Tensor) -> Fixed | None:
 
 
 def _set_words(t: Tensor, fixed: Fixed) -> None:
+    # on the storage, which aliases share; torch keeps one Python object for it as long as it lives
     # an attribute: a WeakKeyDictionary is 16 times as slow (1.7 us)
     attributes = vars(t.untyped_storage())
     attributes[_KEY] = {**attributes.get(_KEY, {}), _view_key(t): fixed}
@@ -265,6 +269,7 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == words]
     if len(fixed) == len(state) and _have_scale(fixed, grid):
         return state
+    # a power of two, so products with it do not round
     unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
     # one object for all streams: its identity shows that they are on the same grid
     unit = unit * 2.0**-EXTRA_BITS if wide else unit
@@ -284,6 +289,7 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
     sizes = [largest(t).float() for t in state if t.numel()]
     size = functools.reduce(torch.maximum, sizes) if sizes else state[0].new_zeros(()).float()
     size = size.clamp_min(_EXPECTED_RANGE)
+    # frexp instead of log2, which may round to the wrong power of two
     mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
     return size / mantissa * (2.0**-DEFAULT_BITS / (2 * _EXPECTED_RANGE))
 
@@ -291,10 +297,10 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
 def largest(t: Tensor) -> Tensor:
     """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
     t = t.detach() if t.requires_grad else t
+    # as an integer, the negative of the least value overflows
     t = t if t.is_floating_point() else t.float()
-    low, high = torch.aminmax(
-        in_memory_order(t)
-    )  # ten times as fast as torch.linalg.vector_norm on a CPU
+    # ten times as fast as torch.linalg.vector_norm on a CPU
+    low, high = torch.aminmax(in_memory_order(t))
     return torch.maximum(-low, high)
 
 
@@ -314,6 +320,7 @@ def _rounded_to(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
     up = 1 / unit
     _in_chunks(_quantise, (x.detach(), words), up)
+    # in the dtype of the sums: float16 and bfloat16 do not hold 2**30
     peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
     rounded: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak, up))
     return rounded
@@ -388,6 +395,8 @@ class _SecondDifference(torch.autograd.Function):
     def forward(
         ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
+        # the gradient is that of the real formula; the rounding and the dropped bits count as
+        # constants
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
@@ -419,6 +428,7 @@ def undo_second_difference(
     """Recover ``before``; ``side`` are the low bits of its words, from :func:`pack_bits`."""
     words = torch.empty_like(total.words)
     _in_chunks(_shift_out, (total.words, x, value, words), 1 / total.down, bits)
+    # the shift left zeros in the low bits, where the dropped ones go
     words |= _unpack_bits(side, words, bits)
     return Fixed(words, total.down, total.dtype, total.peak)
 
@@ -431,6 +441,7 @@ def _difference(
         torch.mul(value, of_value, out=scratch)
     else:
         scratch.copy_(value).mul_(of_value)
+    # alpha cannot be a tensor
     if isinstance(of_x, Tensor):
         scratch.addcmul_(x, of_x)
     else:
@@ -456,6 +467,7 @@ def _shift_in(
     n: int,
 ) -> None:
     _difference(x, value, words, scratch, *_factors(up, n))
+    # an arithmetic shift: it rounds down, also below zero, and _shift_out adds the rest
     words += before >> n
     _read(words, total, scratch, down)
 
@@ -471,13 +483,16 @@ def _shift_out(
 def pack_bits(words: Tensor, bits: int) -> Tensor:
     """The low ``bits`` of each word; a byte holds as many words as fit."""
     slot = _slot_bits(bits)
+    # a narrowing cast keeps the low bits, also of negative words (two's complement)
     low = words.to(torch.uint8).flatten()  # the low byte
     if rest := -len(low) % (8 // slot):
         low = nn.functional.pad(low, (0, rest))
     low &= 2**bits - 1
+    # words far apart share a byte, so both packing and unpacking are whole-row operations
     packed, *parts = low.view(8 // slot, -1)
     for k, part in enumerate(parts, 1):
         packed |= part.bitwise_left_shift_(slot * k)
+    # a copy, since a view would keep all rows in memory
     return packed.clone() if parts else packed
 
 
@@ -507,6 +522,7 @@ def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple
         fn: only moves values, in tensors of any dtype.
         state: all streams have words, or none has.
     """
+    # words are ignored after a change, so the new tensors must count changes (rule 2)
     with counting_changes():
         returned = fn(*state)
     outputs = (returned,) if isinstance(returned, Tensor) else tuple(returned)
@@ -542,10 +558,11 @@ def apply_to_words(
             outputs = fn(*[f.words for f in state])
         outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
         kinds = {t.dtype for t in outputs}
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch has no integer kernels for products of matrices, norms
         raise ValueError(f"{_NOT_MOVED}: {error}") from error
     if kinds != {state[0].words.dtype}:
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
+    # streams may exchange values, so each gets the largest peak of all
     peaks = [f.peak for f in state if f.peak is not None]
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
     first = Fixed(state[0].words, state[0].down, state[0].dtype, peak)
@@ -581,6 +598,7 @@ def _read(words: Tensor, floats: Tensor, scratch: Tensor, down: Scale) -> None:
 def _renew(words: Tensor, floats: Tensor, scratch: Tensor, up: Scale, down: Scale) -> None:
     new = torch.empty_like(words)
     _quantise(floats, new, scratch, up)
+    # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
     known = scratch.copy_(words).mul_(down).to(floats.dtype)
     # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow
     changed = known.ne_(floats).to(words.dtype)
@@ -615,6 +633,7 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
     if count <= chunk or not _share_dense_layout(tensors):
         fn(*tensors, torch.empty_like(words, dtype=kind), *scales)
         return
+    # one flat view in memory order: all tensors have the same dense layout
     flat = [t.as_strided((count,), (1,)) for t in tensors]
     scratch = torch.empty(chunk, dtype=kind, device=words.device)
     if not has_values(words):
@@ -625,6 +644,7 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
 
 def _share_dense_layout(tensors: tuple[Tensor, ...]) -> bool:
     first = tensors[0]
+    # a subclass, such as a DTensor, may not allow as_strided()
     if any(type(t) not in (Tensor, FakeTensor) for t in tensors):
         return False
     dense = first.is_contiguous() or (
@@ -639,6 +659,7 @@ def _share_dense_layout(tensors: tuple[Tensor, ...]) -> bool:
 class _Round(torch.autograd.Function):
     """Round to multiples of ``1 / scale``; the gradient is the identity (straight-through)."""
 
+    # transforms and forward-mode AD run the rounding, too (rule 7)
     generate_vmap_rule = True
 
     @staticmethod

@@ -70,6 +70,7 @@ class _Function(Invertible):
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         tensors, others = iter(state), iter(self._others)
         outputs = self._fn(*(next(tensors if p else others) for p in self._places), **context)
+        # set by each call, since the tape always works with tuples
         self.bare = isinstance(outputs, Tensor)
         return outputs
 

@@ -49,6 +49,7 @@ from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, as_fixed, 
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
 
+# enough to see a wrong stream; a kernel on so few values costs little more than its launch
 SAMPLES = 32  # values compared per stream that has no channels
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
@@ -148,6 +149,7 @@ class _Drift:
         elif samples.plan.channels:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
         self.actual = _values_at(computed, samples.plan.places)
+        # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
             _channel_ranges(computed, channels.dim)
             for channels in samples.plan.channels
@@ -186,6 +188,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         known: the streams that the replay starts from.
         channels: whether to compare each channel's error with the channel's spread.
     """
+    # the drift is relative to what is added, since that sets the size of rounding errors
     operands = [
         t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
@@ -204,6 +207,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             plans = _plans(t.shape, t.is_complex(), t.device)
             plan = plans[int(_draw.random() * len(plans))]
             plan = plan if channels else _Plan(plan.places, ())
+            # a complex value counts as two numbers, as view_as_real shows it
             spread = _spread(operand.numel() << operand.is_complex(), operand.device)
             found.append(Samples(i, _values_at(t, plan.places), _values_at(operand, spread), plan))
     return found
@@ -239,6 +243,7 @@ def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 @functools.lru_cache(maxsize=256)
 def _spread(count: int, device: torch.device) -> Tensor:
     """Indices of SAMPLES elements spread over ``count``, equal for every layout."""
+    # multiples of the golden ratio leave no large gap and repeat no row or column, unlike a stride
     golden = _golden(SAMPLES)
     return (golden * count).long().to(device)
 
@@ -266,6 +271,7 @@ def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tens
     size, inner = shape[dim], shape[dim + 1 :].numel()
     chosen = torch.arange(size, device="cpu")
     if size > CHANNELS:
+        # of its own: the caller's random numbers must not depend on the guard
         generator = torch.Generator("cpu").manual_seed(variant)
         chosen = torch.randperm(size, generator=generator, device="cpu")[:CHANNELS]
     golden = _golden(len(chosen) * PER_CHANNEL, variant / VARIANTS)
@@ -297,6 +303,8 @@ class Guard:
         task: int = torch._C._current_graph_task_id()
         if task != self._task:
             self._task, self._drifts, self._peaks, self._waiting = task, [], [], []
+            # -1 outside a backward pass, as when a user reads a saved tensor: then nothing calls
+            # check()
             if task != -1:
                 self._start = [
                     largest(t)
@@ -335,6 +343,7 @@ class Guard:
         if not self._waiting:
             return
         addresses = {address(t) for t in used}
+        # by address: the next replay reads the reconstructed stream itself or an alias
         for at, drift in self._waiting:
             drift.used |= at in addresses
         addresses = {address(t) for t in state if isinstance(t, Tensor)}
@@ -368,6 +377,7 @@ class _Pass:
         running = _passes.get(task)
         if running is None:
             running = _passes[task] = _Pass()
+            # autograd runs it once, after the whole pass, when reading values stalls nothing
             Variable._execution_engine.queue_callback(running.check)
         return running
 
@@ -379,6 +389,7 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
+        # one transfer for all chains
         sizes = iter(_read([size for start, _, _ in figures for size in start]))
         drifts: list[_Drift] = []
         for start, of_chain, peaks in figures:
@@ -406,6 +417,7 @@ def check_range(step: Step, state: State) -> None:
 
 def _read(found: Sequence[Tensor]) -> list[float]:
     """The values of scalars; one transfer if they are on one device."""
+    # double holds every other type's values
     if len({v.dtype for v in found}) > 1:
         found = [v.double() for v in found]
     if len({v.device for v in found}) > 1:
@@ -426,7 +438,9 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
 def _range_error(peak: Peak, value: float) -> RangeError:
     unit = float(peak.unit)
+    # words of 64 bits have EXTRA_BITS more, which users do not count
     bits = round(-math.log2(unit)) - (EXTRA_BITS if peak.limit > 2.0**32 else 0)
+    # one bit in reserve, since training changes the values
     excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else bits + 1
     fitting = bits - excess if excess <= bits else None
     remedy = (
@@ -445,6 +459,7 @@ def _range_error(peak: Peak, value: float) -> RangeError:
 def _check_drifts(drifts: list[_Drift]) -> None:
     errors: dict[_Drift, float] = {}
     lost: dict[_Drift, float] = {}
+    # one stack for all streams of one kind: a transfer for each would stall the device each time
     for alike in _grouped(drifts):
         _measure(alike, errors, lost)
     of_step: dict[Step, float] = {}
@@ -454,6 +469,7 @@ def _check_drifts(drifts: list[_Drift]) -> None:
         step.drift = error
     if overflowed := [drift for drift in drifts if drift.overflowed]:
         _warn_of_overflow(overflowed)
+    # not <=, so that NaN raises, too
     for drift in drifts:
         if not errors[drift] <= drift.limit:
             raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
@@ -499,8 +515,10 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
+    # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
     difference = (actual - expected).masked_fill(lost_values, 0).abs().nan_to_num(nan=math.inf)
+    # not relative to each value: rounding errors have the size of the largest summand
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0

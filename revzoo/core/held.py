@@ -1,11 +1,26 @@
 """The tensors of a step as they were in the forward pass: parameters, buffers, statistics.
 
 See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`.
+
+NOTE [ Gathered once ]
+    A search result keeps where the parameters and statistics of its modules are, and what they are
+    like. Each forward pass checks it: the same tables of the same sizes, the same training flags,
+    tensors of the same kinds. A difference gathers anew. Only if a parameter is replaced or changed
+    before the backward pass do we look at each one by itself.
+
+NOTE [ Copies of buffers ]
+    Only after a forward pass do we know whether it changed a buffer in place. So we copy each
+    buffer of up to ``_COPIED_SIZE`` elements before every forward pass. We copy a larger buffer (a
+    mask, a table of positions) before the first forward pass, and later only if some forward pass
+    has changed it. If such a buffer changes for the first time in a later pass, its old value is
+    lost: the replay raises an error with a remedy. A buffer that is replaced (``self.count =
+    self.count + 1``) needs no copy.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator, Mapping, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -14,18 +29,23 @@ from torch import Tensor, nn
 from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
-from revzoo.core.invertible import Step
-from revzoo.core.places import Place
+from revzoo.core.invertible import Invertible
+from revzoo.core.places import Place, Undo, swap
 from revzoo.core.reach import Reach
-from revzoo.core.tensors import address, version_of
+from revzoo.core.tensors import address, tensors_of, version_of
 
-LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
+_LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 _NORMS = frozenset(
     (
         *(batchnorm.BatchNorm1d, batchnorm.BatchNorm2d, batchnorm.BatchNorm3d),
         *(instancenorm.InstanceNorm1d, instancenorm.InstanceNorm2d, instancenorm.InstanceNorm3d),
         batchnorm.SyncBatchNorm,
     )
+)
+_COPIED_SIZE = 2**14  # elements; a copy takes about as long as two checks
+# large buffers that no forward pass has changed so far: (name, training)
+_unchanged_buffers: weakref.WeakKeyDictionary[nn.Module, set[tuple[str, bool]]] = (
+    weakref.WeakKeyDictionary()
 )
 
 
@@ -168,10 +188,10 @@ class Owned:
         "_sizes",
         "_tables",
         "buffered",
+        "carrying",
         "places",
         "plain",
         "statistics",
-        "steps",
         "traits",
     )
 
@@ -180,8 +200,10 @@ class Owned:
         reads = key[0]
         self._tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
         self._sizes = list(map(len, self._tables))
-        # positions, as the first module holds this object
-        self.steps = [i for i, m in enumerate(modules) if isinstance(m, Step)]
+        # positions, not modules: the first module holds this object, a cycle otherwise
+        self.carrying = [
+            i for i, m in enumerate(modules) if isinstance(m, Invertible) and m.carried
+        ]
         self.buffered: list[int] = []  # modules with buffers of which a replay needs the values
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
@@ -191,7 +213,7 @@ class Owned:
             if not m._buffers:
                 continue
             buffers = m._buffers.items()
-            if not has_unread_statistics(m, reads) or any(type(b) in LAZY for _, b in buffers):
+            if not has_unread_statistics(m, reads) or any(type(b) in _LAZY for _, b in buffers):
                 self.buffered.append(i)
                 continue
             for k, b in buffers:
@@ -331,3 +353,259 @@ def _without_repeats(t: Tensor) -> Tensor:
 def is_sharded(t: Tensor) -> bool:
     """Whether ``t`` is a DTensor, such as a shard of FSDP2."""
     return hasattr(t, "device_mesh")
+
+
+class StepTensors:
+    """Captures, checks and restores the tensors that a step's result depends on.
+
+    Args:
+        reaches: what the step reaches, and what its keyword arguments reach.
+        modules: the modules of the first one.
+        others: the modules of the second one.
+        context: the step's keyword arguments.
+        training: whether the step is in training mode.
+    """
+
+    __slots__ = (
+        "_altered",
+        "_carried",
+        "_carried_after",
+        "_changes_unseen",
+        "_held",
+        "_lazy",
+        "_owned",
+        "_snapshots",
+        "_statistics",
+        "_tensors",
+        "_updates_unseen",
+        "_versions",
+        "reads_statistics",
+    )
+
+    def __init__(
+        self,
+        reaches: Sequence[Reach],
+        modules: list[nn.Module],
+        others: list[nn.Module],
+        context: Mapping[str, Any],
+        training: bool,
+    ) -> None:
+        self.reads_statistics = any(reach.reads_statistics for reach in reaches)
+        self._updates_unseen = any(reach.updates_unseen for reach in reaches)
+        self._changes_unseen = any(reach.changes_unseen for reach in reaches)
+        self._held = [
+            Held.of(None, None, name, t) for name, v in context.items() for t in tensors_of(v)
+        ]
+        self._altered: list[Held] = []  # parameters that the forward pass changed
+        self._lazy: list[tuple[dict[str, Any], str]] = []  # that the forward pass may create
+        self._statistics: list[Statistics] = []
+        self._snapshots: list[Snapshot] = []
+        self._carried: list[tuple[dict[str, Any], str]] = []
+        self._carried_after: list[tuple[dict[str, Any], str, Tensor]] = []
+        # the tensors of ``modules`` as a whole; None if they are captured one by one
+        self._owned: Owned | None = None
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+        if not self._capture_at_once(reaches[0], modules):
+            others = [*modules, *others]
+        for m in others:
+            self._capture(m)
+        for reach in reaches:
+            for place, key, label in reach.tensors:
+                self._capture_reached(place, key, label, training)
+
+    def _capture_at_once(self, reach: Reach, modules: list[nn.Module]) -> bool:
+        """Capture modules whose parameters and statistics are as in the last pass.
+
+        Their parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never
+        need one, and making them takes longer than all other checks.
+        """
+        owned, tensors = Owned.of(reach, modules, self.reads_statistics, self._updates_unseen)
+        if not owned.plain:
+            return False
+        try:
+            self._versions = owned.versions(tensors)
+        except RuntimeError:  # inference tensors
+            return False
+        self._owned, self._tensors = owned, tensors
+        self._statistics += owned.statistics
+        for i in owned.carrying:
+            self._capture_carried(modules[i])
+        for i in owned.buffered:
+            self._capture_buffers(modules[i])
+        return True
+
+    def _hold_each(self) -> None:
+        """Make a :class:`Held` of each parameter that was captured at once."""
+        if self._owned is not None:
+            self._held += self._owned.each_parameter(self._tensors, self._versions)
+            self._owned, self._tensors, self._versions = None, [], []
+
+    def _capture(self, m: nn.Module) -> None:
+        self._capture_carried(m)
+        for name, p in m._parameters.items():
+            if p is None:
+                continue
+            if type(p) in _LAZY:
+                self._lazy.append((m._parameters, name))
+            else:
+                self._held.append(Held.of(m._parameters, name, name, p))
+        if m._buffers:
+            self._capture_buffers(m)
+
+    def _capture_carried(self, m: nn.Module) -> None:
+        if isinstance(m, Invertible):
+            self._carried.extend((m._buffers, name) for name in m.carried)
+
+    def _capture_buffers(self, m: nn.Module) -> None:
+        unread = has_unread_statistics(m, self.reads_statistics)
+        # torch's kernels update statistics without a new version
+        unseen = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
+        for name, b in m._buffers.items():
+            if b is None:
+                continue
+            if type(b) in _LAZY:
+                self._lazy.append((m._buffers, name))
+            elif unread:
+                self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
+            else:  # NOTE [ Copies of buffers ]
+                large = b.numel() > _COPIED_SIZE and not unseen
+                skips = large and (name, m.training) in _unchanged_buffers.get(m, ())
+                before = None if skips else b.detach().clone()
+                held = Held.of(m._buffers, name, name, b)
+                self._snapshots.append(Snapshot(held, before, m, m.training, unseen))
+
+    def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
+        t = place.get(key)
+        if not isinstance(t, Tensor) or type(t) in _LAZY:
+            return
+        held = Held.of(place, key, label, t)
+        if isinstance(t, nn.Parameter):
+            self._held.append(held)
+            return
+        # functions seldom change tensors that they do not own: large ones are not copied
+        before = None if t.numel() > _COPIED_SIZE else t.detach().clone()
+        self._snapshots.append(Snapshot(held, before, None, training, self._updates_unseen))
+
+    @property
+    def all_plain(self) -> bool:
+        """Whether every parameter is an ordinary one; a DTensor may draw random numbers."""
+        return self._owned is not None
+
+    @property
+    def swaps_buffers(self) -> bool:
+        """Whether a replay puts copies in place of buffers (rule 2 of NOTE [ Threads ])."""
+        return bool(self._statistics or self._snapshots)
+
+    def devices(self) -> Iterator[torch.device]:
+        """The devices of the tensors."""
+        yield from (held.tensor.device for held in self._held)
+        yield from (s.held.tensor.device for s in self._snapshots)
+        yield from (t.device for t in self._tensors)
+
+    def storages(self) -> tuple[Set[int], Set[int]]:
+        """Addresses of parameters and buffers, which stay in memory anyway; ids of most of them."""
+        held = [h.tensor for h in self._held]
+        held += [s.held.tensor for s in self._snapshots]
+        if self._owned is None:
+            held += [s.owner[s.name] for s in self._statistics]
+            return set(map(address, held)), set()
+        known = self._owned.addresses(self._tensors)
+        found = known.union(map(address, held)) if held else known
+        # a forward pass may replace the storage of a parameter (weight.data = ...)
+        return found, set() if self._changes_unseen else set(map(id, self._tensors))
+
+    def finish(self) -> bool:
+        """After the forward pass: note what it changed, drop copies of what it did not.
+
+        Returns whether it created lazy parameters.
+        """
+        self._carried_after = [(owner, k, owner[k].detach().clone()) for owner, k in self._carried]
+        owned = self._owned
+        if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):
+            self._hold_each()
+        for i, held in enumerate(self._held):
+            if held.owner is None:  # an argument: a change of it raises, see check()
+                continue
+            if (now := version_of(held.tensor)) != held.version:
+                self._held[i] = held = held._replace(version=now)
+                self._altered.append(held)
+            elif self._changes_unseen and not is_sharded(held.tensor):
+                self._altered.append(held)
+        for owner, name in self._lazy:
+            if type(t := owner[name]) not in _LAZY:
+                self._held.append(Held.of(owner, name, name, t))
+        if self._snapshots:
+            self._drop_snapshots()
+        return bool(self._lazy)
+
+    def _drop_snapshots(self) -> None:
+        """Keep the snapshots of tensors that the forward pass changed; check the others later."""
+        snapshots, self._snapshots = self._snapshots, []
+        # by storage: a change through one tensor changes others that share its memory
+        written = {address(s.held.tensor) for s in snapshots if s.changed}
+        for s in snapshots:
+            changed = bool(written) and address(s.held.tensor) in written
+            if not changed:
+                self._held.append(s.held)
+            elif s.before is None:  # the old value is lost: an impossible version says so
+                self._snapshots.append(s._replace(held=s.held._replace(version=-1)))
+            else:
+                self._snapshots.append(s)
+            if s.module is not None and s.held.tensor.numel() > _COPIED_SIZE:
+                known = _unchanged_buffers.setdefault(s.module, set())
+                (known.discard if changed else known.add)((s.held.key, s.training))
+
+    def check(self) -> None:
+        """Raise a RuntimeError if a tensor was changed in place since the forward pass."""
+        owned = self._owned
+        if owned and not owned.parameters_unchanged(self._tensors, self._versions):
+            self._hold_each()  # to name the parameter
+        for held in self._held:
+            if version_of(held.tensor) != held.version or held.tensor.dtype is not held.dtype:
+                held.check()
+
+    def restore(self, undo: Undo) -> None:
+        """Put the tensors of the forward pass, or copies for the replay to change, in place."""
+        for held in self._held:
+            owner, tensor = held.owner, held.tensor
+            if owner is not None and owner.get(held.key) is not tensor and replaced(held):
+                swap(undo, owner, held.key, tensor)
+            # requires_grad decides which tensors autograd saves
+            if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
+                undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
+                tensor.requires_grad_(held.requires_grad)
+        # the first statistics are those of ``_owned``, which has scratch tensors for them
+        scratch = self._owned.scratch if self._owned is not None else ()
+        for (owner, name, *_), copy in zip(self._statistics, scratch, strict=False):
+            swap(undo, owner, name, copy)
+        for owner, name, dtype, device in self._statistics[len(scratch) :]:
+            copy = owner[name].detach().clone()
+            if copy.dtype != dtype or copy.device != device:
+                copy = copy.to(device, dtype)
+            swap(undo, owner, name, copy)
+        # one copy of a tensor that is in several places
+        each = {id(s.held.tensor): s for s in self._snapshots}
+        copies = sharing_memory({key: (s.held.tensor, s.value()) for key, s in each.items()})
+        for s in self._snapshots:
+            assert s.held.owner is not None
+            swap(undo, s.held.owner, s.held.key, copies[id(s.held.tensor)])
+
+    def restore_carried(self, undo: Undo) -> None:
+        """Give carried buffers their values after the forward pass, for an inverse."""
+        for owner, name, after in self._carried_after:
+            swap(undo, owner, name, after.clone())
+
+    def swap_altered(self, undo: Undo) -> dict[int, Tensor]:
+        """Replace parameters that the forward pass changed by copies, which it returns by id."""
+        copies: dict[int, Tensor] = {}
+        for held in self._altered:
+            assert held.owner is not None
+            copy = copies.setdefault(id(held.tensor), held.copy())
+            swap(undo, held.owner, held.key, copy)
+        return copies
+
+    def check_altered(self, copies: dict[int, Tensor]) -> None:
+        """Raise a RuntimeError if the replay changed the copies' values."""
+        for held in self._altered:
+            held.check_copy(copies[id(held.tensor)], self._changes_unseen)

@@ -141,6 +141,7 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
             f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
             f"or set streams = {len(state)} on the step"
         )
+    # a delegating step runs inside another one, whose tape records it
     recorded = not step.delegates and differentiates(step, state, context)
     mode = mode_of(step.memory) if recorded else MODES["store"]
     state = on_grid_of(step, state)
@@ -149,6 +150,7 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     if step.needs_words and mode.inverts and step.grid is None:
         raise ValueError(_needs_words(step, mode.name))
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
+    # a branch that works in place on its stream trains the two streams on different values
     versions = versions_of(watched)
     outputs = mode.run(step, state, context)
     refuse_changed_inputs(name_of(step), watched, versions)
@@ -202,6 +204,7 @@ def set_memory(
         if (bits := each.grid if grid is None else grid) is not None:
             _check_grid(bits, steps)
         _check_words(each.name, bits, steps)
+    # after all checks, so that an error changes nothing
     for each, steps in chosen:
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
@@ -264,6 +267,7 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
     _check_words(mode, grid, steps)
     for step in steps:
         step.memory = mode
+        # a step without inverse is recomputed from its inputs, which need no grid
         step.grid = grid if step.invertible else None
 
 

@@ -31,6 +31,7 @@ def offloaded(module: nn.Module) -> Recording:
     def pack(t: Tensor) -> Resident | _Moved:
         if t.device.type in _STAYS or address(t) in resident:
             return Resident.of(t)
+        # pinned: otherwise the copy back (non_blocking) waits for the GPU
         copy = torch.empty_like(t, device="cpu", pin_memory=t.device.type == "cuda")
         return _Moved(copy.copy_(t), t.device)
 

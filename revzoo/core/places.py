@@ -1,11 +1,14 @@
-"""Places: where the code of a step finds a value, and where a replay puts another one."""
+"""Places: where the code of a step finds a value, and where a replay puts another one.
+
+A dictionary is a place as it is: attributes of modules and objects, parameters, buffers, globals.
+"""
 
 from __future__ import annotations
 
 import collections
 import types
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from torch import nn
@@ -43,6 +46,7 @@ class Cell:
         self.cell = cell
 
     def get(self, _: Any, /) -> Any:
+        # an empty cell equals a new one; reading its content raises
         return None if self.cell == types.CellType() else self.cell.cell_contents
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
@@ -80,6 +84,7 @@ class SlotAttributes:
         return getattr(self.owner, key, None)
 
     def __setitem__(self, key: str, value: Any, /) -> None:
+        # frozen data classes refuse setattr
         object.__setattr__(self.owner, key, value)
 
 
@@ -95,6 +100,7 @@ class ClassAttributes:
         return vars(self.cls).get(key)
 
     def __setitem__(self, key: str, value: Any, /) -> None:
+        # the dictionary of a class is read-only
         setattr(self.cls, key, value)
 
 
@@ -125,3 +131,17 @@ def refill(container: Any, items: Iterable[Any]) -> None:
     """Replace the items of a list, set or deque."""
     container.clear()
     (container.update if isinstance(container, set) else container.extend)(items)
+
+
+Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
+"""Calls that restore the caller's values after a replay, last one first."""
+
+
+def swap(undo: Undo, place: Place, key: Any, value: Any) -> None:
+    """Put ``value`` into a place until ``undo`` runs."""
+    # undone by deleting it: None would be an attribute that was not there before
+    if isinstance(place, (dict, Attributes)) and key not in place:
+        undo.append((place.pop, (key,)))
+    else:
+        undo.append((place.__setitem__, (key, place.get(key))))
+    place[key] = value

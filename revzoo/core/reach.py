@@ -62,6 +62,7 @@ _SILENT = frozenset(
         *("Upsample", "PixelShuffle", "PixelUnshuffle", "ZeroPad2d", "ReflectionPad2d"),
     )
 )
+# these draw only in training, with a positive probability: see draws_nothing
 _DROPOUTS = frozenset((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
 
 
@@ -138,6 +139,7 @@ class Reach:
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(search.names | search.loaded)
+        # its code is generated and calls kernels that update buffers; the search does not read it
         self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
         self.names = search.names
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
@@ -146,9 +148,11 @@ class Reach:
         self.may_draw = search.runs_code or not all(map(_is_silent, self._members))
         self.owned: Any = None  # parameters and buffers of the modules, see core/held.py
         self._nested = [m._modules for m in self._members]
+        # compared by identity: a child that was replaced has other parameters
         self._children = [child for table in self._nested for child in table.values()]
         if step is not None:
             self._members = self._members[1:]  # without the step, to avoid a cycle
+            # reached() will add the key after this count
             mark = {CACHE_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
@@ -181,6 +185,7 @@ class Reach:
             self._plain = known = list(map(Plain.of, spaces))
         for i, space in enumerate(spaces):
             if not known[i].hold(space):
+                # a copy: the conditions of earlier forward passes hold the old list's items
                 known = known if known is not self._plain else [*known]
                 known[i] = Plain.of(space)
         self._plain = known
@@ -204,6 +209,7 @@ class Reach:
         """:meth:`modules`, if a search would find the same; otherwise None."""
         modules = self._members
         if (step := self.step()) is not None:
+            # a new or deleted attribute; a replaced one is among the watched places
             if self._own != (type(step), len(step.__dict__)):
                 return None
             modules = [step, *modules]
@@ -229,6 +235,7 @@ class Reach:
         """Whether the step holds only layers that draw no random numbers as they are now."""
         if self.may_draw or _global_hooks():
             return False
+        # a mode of the user may draw in any operator
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
             return False
         members = [self.step(), *self._members]
@@ -292,6 +299,7 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     known = reach is not None and reach.is_of(step)
     if reach is not None and known and (modules := reach.unchanged()) is not None:
         return reach, modules
+    # a new search finds other objects, but whether the step draws is known from its passes
     draws = reach.draws if reach is not None and known else True
     reach = Reach(Search(step), step, draws)
     if ours:

@@ -133,7 +133,9 @@ def _run(
         step.contexts = _Operators(), _Operators()
     if not options.compares:
         step.drift_limit = math.inf
+    # a fresh step for each call: it holds this call's arguments
     run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
+    # the object that fn returned, not the tape's tuple; dropped, since it holds the graph
     returned, call.returned = call.returned, None
     return returned
 
@@ -186,6 +188,8 @@ class Checkpoint(Step):
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         first, again = self.contexts
+        # the forward pass gets the caller's own objects, once; a replay gets copies of the
+        # containers
         if self._call.arguments is not None:
             (args, kwargs), self._call.arguments = self._call.arguments, None
             with first:
@@ -213,6 +217,7 @@ _CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
 
 def _module_of(fn: Any) -> nn.Module | None:
     """``fn`` if it is a module, or the module whose ``forward`` it is."""
+    # block.forward and block are the same work: both use the search result that the block holds
     owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
     return owner if isinstance(owner, nn.Module) else None
 

@@ -91,6 +91,8 @@ class Entry:
         """
         self.step = step
         self.name = name_of(step)
+        # autograd saves other tensors if other inputs require gradient, so the replay repeats the
+        # pattern
         self.needs = tuple(t.requires_grad for t in inputs)
         self.dtypes = tuple(t.dtype for t in inputs)
         self.small = sum(map(bytes_of, inputs)) // _SMALL_SHARE
@@ -99,11 +101,13 @@ class Entry:
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
+        # the tape refers to slots weakly (rule 1): the graph decides how long they live
         self.inverts = False
         self.saved: list[weakref.ref[Slot] | None] = []  # None for resident tensors
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
         self._aside: SavedState | None = None
+        # code that reads running statistics needs the batch norm to compute them in the replay, too
         self.notes: Notes | None = None if self.conditions.reads_statistics else {}
         self.witness = _Witness() if stops and step.early_stop else None
 
@@ -121,6 +125,7 @@ class Entry:
         """Sample the streams that a replay will recompute, and their range, for the guard."""
         self.inverts = inverts
         if self.witness is not None:
+            # rule 10; recomputed from exact inputs, so no channel can be lost in rounding
             self.samples = sample(self.witness.take(), taken, channels=False)
         elif not self.step.guarded:
             pass
@@ -147,6 +152,7 @@ class Entry:
 
     def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
+        # tensors that stay in memory anyway need no slot: parameters, buffers, and views of them
         resident, known = self.conditions.storages()
         saved = self.saved
         small = self.small
@@ -162,6 +168,7 @@ class Entry:
             return True
 
         def pack(t: Tensor) -> Slot | Resident:
+            # most calls: a parameter itself, found without asking for its storage
             if id(t) in known:
                 saved.append(None)
                 return Resident(t, t._version)
@@ -176,6 +183,7 @@ class Entry:
             if stays:
                 saved.append(None)
                 return Resident.of(t)
+            # the last tensor without a home in memory is the last that the replay will record
             if witness is not None:
                 witness.note(len(saved), t)
             alive = chain()
@@ -188,6 +196,7 @@ class Entry:
 
     def last_wanted(self) -> int:
         """Index of the last slot that the graph still holds; -1 if there is none."""
+        # parts of a graph may be freed, or never be differentiated: their slots are gone
         held = (k for k, ref in enumerate(self.saved) if ref is not None and ref() is not None)
         return max(held, default=-1)
 
@@ -201,6 +210,7 @@ class Entry:
         """The step's inputs, without recording."""
         versions = versions_of(outputs)
         with torch.no_grad(), self._forward_conditions(inverting=True):
+            # only replay() can use the tensors put aside; here it records nothing
             if self._aside is not None:
                 inputs: Streams = self.step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[operator]
             else:
@@ -233,6 +243,7 @@ class Entry:
 
     def record_from_inputs(self, inputs: Streams) -> tuple[Streams, SlotRecorder]:
         """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
+        # an early stop leaves no outputs: then the guard compares the witness (rule 10)
         replayed = SlotRecorder(self, stops=self.witness is not None)
         outputs: State = ()
         with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
@@ -263,6 +274,8 @@ class Entry:
         with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
             if step.reads_words:
                 inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
+            # a step that moves values is inverted on words alone; floats are made only if it saved
+            # some
             elif self.inverts_words(outputs):
                 with torch.no_grad(), self.conditions.restored(inverting=True):
                     inputs = self.inverted(outputs)
@@ -271,6 +284,7 @@ class Entry:
                     replayed(step.forward, laid, self.needs, self.context, last=True)
             else:
                 inputs = as_fixed(step.replay(as_floats(outputs), replayed, self.context))
+        # before check(): a changed stream explains a mismatch, not the other way round
         refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
         recovered = None if inputs is None else self.with_strides(inputs)
@@ -298,7 +312,10 @@ class _Witness:
 
 
 class _AllRecordedError(BaseException):
-    """Ends a replay; no ``except Exception`` in a branch catches it."""
+    """Ends a replay early.
+
+    A BaseException, so that no ``except Exception`` in a branch catches it.
+    """
 
 
 def _with_strides(t: Tensor | Fixed, stride: tuple[int, ...]) -> Tensor | Fixed:
@@ -382,8 +399,10 @@ class SlotRecorder:
         last: bool = False,
     ) -> State:
         """See :class:`revzoo.core.invertible.Recorder`."""
+        # leaves: the recorded graph ends here, and is freed with the leaves
         leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
+        # a part that is not the last may only stop if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
         self._stops |= last
         try:
@@ -407,6 +426,8 @@ class SlotRecorder:
             self = replayed()
             if self is None:
                 return
+            # matched by position: the k-th tensor saved in the replay is the k-th of the forward
+            # pass
             k = self._count
             self._count = k + 1
             if k >= len(saved):
@@ -420,6 +441,8 @@ class SlotRecorder:
                         f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
                     )
                 self._values.append((slot, Resident.of(t)))
+            # rule 4 of NOTE [ Threads ] compares the random state at the end of a replay, so what
+            # the forward pass drew after this tensor is drawn, too
             if self._stops and 0 <= last <= k and self._entry.conditions.drawn():
                 self._stopped = True
                 raise _AllRecordedError

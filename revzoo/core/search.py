@@ -58,7 +58,7 @@ from revzoo.core.places import (
 )
 
 _FOREIGN = (
-    sys.stdlib_module_names - {"test"}
+    sys.stdlib_module_names
     | {"torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"}
     | {"lightning", "pytorch_lightning", "lightning_fabric"}
 )
@@ -131,6 +131,8 @@ class Search:
         self.enclosing: list[nn.Module] = []
         self.tensors: list[tuple[Place, Any, str]] = []
         self.generators: list[torch.Generator] = []
+        # rule 2: names grow with each function that is found, and open attributes of objects found
+        # before
         self.names: set[str] = {*_ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
@@ -151,6 +153,7 @@ class Search:
     def run(self) -> None:
         """Follow names into objects until no new ones turn up."""
         before = -1
+        # all three only grow, so equal sums mean that nothing was found
         while before != (before := len(self.names) + len(self._visited) + len(self._objects)):
             for thing in list(self._objects):
                 self._expand(thing)
@@ -182,6 +185,7 @@ class Search:
         """Record the value in a place, and search it."""
         if type(v) in PLAIN_TYPES:
             self.watched.append((place, key, type(v)))
+            # constants cannot change; Reach restores lists and modules as a whole
             if not isinstance(place, (Constant, Items, Attributes)):
                 self.plain.append((place, key))
         elif isinstance(v, Tensor):
@@ -192,9 +196,12 @@ class Search:
             self.generators.append(v)
         elif isinstance(v, nn.Module):
             self.watched.append((place, key, v))
+            # an enclosing module owns the step: its other parts belong to other steps (rule 3)
             if self._is_new(v) and self._is_enclosing(v):
                 self.enclosing.append(v)
                 runs = _STEP_RUNNERS | {k for k, m in v._modules.items() if self._is_in(m)}
+                # code that runs the step would bring in all its siblings; the methods left are
+                # those that the step may call
                 methods = {
                     name: tuple(
                         f for f in fs if name not in _ENTRY_POINTS or not _loads_any(f, runs)
@@ -249,17 +256,20 @@ class Search:
         if self._is_in(m):
             return True
         methods = _methods(type(m))
+        # a method of m that is running has called the step: so m contains it, if only in its code
         calls = any(
             _loads_any(f, _STEP_RUNNERS) for n, fs in methods.items() if n[:2] != "__" for f in fs
         )
         return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
 
     def _container(self, v: Any, label: str) -> None:
+        # a change of length is seen without looking at the items
         self.sized.append(v)
         if isinstance(v, _LISTS):
             self.lists.append(v)
         if isinstance(v, dict) and len(v) <= MOST_ITEMS:
             self.namespaces.append(v)
+        # the usual case, and the only cheap one for long lists
         if all(map(PLAIN_TYPES.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
             return
         if isinstance(v, dict):
@@ -296,6 +306,7 @@ class Search:
                 self._attributes(v)
 
     def _attributes(self, v: Any) -> None:
+        # a slot without a value has no attribute
         for name in _slots_of(type(v)):
             if hasattr(v, name):
                 self.value(getattr(v, name), SlotAttributes(v), name, name)
@@ -306,6 +317,7 @@ class Search:
 
     def _class(self, cls: type) -> None:
         """The attributes of user-defined classes, without methods."""
+        # class attributes may be tensors, counters or modules that several objects share
         for c in cls.__mro__:
             if not _foreign(c.__module__) and self._is_new(c):
                 attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
@@ -329,6 +341,8 @@ class Search:
         watch_size: bool = True,
         wildcards: frozenset[str] = _LOADS_ANY,
     ) -> None:
+        # the step's own dictionary will hold the result, so its size changes and a strong reference
+        # would be a cycle
         own = self.step is not None and attributes is self.step.__dict__
         watch_size &= not own
         place = Attributes(self.step) if own and self.step is not None else attributes
@@ -352,6 +366,7 @@ class Search:
 
     def _function(self, f: types.FunctionType) -> None:
         self.runs_code = True
+        # functions with the same code may hold other objects, such as lambdas made in a loop
         holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
         if not self._is_new(f.__code__) and not holds:
             return
@@ -360,6 +375,7 @@ class Search:
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if self._is_new(cell):
                 place = Cell(cell)
+                # an empty cell: a variable that is assigned later, perhaps by the forward pass
                 if cell == types.CellType():
                     self.watched.append((place, None, type(None)))
                 else:
@@ -372,9 +388,11 @@ class Search:
             self.namespaces.append(f.__dict__)
             self._object(f.__dict__, {}, frozenset(), all_names=False)
         loaded, attributes = _loads(f.__code__)
+        # globals are looked up in the function's module only, attributes in every object
         self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
         for name in loaded:
+            # not with _is_new: many functions share the globals, but load other names of them
             mark = id(f.__globals__), name
             if mark not in self._visited and name in f.__globals__:
                 self._visited.add(mark)
@@ -410,6 +428,7 @@ def _aliases(v: Any, depth: int) -> Any:
         items = [changed.get(i, item) for i, item in enumerate(items)]
         if not changed:
             return None
+        # the rest is copied and refilled, which keeps the class and its attributes
         if isinstance(v, (tuple, frozenset)):
             named = hasattr(v, "_fields")  # named tuples take their items one by one
             return type(v)(*items) if named else type(v)(items)
@@ -453,6 +472,7 @@ def _is_running(m: nn.Module) -> bool:
     codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
+        # the first argument of a method is the object; another object's method has another one
         code = frame.f_code
         if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is m:
             return True
@@ -468,8 +488,10 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
+        # LOAD_METHOD until Python 3.11, LOAD_SUPER_ATTR from 3.12 on
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes.add(instruction.argval)
+    # lambdas, comprehensions and inner functions are constants of the code around them
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
             inner = _loads(const)

@@ -30,6 +30,7 @@ class SlotTape(Protocol):
 class Slot:
     """Replaces one saved activation of the tape's entry ``index`` in the graph."""
 
+    # thousands live at once, so no __dict__; the tape refers to slots weakly (rule 1)
     __slots__ = ("__weakref__", "dtype", "index", "shape", "tape", "value")
 
     def __init__(self, tape: SlotTape, index: int, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -75,6 +76,7 @@ def unpack(packed: Slot | Resident) -> Tensor:
             packed.tape.replay(packed.index)
         value = packed.value
         assert value is not None
+        # -1 outside a backward pass, as when a user reads grad_fn._saved_self
         if torch._C._current_graph_task_id() >= 0 and graph_is_kept():
             packed.value = None  # rule 5; otherwise the graph drops the slot
         return value
@@ -128,6 +130,7 @@ class Recording(saved_tensors_hooks):
 
     def __enter__(self) -> None:
         self._outer = _thread.hooks
+        # torch has no public way to ask for the innermost hooks
         super().__enter__()
         _thread.hooks = self.pack_hook, self.unpack_hook
 
@@ -152,6 +155,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     """
     if not hooks_allowed():
         return contextlib.nullcontext()
+    # nested hooks replace the outer ones in torch, so other tensors are passed on by hand
     pack, unpack = _thread.hooks or (Resident.of, unpack_resident)
     at = address(x)
 
@@ -187,10 +191,12 @@ def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
 
     A replay of the same code saves it again, so an empty slot is filled.
     """
+    # without a Recording the graph would keep t itself; Resident.of adds the check of its version
     pack, give = _thread.hooks or (Resident.of, unpack)
     return functools.partial(give, pack(t))
 
 
+# stands in for tensors that slots of the outer step hold
 _NO_VALUES = torch.empty(0, device="cpu")
 
 
@@ -204,6 +210,8 @@ class SavedState:
         self._unpack: _Unpack | None = None
         self._state = state
         self._packed: tuple[Any, ...] = backing_tensors(state)
+        # the hooks of autograd check versions of tensors in the graph; a state on the tape is in
+        # none
         self._versions = [version_of(t) for t in self._packed]
         if hooks is not None:
             pack, self._unpack = hooks
@@ -252,6 +260,7 @@ def note(layer: nn.Module, *packed: object) -> None:
     """
     notes = _thread.notes
     if notes is not None and not _thread.recalls:
+        # () for a layer that runs twice: a replay could not say which call it repeats
         kept = tuple(p.tensor for p in packed if isinstance(p, Resident))
         notes[layer] = kept if layer not in notes and len(kept) == len(packed) else ()
 

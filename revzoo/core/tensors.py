@@ -79,6 +79,7 @@ def with_strides(t: Tensor, stride: tuple[int, ...]) -> Tensor:
         one = t
         for d in expanded:
             one = one.narrow(d, 0, 1)
+        # copy_() refuses memory that overlaps
         if _overlaps(tuple(one.shape), stride):
             return _overlapping(one, stride).expand_as(t)
         copy = one.new_empty_strided(one.shape, stride).copy_(one)
@@ -102,6 +103,7 @@ def _overlapping(t: Tensor, stride: tuple[int, ...]) -> Tensor:
         steps = torch.arange(n, device=t.device) * s
         places = places + steps.view(-1, *[1] * (t.dim() - d - 1))
     extent = sum(s * (n - 1) for n, s in zip(t.shape, stride, strict=True))
+    # one flat buffer, filled by index, is then read with the overlapping strides
     flat = t.new_zeros(extent + 1)
     flat[places] = t
     return flat.as_strided(t.shape, stride)
@@ -124,6 +126,7 @@ def in_memory_order(t: Tensor) -> Tensor:
 def as_dense(t: Tensor, like: Tensor) -> Tensor:
     """``t`` without gaps, which change torch's order of sums; channels last if ``like`` is."""
     last = torch.channels_last
+    # the layout of the input stream: convolutions run faster in channels last, if the user chose it
     lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)
     if lasts and not like.is_contiguous():
         return t.contiguous(memory_format=last)

@@ -74,6 +74,7 @@ class RandomLock:
     """Rule 1 of NOTE [ Threads ]."""
 
     def __init__(self, patience: float = _PATIENCE) -> None:
+        # reentrant: a replay may run a step, or another backward pass, that draws
         self._lock = threading.RLock()
         self.patience = patience
 
@@ -81,6 +82,7 @@ class RandomLock:
         """Take the lock; returns False after ``patience`` seconds."""
         if self._lock.acquire(blocking=False) or self._lock.acquire(timeout=self.patience):
             return True
+        # a thread that can never get the lock would else wait for each of its steps
         self.patience /= 2
         return False
 
@@ -109,6 +111,7 @@ def locks_of(modules: Iterable[nn.Module]) -> list[ModuleLock]:
     """The locks of the modules with buffers, in the order of taking them."""
     stateful = [m for m in modules if m._buffers]
     locks = [_locks.setdefault(m, ModuleLock(type(m).__name__)) for m in stateful]
+    # one order for all threads, so that two of them cannot each hold what the other needs
     return sorted(locks, key=lambda lock: lock.number)
 
 
