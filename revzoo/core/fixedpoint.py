@@ -211,9 +211,8 @@ def forget_stale_words(state: Iterable[Tensor]) -> None:
             known = fixed.read()
             if torch.equal(known, t):
                 continue
-            if not bool(
-                ((known == t) | known.isnan()).all()
-            ):  # words beyond their range read as NaN
+            # words beyond their range read as NaN: their floats may differ
+            if not bool(((known == t) | known.isnan()).all()):
                 del vars(t.untyped_storage())[_KEY][_view_key(t)]
 
 

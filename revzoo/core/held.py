@@ -20,7 +20,7 @@ NOTE [ Copies of buffers ]
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -110,6 +110,8 @@ class Held(NamedTuple):
             return
         with torch.no_grad():
             size = self.tensor.abs().max()
+            # a change such as a clamp repeats up to rounding; a counter or a step of an average
+            # does not
             rounding = 100 * torch.finfo(copy.dtype).eps if copy.dtype.is_floating_point else 0
             same = bool((copy - self.tensor).abs().max() <= rounding * size)
         if not same:
@@ -207,6 +209,7 @@ class Owned:
         self.buffered: list[int] = []  # modules with buffers of which a replay needs the values
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
+        # a bias that a layer gets later would be missed if only present tensors were compared
         self._absent: list[tuple[Any, str]] = [p for p in places if p[0][p[1]] is None]
         self.statistics: list[Statistics] = []
         for i, m in enumerate(modules):
@@ -250,6 +253,7 @@ class Owned:
     def scratch(self) -> list[Tensor]:
         """Tensors like the statistics, for replays to update: their values influence no output."""
         if not self._scratch:
+            # inference tensors would refuse the updates of a later pass that records
             with torch.inference_mode(False):
                 self._scratch = [
                     torch.zeros(shape, dtype=s.dtype, device=s.device)
@@ -334,11 +338,13 @@ def sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]
         groups.setdefault(address(t), []).append(key)
     for keys in groups.values():
         if len(keys) > 1 and all(pairs[key][0].layout == torch.strided for key in keys):
+            # copies of their own would not see each other's changes
             storage = pairs[keys[0]][0].untyped_storage().clone()  # type: ignore[no-untyped-call]
             for key in keys:
                 t, copy = pairs[key]
                 place = (storage, t.storage_offset(), t.shape, t.stride())
                 view = torch.empty(0, dtype=t.dtype, device=t.device).set_(*place)
+                # copy_() refuses expanded tensors
                 _without_repeats(view).copy_(_without_repeats(copy))
                 copies[key] = view
     return copies
@@ -497,11 +503,10 @@ class StepTensors:
         """Whether a replay puts copies in place of buffers (rule 2 of NOTE [ Threads ])."""
         return bool(self._statistics or self._snapshots)
 
-    def devices(self) -> Iterator[torch.device]:
-        """The devices of the tensors."""
-        yield from (held.tensor.device for held in self._held)
-        yield from (s.held.tensor.device for s in self._snapshots)
-        yield from (t.device for t in self._tensors)
+    def all(self) -> list[Tensor]:
+        """The parameters, buffers, reached tensors and arguments; statistics where known."""
+        each = [held.tensor for held in (*self._held, *(s.held for s in self._snapshots))]
+        return each + self._tensors
 
     def storages(self) -> tuple[Set[int], Set[int]]:
         """Addresses of parameters and buffers, which stay in memory anyway; ids of most of them."""

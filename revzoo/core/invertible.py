@@ -161,6 +161,7 @@ class Step(nn.Module):
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
+        # a container has no mode: its members may have different ones
         own = type(self).__call__ is Step.__call__
         return f"{type(self).__name__}[{self.memory}]" if own else type(self).__name__
 
@@ -268,6 +269,7 @@ def leaves(module: nn.Module) -> dict[str, Step]:
 
 def plain_call(step: Step, /, *state: Tensor, **context: Any) -> Any:
     """Call ``step`` as a plain module, without its memory mode."""
+    # not step(...), which would run the memory mode again; hooks run as usual
     return nn.Module.__call__(step, *state, **context)
 
 
@@ -291,6 +293,7 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
     """
     if isinstance(outputs, Tensor):
         return (outputs,)
+    # lists, too: a branch of the user may return one, and torch.fx does
     if isinstance(outputs, (tuple, list)) and all(isinstance(t, Tensor) for t in outputs):
         return tuple(outputs)
     raise TypeError(

@@ -110,16 +110,17 @@ class Conditions:
         of_arguments = (
             reached_from(tree_iter(dict(context)), self._reach.names) if context else None
         )
-        reaches, others = [self._reach], list[nn.Module]()
+        reaches, others = [self._reach], []
         if of_arguments is not None:
             reaches.append(of_arguments)
             others = of_arguments.modules()
-        self._values = _PlainValues(reaches, (modules, others))  # rule 3
-        others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
+        self._values = _PlainValues(reaches, modules, others)  # rule 3
+        if others:  # a module may be reached on both ways: capture it once
+            others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
         self._tensors = StepTensors(reaches, modules, others, context or {}, module.training)
         # without inputs, the step's own tensors decide the devices
-        devices = (t.device for t in inputs) if inputs else self._tensors.devices()
-        accelerators = frozenset(d for d in devices if d.type not in HOST)
+        tensors = inputs or self._tensors.all()
+        accelerators = frozenset(t.device for t in tensors if t.device.type not in HOST)
         self._surroundings = Surroundings(accelerators)  # rule 2
         # reading a random state takes as long as a small kernel
         draws_nothing = (
@@ -150,7 +151,7 @@ class Conditions:
 
     def __enter__(self) -> None:
         """Begin the forward pass."""
-        self._locks = self._module_locks()
+        self._locks = self._reach.locks if self._tensors.swaps_buffers else []
         threads.acquire(self._locks)
         self._random.begin(self._reach.draws)
 
@@ -166,9 +167,6 @@ class Conditions:
         finally:
             self._random.release()
             threads.release(self._locks)
-
-    def _module_locks(self) -> list[threads.ModuleLock]:
-        return self._reach.locks if self._tensors.swaps_buffers else []
 
     def restored(self, *, inverting: bool = False) -> _Restored:
         """Restore the conditions of the forward pass; afterwards the caller's, also after errors.
@@ -190,15 +188,14 @@ class Conditions:
 class _PlainValues:
     """Numbers, flags and strings, and the contents of lists and tables of modules (rule 3)."""
 
-    __slots__ = ("_containers", "_namespaces", "_outer_values", "_reaches", "_training")
+    __slots__ = ("_containers", "_namespaces", "_outer_values", "_training")
 
-    def __init__(self, reaches: list[Reach], modules: Iterable[list[nn.Module]]) -> None:
-        self._reaches = reaches
-        self._namespaces = [
-            space
-            for reach, its_modules in zip(reaches, modules, strict=False)
-            for space in reach.plain_values(its_modules)
-        ]
+    def __init__(
+        self, reaches: list[Reach], modules: list[nn.Module], others: list[nn.Module]
+    ) -> None:
+        self._namespaces = reaches[0].plain_values(modules)
+        if len(reaches) > 1:
+            self._namespaces += reaches[1].plain_values(others)
         self._outer_values = [value for reach in reaches for value in reach.outer_values()]
         self._containers = [entry for reach in reaches for entry in reach.containers()]
         # of a module around the step, a replay restores nothing else
@@ -252,7 +249,7 @@ class _Restored:
         c._tensors.check()
         self._states = states = c._random.to_repeat()
         # the locks first, in the order of the forward pass: see NOTE [ Threads ]
-        self._locks = c._module_locks()
+        self._locks = c._reach.locks if c._tensors.swaps_buffers else []
         threads.acquire(self._locks)
         self._locked = bool(states) and threads.random_lock.acquire()
         if states:
@@ -280,8 +277,10 @@ class _Restored:
         c = self._conditions
         try:
             if failure is None:
-                c._tensors.check_altered(self._altered)
-                if not self._inverting:  # an inverse may draw other numbers, or none
+                if self._altered:
+                    c._tensors.check_altered(self._altered)
+                # an inverse may draw other numbers, or none
+                if self._states and not self._inverting:
                     c._random.check_draws()
         finally:
             self._leave()

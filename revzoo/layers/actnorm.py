@@ -67,6 +67,7 @@ class ActNorm(Joint):
         self._settled = False  # caches the buffer, since reading it stalls a GPU
 
     def transform(self, x: Tensor) -> Tensor:
+        # a replay must repeat the map of its forward pass, not choose one
         if self.training and not self._settled and not is_replaying() and x.numel():
             self._initialise(x.detach())
         return x * self.per_channel(self.log_scale.exp(), x) + self.per_channel(self.shift, x)
@@ -81,11 +82,13 @@ class ActNorm(Joint):
     @torch.no_grad()
     def _initialise(self, x: Tensor) -> None:
         if not self.initialised:
+            # one value per channel has no spread: the scale would be 1 / EPSILON
             if x.numel() == self.size:
                 raise ValueError(
                     f"{name_of(self)} got a first training batch of shape {tuple(x.shape)}: its "
                     "scale is set from the spread of each channel's values, so give it several"
                 )
+            # as in BatchNorm: a variance in bfloat16 has an error of percents
             wide = x.to(torch.promote_types(x.dtype, torch.float32))
             dims = self.over_channels(x)
             variance, mean = torch.var_mean(wide, dims, correction=int(self.unbiased))

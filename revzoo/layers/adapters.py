@@ -70,6 +70,7 @@ class AffineAdapterSigmoid(nn.Module):
                 f"{type(self.f).__name__} returned shape {tuple(h.shape)}: expected an even number "
                 "of channels, shifts and raw scales in turn"
             )
+        # in turn, not in halves: the order of MemCNN's weights
         return torch.sigmoid(h[:, 1::2] + 2.0), h[:, 0::2]
 
 
@@ -136,4 +137,5 @@ class _Stacked(nn.Module):
                 f"{type(self.branch).__name__} returned a {type(pair).__name__}, expected a pair "
                 "of tensors, scale and shift: wrap it in AffineAdapterSigmoid, say"
             )
+        # one tensor, since a coupling takes one value from its branch
         return torch.stack(tuple(pair))

@@ -93,6 +93,7 @@ class InvertibleBatchNorm(Joint):
         self.register_buffer("running_mean", torch.zeros(channels))
         self.register_buffer("running_var", torch.ones(channels))
         if statistics == "batch":
+            # not persistent: they belong to one forward pass, not to the trained model
             self.register_buffer("batch_mean", torch.zeros(channels), persistent=False)
             self.register_buffer("batch_var", torch.ones(channels), persistent=False)
             self.carried = (*type(self).carried, "batch_mean", "batch_var")
@@ -105,6 +106,7 @@ class InvertibleBatchNorm(Joint):
             unbiased = self._unbiased(x) if alone else 1.0  # torch averages unbiased variances
             mean = (1 - self.momentum) * mean + self.momentum * batch_mean
             var = (1 - self.momentum) * var + self.momentum * unbiased * batch_var
+            # in place, since DistributedDataParallel broadcasts these tensors
             self.running_mean.copy_(mean.detach())
             self.running_var.copy_(var.detach())
             if alone:
@@ -126,9 +128,8 @@ class InvertibleBatchNorm(Joint):
             if self.statistics == "batch":
                 var = batch_var
             else:
-                var = var + self.momentum * (
-                    batch_var - batch_var.detach()
-                )  # adds 0, with the gradient
+                # adds 0: forward() has put the batch into the average, but without its gradient
+                var = var + self.momentum * (batch_var - batch_var.detach())
         log_scale = -0.5 * (var + self.eps).log().sum()
         return (log_scale.to(x.dtype) * self.positions(x)).expand(len(x))
 
@@ -144,6 +145,7 @@ class InvertibleBatchNorm(Joint):
 
     def _statistics(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and variance of the batch ``(C,)``, in the type of the averages."""
+        # a sum over a batch in bfloat16 would lose most of its bits
         wide = x.to(torch.promote_types(x.dtype, self.running_var.dtype))
         var, mean = torch.var_mean(wide, self.over_channels(x), correction=0)
         return mean.to(self.running_mean.dtype), var.to(self.running_var.dtype)

@@ -152,6 +152,7 @@ class TripleBranch(_Branch):
         layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=3, stride=stride)
         _append_activation(layers, 2, inner, norm_act)
         layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
+        # left out at 0, so that state_dicts and repr of plain networks stay as they are
         if dropout != 0.0:
             layers["dropout2"] = nn.Dropout(dropout)
         _append_activation(layers, 3, inner, norm_act)

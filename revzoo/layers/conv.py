@@ -40,6 +40,7 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
         padding=kernel_size // 2,
         bias=False,
     )
+    # fan-out keeps the size of gradients; fan-in, torch's default, that of activations
     std = math.sqrt(2.0 / (kernel_size * kernel_size * out_channels))
     nn.init.trunc_normal_(layer.weight, std=std, a=-TRUNCATION * std, b=TRUNCATION * std)
     return layer

@@ -44,6 +44,8 @@ class Coupling(Invertible):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
+        # a subclass that changes the map inherits facts that no longer hold: clear them unless it
+        # states them itself
         own = vars(cls)
         if "combine" in own and "log_det" not in own:
             cls.log_det = Invertible.log_det
@@ -94,9 +96,12 @@ class Coupling(Invertible):
     def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs
         need1, need2 = record.needs
+        # the branch runs once, for both purposes; Invertible.replay would run it twice
         value, *_ = record(self.branch, as_floats((x2,)), (need2,), context)
         with torch.no_grad():
             done = record.complete or isinstance(y2, Fixed)  # an addition saves nothing
+            # if combine() saved nothing, no graph needs the value after this: recover() may reuse
+            # its memory
             x1 = (self.recover if done else self.uncombine)(y2, value)
         x1, x2 = record.with_strides((x1, x2))
         if not done:
@@ -143,6 +148,7 @@ class AdditiveCoupling(Coupling):
     def recover(self, y2: Tensor | Fixed, value: Tensor) -> Tensor | Fixed:
         if isinstance(y2, Fixed):
             return y2.minus(value, overwrite=unshared(value))
+        # a subclass may subtract something else, or read the value twice
         plain = type(self).uncombine is AdditiveCoupling.uncombine
         if not plain or value.dtype != y2.dtype or value.shape != y2.shape or not unshared(value):
             return self.uncombine(y2, value)
@@ -223,4 +229,5 @@ class AffineCoupling(Coupling):
                 "log-scales and shifts side by side"
             )
         raw, shift = value.to(stream.dtype).chunk(2, dim=1)
+        # atan, since it approaches the bounds slowly: a tanh saturates and its gradients vanish
         return self.clamp * (2 / math.pi) * torch.atan(raw / self.clamp), shift

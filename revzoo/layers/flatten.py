@@ -49,6 +49,7 @@ class InvertibleFlatten(Streamwise):
                 f"(B, {', '.join(map(str, self.shape))}), the first not behind the last"
             )
         self.start_dim, self.end_dim = first, last
+        # shape has no batch dimension, so dimension d is its item d - 1
         self._sizes = self.shape[first - 1 : last]
         self._flat = (*self.shape[: first - 1], math.prod(self._sizes), *self.shape[last:])
 

@@ -87,12 +87,14 @@ class InjectiveLinear(Joint):
 
     def transform(self, x: Tensor) -> Tensor:
         with unnarrowed(x):
+            # the first n columns: as if x were padded by zeros
             y = mix(self.matrix()[:, : self.size], x, self.dim)
             return y if self.bias is None else y + self.per_channel(self.bias, y)
 
     def restore(self, y: Tensor) -> Tensor:
         with unnarrowed(y):
             y = y if self.bias is None else y - self.per_channel(self.bias, y)
+            # the other rows would recover the zeros
             return mix(self.matrix.inverse()[: self.size], y, self.dim)
 
     def log_det_of(self, x: Tensor) -> Tensor:

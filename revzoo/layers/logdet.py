@@ -55,6 +55,7 @@ class WithLogDet(Invertible):
         self.memory = step.memory
         self.grid = step.grid
         self.drift_limit = step.drift_limit
+        # the wrapper is made anew in each pass, so it takes over what set_memory set on the step
         self.label = name_of(step)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
@@ -67,6 +68,7 @@ class WithLogDet(Invertible):
             return outputs
 
         call: Callable[..., Any] = with_log_det
+        # then forward and log_det are separate, and the step can be called with its hooks
         if type(step).forward_with_log_det is Invertible.forward_with_log_det:
             inverted = mode_of(self.memory).inverts
             call = call_without_changing_hooks if inverted else plain_call
@@ -84,6 +86,8 @@ class WithLogDet(Invertible):
         *ended, total = outputs
         inverse = functools.partial(inverse_on_grid, self.step)
         streams = record.inverted(inverse, tuple(ended), context)
+        # the graph does not depend on the total's value, which is recovered by the subtraction
+        # below
         inputs = record.with_strides((*streams, torch.zeros_like(total)))
         recorded = record(self.forward, inputs, record.needs, context)
         log_det = recorded[len(outputs) - 1]

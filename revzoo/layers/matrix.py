@@ -37,10 +37,12 @@ class PLUMatrix(nn.Module):
 
     def __init__(self, n: int) -> None:
         super().__init__()
+        # a rotation at the start: volumes are kept and the condition number is 1
         p, lower, upper = torch.linalg.lu(_random_rotation(n))
         s = upper.diagonal()
         self.register_buffer("permutation", p)
         self.register_buffer("sign", s.sign())
+        # log and fixed sign, so that no entry of the diagonal can reach 0
         self.log_s = nn.Parameter(s.abs().log())
         self.lower = nn.Parameter(lower.tril(-1))
         self.upper = nn.Parameter(upper.triu(1))
@@ -64,6 +66,7 @@ class PLUMatrix(nn.Module):
             _widened, (self.lower, self.upper, self.log_s, self.sign, self.permutation)
         )
         unit = torch.eye(len(log_s), dtype=lower.dtype, device=lower.device)
+        # masked, since the parameters are full matrices, of which loaded ones may have other entries
         return permutation, lower.tril(-1) + unit, upper.triu(1) + (sign * log_s.exp()).diag()
 
 
@@ -78,6 +81,7 @@ class OrthogonalMatrix(nn.Module):
         self.skew = nn.Parameter(torch.zeros(n, n))
 
     def forward(self) -> Tensor:
+        # the lower triangle alone, since A - A^T has only n (n - 1) / 2 degrees of freedom
         a = _widened(self.skew).tril(-1)
         return torch.linalg.matrix_exp(a - a.mT) @ _orthogonalised(_widened(self.start))
 
@@ -96,6 +100,7 @@ MATRICES: dict[MatrixKind, type[PLUMatrix | OrthogonalMatrix]] = {
 
 def mix(matrix: Tensor, x: Tensor, dim: int) -> Tensor:
     """``matrix`` times the vectors of ``x`` along ``dim``, 1 or -1."""
+    # not conv2d or linear, which may compute in TF32 or in autocast's dtype
     equation = "ij,bj...->bi..." if dim == 1 else "ij,...j->...i"
     return torch.einsum(equation, matrix.to(x.dtype), x)
 

@@ -70,6 +70,7 @@ class ChannelPadding(Invertible):
                 f"ChannelPadding({self.extra}) got a stream of shape {tuple(x.shape)}: expected "
                 "(B, C, H, W)"
             )
+        # pairs from the last dimension on: width, height, channels
         return functional.pad(x, (0, 0, 0, 0, 0, self.extra))
 
     def inverse(self, y: Tensor, **context: Any) -> Tensor:
@@ -195,6 +196,7 @@ class PaddedCoupling(AdditiveCoupling):
         return super().inverse(y1, y2, **context)
 
     def _padded(self, y1: Tensor) -> Tensor:
+        # a copy, since the caller may hold y1; the values are zero but for rounding
         y1 = y1.clone()
         y1[:, self.filled :] = 0
         return y1

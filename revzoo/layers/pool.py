@@ -30,6 +30,7 @@ POOLS: dict[str, Callable[[Tensor, Places], Tensor]] = {
     "max": _max,
     "avgmax": lambda x, places: 0.5 * (_avg(x, places) + _max(x, places)),
     "catavgmax": lambda x, places: torch.cat((_avg(x, places), _max(x, places)), dim=1),
+    # timm's name for no pooling is the empty string
     "": lambda x, places: x,
 }
 

@@ -37,6 +37,7 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
     momenta = [norm.momentum for norm in norms]
     count = 0
     try:
+        # no dropout or stochastic depth: evaluation has none either
         model.eval()
         for norm in norms:
             norm.train()

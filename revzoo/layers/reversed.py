@@ -55,6 +55,7 @@ class Reversed(ReversibleSequence):
                 f"Reversed got a {type(module).__name__}, expected an Invertible: only a module "
                 "with an inverse can be reversed"
             )
+        # super().__init__ labels the steps anew
         labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
         dim, split = getattr(module, "dim", 1), getattr(module, "split", HALVES)
@@ -83,6 +84,7 @@ class ReversedStep(Invertible):
         super().__init__()
         self.step = step
         self.streams = step.outputs
+        # as attributes of the wrapper, since the tape asks the step that it runs
         self.exact, self.sums = step.exact, step.sums
         self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
 

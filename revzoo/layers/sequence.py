@@ -255,6 +255,7 @@ class ReversibleSequence(Invertible):
         return names.index(index)
 
     def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
+        # all checks first, so that an error changes nothing
         for i, (_, step) in enumerate(items):
             if not isinstance(step, Step):
                 kind = type(step)
@@ -277,6 +278,7 @@ class ReversibleSequence(Invertible):
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two steps got the name {twice!r}: expected each name once")
+        # a step that only moves within the sequence keeps its mode
         before = {id(step) for step in self}
         self.steps = _Steps(dict(zip(names, (step for _, step in items), strict=True)))
         label_steps(self, self.label)
@@ -296,6 +298,7 @@ class ReversibleSequence(Invertible):
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         if keeps_words():  # not in a captured graph, which would repeat the assignment
+            # a stream from an outer sequence was checked there; the check reads every value
             nested, _thread.nested = getattr(_thread, "nested", False), False
             if not nested:
                 renew_words(t for t in state if isinstance(t, Tensor))
@@ -339,6 +342,7 @@ class ReversibleSequence(Invertible):
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
         state = apply_with_words(Split(self.dim, self.split).forward, state) if merge else state
+        # container by container: each may override inverse()
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
                 if type(step).inverse is ReversibleSequence.inverse:
@@ -350,6 +354,8 @@ class ReversibleSequence(Invertible):
                 check_range(step, state)
                 versions = versions_of(state)
                 assert isinstance(step, Invertible)
+                # an inverse evaluates branches, which must not update statistics or draw the
+                # caller's numbers
                 with Conditions(step, state).restored():
                     inputs = inverse_on_grid(step, *state, **context)
                 refuse_changed_outputs(name_of(step), state, versions)
@@ -420,6 +426,7 @@ def _advance(
             if keeps_words():
                 _thread.nested = False
     else:
+        # a stem or transition keeps autocast's dtype: nothing is reconstructed from its input
         state = widened(state) if step.invertible else state
         outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
     end = len(outputs) - step.extras

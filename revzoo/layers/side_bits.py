@@ -129,6 +129,7 @@ class SideBits(Invertible):
         self.last = last
         self._others: list[Any] = []  # what the block returns besides tensors
         self._structure: Any = None
+        # past nn.Module, which would register the block as a submodule of its own submodule
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
         object.__setattr__(self, "patched", vars(block).get("forward"))
@@ -145,6 +146,7 @@ class SideBits(Invertible):
             return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return self._plain(x, *args, **kwargs)
+        # popped, so that a second block that reads x starts a run: only one can follow
         before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
@@ -188,6 +190,7 @@ class SideBits(Invertible):
             return True
         if self.fits is None or y.device.type == "cpu":
             peak = float(fixed.peak)
+            # infinite values fit no grid, so a new run would not help: the guard raises
             self.fits = peak < fixed.limit or not math.isfinite(peak)
         return self.fits
 
@@ -202,6 +205,7 @@ class SideBits(Invertible):
         (read,) = as_floats((x,))
         needs = record.needs[-1:]
         value, *_ = record(self._evaluate, (read,), needs, context)
+        # the start of a run returns its input as the first output
         if len(record.needs) == 1:
             return (x,)
         (aside,) = record.aside
@@ -288,6 +292,7 @@ def make_reversible(
     check_module("model", model)
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
+    # explicit Residual modules first: the user has marked the branches
     if blocks is None:
         runs = [*_residuals_in(model), *_runs_in(model)]
     else:

@@ -96,6 +96,7 @@ class Joint(_OfOneTensor):
     def _cut(self, x: Tensor, like: State) -> Tensor | State:
         if len(like) == 1:
             return x
+        # the sizes of the input streams, which may differ
         return torch.split(x, [t.shape[self.dim] for t in like], dim=self.dim)
 
     def per_channel(self, vector: Tensor, x: Tensor) -> Tensor:
