@@ -66,7 +66,7 @@ class PLUMatrix(nn.Module):
             _widened, (self.lower, self.upper, self.log_s, self.sign, self.permutation)
         )
         unit = torch.eye(len(log_s), dtype=lower.dtype, device=lower.device)
-        # masked, since the parameters are full matrices, of which loaded ones may have other entries
+        # masked, since the parameters are full matrices: loaded ones may have other entries
         return permutation, lower.tril(-1) + unit, upper.triu(1) + (sign * log_s.exp()).diag()
 
 

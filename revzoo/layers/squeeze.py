@@ -123,7 +123,7 @@ def unsqueezed(y: Tensor, factor: int, *, order: Order) -> Tensor:
 def _squeezed(x: Tensor, factors: tuple[int, ...], *, order: Order) -> Tensor:
     batch, channels, *sizes = x.shape
     small = [n // b for n, b in zip(sizes, factors, strict=True)]
-    # one kernel instead of a permuted copy; it refuses empty tensors and other shapes
+    # one kernel instead of a permuted copy; it returns empty tensors in their old shape
     if x.numel() and order == "torch" and len(factors) == 2 and factors[0] == factors[1]:
         return functional.pixel_unshuffle(x, factors[0])
     # (B, C, H/b, b, W/b, b), then the blocks' axes go to the channels
