@@ -119,8 +119,7 @@ class GracefulStop(pl.Callback):
             raise RunStopped(signum)
         name = signal.Signals(signum).name
         log.warning(
-            "%s: stopping after this batch, or up to %.0f s later to finish an optimiser step or a "
-            "validation (press Ctrl-C again to stop at once)",
+            "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now",
             name,
             PATIENCE,
         )
