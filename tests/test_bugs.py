@@ -1675,6 +1675,34 @@ def test_a_buffer_updated_around_autograd(mode, training, way):
         assert error(*results) < 1e-12
 
 
+@pytest.mark.parametrize(("where", "changes"), [("list", True), ("list", False), ("tuple", False)])
+@pytest.mark.parametrize("size", [8, 2**14 + 8])
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+def test_a_reached_tensor_beside_changes_around_autograd(mode, size, changes, where):
+    """Large tables and constants raised as soon as any code of the step read an attribute .data."""
+
+    class Reads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            table = torch.ones(size, dtype=torch.float64)
+            self.kept = (table,) if where == "tuple" else [table]
+
+        def forward(self, x):
+            x = x.data + (x - x.data)
+            if changes:
+                self.kept[0].data.mul_(0.9)
+            return x.tanh() * self.kept[0][:8]
+
+    results = []
+    for m in (mode, "store"):
+        net = ReversibleSequence([AdditiveCoupling(Reads())] * 2, memory=m)
+        x = vectors()
+        y = net(x, x.sin())
+        grads = torch.autograd.grad(y[1].square().sum(), x)
+        results.append([*grads, net[0].branch.kept[0]])
+    assert error(*results) < 1e-12
+
+
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
 def test_a_tensor_in_a_tuple_that_changes_in_place_is_named(mode):
     """An assertion failed."""

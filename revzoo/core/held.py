@@ -15,6 +15,9 @@ NOTE [ Copies of buffers ]
     has changed it. If such a buffer changes for the first time in a later pass, its old value is
     lost: the replay raises an error with a remedy. A buffer that is replaced (``self.count =
     self.count + 1``) needs no copy.
+
+    If code of the step bypasses the version counters, we copy every buffer and reached tensor, and
+    treat it as changed. Large reached tensors and constants are compared with their copy instead.
 """
 
 from __future__ import annotations
@@ -30,9 +33,9 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from revzoo.core.invertible import Invertible
-from revzoo.core.places import Place, Undo, swap
+from revzoo.core.places import Constant, Place, Undo, swap
 from revzoo.core.reach import Reach
-from revzoo.core.tensors import address, tensors_of, version_of
+from revzoo.core.tensors import address, has_values, tensors_of, version_of
 
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
 _NORMS = frozenset(
@@ -134,11 +137,18 @@ class Snapshot(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        return (
-            self.unseen
-            or not self.held.still_there()
-            or version_of(self.held.tensor) != self.held.version
+        held, t = self.held, self.held.tensor
+        if not held.still_there() or version_of(t) != held.version:
+            return True
+        if not self.unseen:
+            return False
+        # a replay cannot replace a constant, and keeps large copies: there the values decide
+        kept = self.module is None and (
+            isinstance(held.owner, Constant) or t.numel() > _COPIED_SIZE
         )
+        if not kept or self.before is None:
+            return True
+        return has_values(t) and not torch.equal(self.before, t)
 
     def value(self) -> Tensor:
         """A copy of its value before the forward pass."""
@@ -489,8 +499,10 @@ class StepTensors:
         if isinstance(t, nn.Parameter):
             self._held.append(held)
             return
-        # functions seldom change tensors that they do not own: large ones are not copied
-        before = None if t.numel() > _COPIED_SIZE else t.detach().clone()
+        # functions seldom change tensors that they do not own: large ones are copied only if a
+        # change may be unseen
+        skips = t.numel() > _COPIED_SIZE and not self._updates_unseen
+        before = None if skips else t.detach().clone()
         self._snapshots.append(Snapshot(held, before, None, training, self._updates_unseen))
 
     @property
