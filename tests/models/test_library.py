@@ -1,10 +1,13 @@
 """Networks of torchvision and timm as models of the zoo."""
 
+import sys
+
 import pytest
 import torch
 import torchvision
 
 import revzoo
+from revzoo import _libraries
 from revzoo._libraries import LIBRARIES, declared_names
 from revzoo.interop.export import Export, export
 from revzoo.layers.side_bits import SideBits, reversible_blocks
@@ -197,3 +200,9 @@ def test_a_transformer_names_the_image_sizes(side, remedy):
         model = revzoo.create_model("torchvision:vit_b_16")
     with pytest.raises(ValueError, match=rf"{remedy}.*data\.image_size=224"):
         model(torch.zeros(1, 3, side, side))
+
+
+def test_a_library_without_sources_is_asked_when_it_is_imported(monkeypatch):
+    monkeypatch.setattr(_libraries, "source_of", lambda _: "")
+    monkeypatch.delitem(sys.modules, "torchvision")
+    _libraries.check_library_name("torchvision:resnet18")
