@@ -46,7 +46,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
@@ -296,10 +295,11 @@ def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
 def largest(t: Tensor) -> Tensor:
     """The largest magnitude in ``t``, which is not empty; NaN if ``t`` holds NaN."""
     t = t.detach() if t.requires_grad else t
-    # as an integer, the negative of the least value overflows
+    # negating the smallest integer would overflow
     t = t if t.is_floating_point() else t.float()
     # ten times as fast as torch.linalg.vector_norm on a CPU
-    low, high = torch.aminmax(in_memory_order(t))
+    flat = in_memory_order(t)
+    low, high = torch.aminmax(t if flat is None else flat)
     return torch.maximum(-low, high)
 
 
@@ -394,8 +394,7 @@ class _SecondDifference(torch.autograd.Function):
     def forward(
         ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
-        # the gradient is that of the real formula; the rounding and the dropped bits count as
-        # constants
+        # the gradient ignores the rounding and the dropped bits
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
@@ -629,30 +628,18 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
     words = next(t for t in tensors if not t.is_floating_point())
     kind, count = _computed_in(words), words.numel()
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    if count <= chunk or not _share_dense_layout(tensors):
+    flat: list[Tensor] = []
+    # equal strides: the same places in memory hold corresponding elements
+    if count > chunk and all(t.stride() == words.stride() for t in tensors):
+        flat = [t for t in map(in_memory_order, tensors) if t is not None]
+    if len(flat) < len(tensors):
         fn(*tensors, torch.empty_like(words, dtype=kind), *scales)
         return
-    # one flat view in memory order: all tensors have the same dense layout
-    flat = [t.as_strided((count,), (1,)) for t in tensors]
     scratch = torch.empty(chunk, dtype=kind, device=words.device)
     if not has_values(words):
         flat = [t[:chunk] for t in flat]  # one piece takes the memory of all
     for pieces in zip(*(torch.split(t, chunk) for t in flat), strict=True):
         fn(*pieces, scratch[: len(pieces[0])], *scales)
-
-
-def _share_dense_layout(tensors: tuple[Tensor, ...]) -> bool:
-    first = tensors[0]
-    # a subclass, such as a DTensor, may not allow as_strided()
-    if any(type(t) not in (Tensor, FakeTensor) for t in tensors):
-        return False
-    dense = first.is_contiguous() or (
-        first.dim() in (4, 5)
-        and first.is_contiguous(
-            memory_format=torch.channels_last if first.dim() == 4 else torch.channels_last_3d
-        )
-    )
-    return dense and first.numel() > 0 and all(t.stride() == first.stride() for t in tensors)
 
 
 class _Round(torch.autograd.Function):

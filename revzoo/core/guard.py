@@ -271,7 +271,7 @@ def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tens
     size, inner = shape[dim], shape[dim + 1 :].numel()
     chosen = torch.arange(size, device="cpu")
     if size > CHANNELS:
-        # of its own: the caller's random numbers must not depend on the guard
+        # the guard must not draw from the caller's random numbers
         generator = torch.Generator("cpu").manual_seed(variant)
         chosen = torch.randperm(size, generator=generator, device="cpu")[:CHANNELS]
     golden = _golden(len(chosen) * PER_CHANNEL, variant / VARIANTS)

@@ -348,7 +348,7 @@ def sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]
         groups.setdefault(address(t), []).append(key)
     for keys in groups.values():
         if len(keys) > 1 and all(pairs[key][0].layout == torch.strided for key in keys):
-            # copies of their own would not see each other's changes
+            # separate copies would not see each other's changes
             storage = pairs[keys[0]][0].untyped_storage().clone()  # type: ignore[no-untyped-call]
             for key in keys:
                 t, copy = pairs[key]
@@ -592,7 +592,7 @@ class StepTensors:
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
-        # the first statistics are those of ``_owned``, which has scratch tensors for them
+        # ``_owned`` has scratch tensors for the first statistics; the others get copies
         scratch = self._owned.scratch if self._owned is not None else ()
         for (owner, name, *_), copy in zip(self._statistics, scratch, strict=False):
             swap(undo, owner, name, copy)

@@ -1,4 +1,4 @@
-"""What a step reaches: the result of a search, kept until the step changes.
+"""The result of a search for what a step reaches. It is kept until the step changes.
 
 See NOTE [ What counts as reached ] in :mod:`revzoo.core.search`.
 """

@@ -98,7 +98,7 @@ Notes = dict[nn.Module, tuple[Tensor, ...]]
 
 
 class _Thread(threading.local):
-    """What the running step saves tensors with; each field is None outside of its context."""
+    """How the running step saves tensors. Outside of its context a field is None."""
 
     hooks: tuple[_Pack, _Unpack] | None = None  # of the innermost Recording
     aside: list[Tensor] | None = None  # see put_aside

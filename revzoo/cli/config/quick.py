@@ -1,7 +1,7 @@
 """The checks of a configuration that do not need Lightning, which takes seconds to import.
 
-``revzoo train`` runs them first, those of the model and the optimiser last, as these import torch.
-:func:`revzoo.cli.config.checks.check_config` runs them too, and all others.
+``revzoo train`` runs them before all others. The model and the optimiser come last, since their
+checks import torch. :func:`revzoo.cli.config.checks.check_config` runs these checks and the others.
 """
 
 from __future__ import annotations
