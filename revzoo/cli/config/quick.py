@@ -6,6 +6,7 @@ checks import torch. :func:`revzoo.cli.config.checks.check_config` runs these ch
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,9 @@ from revzoo._checks import (
     is_count,
 )
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.signatures import table_options
 from revzoo.profiling.units import bytes_from
+from revzoo.training.callbacks.options import check_options
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
@@ -41,7 +44,7 @@ PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
 def check_quickly(config: Mapping[str, Any]) -> None:
-    """Check the sections, the model, memory, optimiser and the Trainer's numbers.
+    """Check the sections, the model, memory, optimiser, callbacks and the Trainer's numbers.
 
     Raises:
         ValueError: naming the value, the expected ones and the remedy.
@@ -60,6 +63,7 @@ def check_quickly(config: Mapping[str, Any]) -> None:
         check_numbers(config["trainer"])
         check_words(config["precision"])
         check_complete(config["data"])
+        check_callback_names(config["callbacks"])
         from revzoo.training.optim.optimizers import OptimSpec
 
         OptimSpec.of(config["optim"])
@@ -117,6 +121,16 @@ def check_complete(data: Mapping[str, Any]) -> None:
     for key, value in data.items():
         if value == "???":
             raise ConfigError(f"data.{key} is needed: give data.{key}=...")
+
+
+def check_callback_names(callbacks: Mapping[str, Any]) -> None:
+    """Check the names of callbacks and options against the source files.
+
+    Once the registry is imported, it does this check: a plugin may have added callbacks.
+    """
+    registry = "revzoo.training.callbacks.registry"
+    if registry not in sys.modules and (known := table_options(registry, "CALLBACKS")):
+        check_options(callbacks, known)
 
 
 def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:

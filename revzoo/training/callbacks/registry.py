@@ -16,7 +16,7 @@ from typing import Any, get_type_hints
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_names, check_types, keyword_names
+from revzoo._checks import check_count, check_types, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -29,6 +29,7 @@ from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.callbacks.footprint import Footprint
 from revzoo.training.callbacks.graceful_stop import GracefulStop
+from revzoo.training.callbacks.options import check_options
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
@@ -141,18 +142,11 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     Raises:
         ValueError: for a name or option that does not exist, naming the nearest.
     """
-    check_names(specs, list(CALLBACKS), where="callbacks")
+    check_options(specs, {name: keyword_names(factory) for name, factory in CALLBACKS.items()})
     for name, options in specs.items():
-        if not isinstance(options, Mapping | None):
-            raise ValueError(
-                f"callbacks.{name}={options!r}: expected options in braces and quotes, "
-                f"'callbacks.{name}={{OPTION: VALUE}}'; {{}} uses the defaults, null removes the "
-                "callback"
-            )
-        place, factory = f"callbacks.{name}", CALLBACKS[name]
+        factory = CALLBACKS[name]
         constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
-        check_names(options or {}, keyword_names(factory), where=place)
-        check_types(options or {}, get_type_hints(constructor), where=place)
+        check_types(options or {}, get_type_hints(constructor), where=f"callbacks.{name}")
 
 
 def build_callbacks(
