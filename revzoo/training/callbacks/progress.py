@@ -137,7 +137,8 @@ class Progress(ProgressBar):
             log.info("%s", ", ".join([f"{head}, batch {count}", *words]))
             return
         if self._bar is None:
-            self._bar = tqdm(bar_format="", file=sys.stdout, leave=False, dynamic_ncols=True)
+            # tqdm draws a new bar at once, as "0it" if the format is empty
+            self._bar = tqdm(bar_format=" ", file=sys.stdout, leave=False, dynamic_ncols=True)
         self._bar.total, self._bar.n = total if math.isfinite(total) else None, done
         width, text = fitted(head, count, words, shutil.get_terminal_size().columns - 1)
         self._bar.bar_format = f"{head} {{bar:{width}}} {text}" if width else f"{head} {text}"
