@@ -6,6 +6,7 @@ the step at which a resumed run starts to log, and the options of its configurat
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,13 @@ from torch.utils.tensorboard.summary import hparams
 from revzoo.training.callbacks.pictures import GROUP
 
 MIB = 2**20
-FOLDER = "tensorboard"
+RENAMED = {
+    "footprint/peak_bytes": ("memory_MiB", MIB),
+    "footprint/activation_bytes": ("activations_MiB", MIB),
+    "reconstruction/error": ("reconstruction_error", 1),
+    "test/acc": ("test/acc", 1),
+    "drift/max": ("drift", 1),
+}  # a figure's chart in the group, and its unit
 COMPARED = ("val/acc", f"{GROUP}/test/acc")  # figures of a run in TensorBoard's HPARAMS
 
 
@@ -25,20 +32,24 @@ class TensorBoard(TensorBoardLogger):
     """Event files that read well in TensorBoard.
 
     TensorBoard orders groups of charts by name and opens the first two. So all figures but those
-    for training and validation are in a group ``watch``, after ``val``: test, memory, throughput,
-    rates, and the largest drift (``metrics.csv`` has each step's).
+    for training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
+    throughput, rates, and the largest drift (``metrics.csv`` has each step's). The test's other
+    figures get no chart: if each run has one point, TensorBoard's axis ends at 1, and hides a loss.
+
+    TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
 
     HPARAMS compares runs by :data:`COMPARED`. Lightning's logger writes all options of the
     optimiser there, and a figure ``hp_metric`` of -1.
 
     Args:
-        run_dir: the event files are in its folder ``tensorboard``.
-        run: a short description of the run.
+        run_dir: the run's folder.
+        run: a short description of the run; ``model`` and ``data`` name the folder.
         purge_step: TensorBoard drops older figures from this step on; the run logs them again.
     """
 
     def __init__(self, run_dir: Path, *, run: Mapping[str, Any], purge_step: int | None) -> None:
-        super().__init__(save_dir=run_dir, name="", version=FOLDER, purge_step=purge_step)
+        folder = re.sub(r"[^\w.]+", "-", f"{run['model']} {run['data']}".lower())
+        super().__init__(save_dir=run_dir, name="", version=folder, purge_step=purge_step)
         self.run = dict(run)
 
     @rank_zero_only
@@ -65,15 +76,12 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
                 yield f"{GROUP}/lr_{rest.replace('/', '_')}", value
             elif rates:  # all parameter groups have the same rate
                 yield f"{GROUP}/lr", rates.pop()
-        elif name == "footprint/peak_bytes":
-            yield f"{GROUP}/memory_MiB", value / MIB
-        elif group in ("footprint", "reconstruction"):
-            yield f"{GROUP}/{rest if group == 'footprint' else 'reconstruction_error'}", value
-        elif group == "test":
-            yield f"{GROUP}/{name}", value
-        elif name == "drift/max":
-            yield f"{GROUP}/drift", value
-        elif name != "epoch" and group != "drift":
+        elif name in RENAMED:
+            chart, unit = RENAMED[name]
+            yield f"{GROUP}/{chart}", value / unit
+        elif group == "footprint":
+            yield f"{GROUP}/{rest}", value
+        elif name != "epoch" and group not in ("drift", "test"):
             yield name, value
 
 

@@ -18,7 +18,7 @@ RUN = {"model": "revnet38", "data": "Digits", "batch": 64, "seed": 0}
 
 
 def events(folder: Path) -> EventAccumulator:
-    found = EventAccumulator(str(folder / "tensorboard"))
+    found = EventAccumulator(str(folder / "revnet38-digits"))
     found.Reload()
     return found
 
@@ -43,6 +43,29 @@ def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
     logger.log_metrics({"lr/pg1": 0.1, "lr/pg2": 0.2, "epoch": 1.0}, 0)
     logger.save()
     assert events(tmp_path).Tags()["scalars"] == ["watch/lr_pg1", "watch/lr_pg2"]
+
+
+def test_the_test_has_only_the_chart_that_hparams_needs(tmp_path: Path) -> None:
+    """The chart of test/loss was empty: TensorBoard's axis ends at 1 if each run has one point."""
+    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger.log_metrics({"test/acc": 0.9, "test/acc5": 1.0, "test/loss": 1.2}, 3)
+    logger.save()
+    assert events(tmp_path).Tags()["scalars"] == ["watch/test/acc"]
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "name"),
+    [
+        ("irevnet13", "Digits", "irevnet13-digits"),
+        ("torchvision:resnet18", "ImageFolder my pets", "torchvision-resnet18-imagefolder-my-pets"),
+    ],
+)
+def test_tensorboard_names_a_run_by_model_and_data(
+    model: str, data: str, name: str, tmp_path: Path
+) -> None:
+    """``tensorboard --logdir RUN`` named every run "tensorboard"."""
+    logger = TensorBoard(tmp_path, run={"model": model, "data": data}, purge_step=None)
+    assert Path(logger.log_dir) == tmp_path / name
 
 
 def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) -> None:

@@ -333,12 +333,12 @@ def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     pen = ImageDraw.Draw(picture)
     if named:
         _number(pen, shares, margin)
-        picture.paste(_axis(names, margin, cell), (0, margin))
-        upwards = _axis(names, margin, cell).transpose(Image.Transpose.ROTATE_90)
+        picture.paste(_axis(names, margin, cell, right=True), (0, margin))
+        upwards = _axis(names, margin, cell, right=False).transpose(Image.Transpose.ROTATE_90)
         picture.paste(upwards, (margin, 0))
-    pen.text((2, 2), "true: down", fill="black", font=font())
-    pen.text((2, 2 + LINE), "predicted: across", fill="black", font=font())
-    pen.text((2, 2 + 2 * LINE), "in % of the true", fill="black", font=font())
+    pen.text((2, 2), "rows: true", fill="black", font=font())
+    pen.text((2, 2 + LINE), "columns: predicted", fill="black", font=font())
+    pen.text((2, 2 + 2 * LINE), "cells: % of the row", fill="black", font=font())
     return pil_to_tensor(picture)
 
 
@@ -349,15 +349,16 @@ def _number(pen: ImageDraw.ImageDraw, shares: Tensor, margin: int) -> None:
             x, y = margin + column * CELL, margin + row * CELL
             pen.rectangle((x, y, x + CELL, y + CELL), outline="lightgrey")
             if value:
-                colour = "white" if value > 50 else "black"
+                colour = "white" if value > 65 else "black"
                 middle = (x + CELL / 2, y + CELL / 2)
                 pen.text(middle, str(value), fill=colour, font=font(), anchor="mm")
 
 
-def _axis(names: Sequence[str], width: int, cell: int) -> Image.Image:
-    """The names in rows of ``cell`` pixels."""
+def _axis(names: Sequence[str], width: int, cell: int, *, right: bool) -> Image.Image:
+    """The names in rows of ``cell`` pixels, at the left or right edge."""
     picture = Image.new("RGB", (width, cell * len(names)), "white")
     pen = ImageDraw.Draw(picture)
+    x, anchor = (width - 3, "rm") if right else (3, "lm")
     for i, name in enumerate(names):
-        pen.text((2, (i + 0.5) * cell), name, fill="black", font=font(), anchor="lm")
+        pen.text((x, (i + 0.5) * cell), name, fill="black", font=font(), anchor=anchor)
     return picture

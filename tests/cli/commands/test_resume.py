@@ -127,7 +127,7 @@ def test_pictures_of_finished_epochs_are_kept(
     go_on(stopped)
     train(compose(*overrides), run_dir=whole)
     assert rows(stopped) == rows(whole)
-    events = EventAccumulator(str(stopped / "tensorboard"))
+    events = EventAccumulator(str(stopped / "irevnet13-digits"))
     events.Reload()
     for tag in ("watch/samples", "watch/reconstructions"):
         assert [image.step for image in events.Images(tag)] == [2, 5], tag

@@ -33,7 +33,7 @@ def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert (tmp_path / summary["checkpoint"]).name == "best.ckpt"
     assert (tmp_path / summary["checkpoint"]).exists()
     assert (tmp_path / "checkpoints" / "last.ckpt").exists()
-    assert list((tmp_path / "tensorboard").glob("events.out.tfevents.*"))
+    assert list(tmp_path.glob("*-digits/events.out.tfevents.*"))
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert "exact" in written["memory"].pop("plan").values()  # memory=auto, as it was planned
     assert written == config
