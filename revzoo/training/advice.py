@@ -3,7 +3,7 @@
 Lightning logs the devices it finds, recommends its services, and gives advice that is wrong for
 data held in memory. In scripts and notebooks::
 
-    with revzoo.training.advice():
+    with revzoo.training.quiet():
         trainer = pl.Trainer(max_epochs=10)
         trainer.fit(module, datamodule=data)
 """
@@ -31,6 +31,7 @@ EXPECTED_WARNINGS = (
 def quiet() -> Iterator[None]:
     """Hide Lightning's startup messages and the warnings of :data:`EXPECTED_WARNINGS`."""
     logger = logging.getLogger("pytorch_lightning")
+    # warnings still show, startup messages are at INFO
     level = logger.level
     logger.setLevel(logging.WARNING)
     try:

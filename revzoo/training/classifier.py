@@ -35,7 +35,7 @@ from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import trainer_of
 from revzoo.training.metrics import (
     EpochFigures,
-    count_own,
+    count_unrepeated,
     log_metrics,
     make_metrics,
     update_metrics,
@@ -80,12 +80,15 @@ class Classifier(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.optim = OptimSpec.of(optim)
+        # plain containers: weights_only refuses Hydra's types
         plain: dict[str, Any] = {"optim": self.optim.plain(), "channels_last": channels_last}
         self.model = model if isinstance(model, nn.Module) else model_from(model)
         if not isinstance(model, nn.Module):
+            # a module passed as an instance cannot be created again from a file
             plain["model"] = _without_weights(model, self.model)
         self.save_hyperparameters(plain)
         self.lay_out(channels_last=channels_last)
+        # a submodule: Lightning moves its states to the device
         self.metrics = make_metrics(class_count(self.model))
         self.redo = Redo(self)
 
@@ -128,8 +131,10 @@ class Classifier(pl.LightningModule):
                 "data only; remove them, and pass other options as model=... or optim=..."
             )
         state = read_checkpoint(checkpoint_path, map_location=map_location)
+        # by class: a subclass may take more options
         module = cls.from_state(state, str(checkpoint_path), strict=strict, **options)
         tensors = (v for v in state["state_dict"].values() if isinstance(v, Tensor))
+        # the constructor ignores map_location; the tensors have followed it
         return module.to(next(tensors, torch.empty(0)).device)
 
     @classmethod
@@ -145,6 +150,7 @@ class Classifier(pl.LightningModule):
         try:
             module = cls(**{**hyper, **options})
         except Exception as error:  # wrong options from a file can raise anything
+            # then the caller's own arguments may be wrong, not the file
             if options:
                 raise
             raise CheckpointError(
@@ -172,6 +178,7 @@ class Classifier(pl.LightningModule):
             ValueError: they differ.
         """
         classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
+        # otherwise cross-entropy fails on a GPU without a message, or trains idle logits
         if isinstance(classes, int) and classes != class_count(self.model):
             raise ValueError(
                 f"the model has num_classes={class_count(self.model)}, the data have {classes} "
@@ -186,6 +193,7 @@ class Classifier(pl.LightningModule):
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
         """Set the network's facts from the state of a data module; None if the data are unknown."""
         if isinstance(self.model, ImageNetwork):
+            # without data, the facts of pretrained weights would be wrong
             facts = {} if data_state is None else facts_of(data_state, self.model)
             self.model.trained_on, self.model.fresh_head = facts, False
 
@@ -203,6 +211,7 @@ class Classifier(pl.LightningModule):
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         if not self.redo.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
+        # metrics have counted a step that drifted, not one beyond its range
         if not self.redo.counted:
             update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss
@@ -214,6 +223,7 @@ class Classifier(pl.LightningModule):
             DriftError: activations drift again although no step is inverted any more.
             RangeError: a stream left its range, and no grid fits.
         """
+        # super() without arguments does not work inside the lambda
         backward = super().backward
         self.redo.backward(loss, lambda loss: backward(loss, *args, **kwargs))
 
@@ -264,6 +274,7 @@ class Classifier(pl.LightningModule):
         schedule = build_schedule(optimizer, self.optim, total_steps=int(total))
         return {
             "optimizer": optimizer,
+            # Lightning's default interval is the epoch
             "lr_scheduler": {"scheduler": schedule, "interval": "step", "name": "lr"},
         }
 
@@ -271,7 +282,8 @@ class Classifier(pl.LightningModule):
         images, labels = batch
         logits = at_least_float32(self(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
-        if count := count_own(loaders, batch_idx, len(logits)):
+        # a process may hold repeated images only
+        if count := count_unrepeated(loaders, batch_idx, len(logits)):
             loss = functional.cross_entropy(logits[:count], labels[:count])
             update_metrics(self.metrics_of(split), loss, logits[:count], labels[:count])
             log_metrics(self, self.metrics_of(split))
@@ -302,6 +314,7 @@ def _without_weights(spec: Mapping[str, Any], model: nn.Module) -> dict[str, Any
     kept = {key: value for key, value in spec.items() if key not in WEIGHTS}
     if not isinstance(model, ImageNetwork) or model.spec is None:
         return kept
+    # weights may change classes and options, and have another name than their architecture
     if kept != spec or kept["name"] != model.spec.architecture:
         sizes = {"num_classes": model.num_classes, "in_chans": model.in_chans}
         kept |= {**model.spec.options, **sizes, "name": model.spec.architecture}
@@ -331,6 +344,7 @@ def data_states(state: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def facts_of(data_state: Mapping[str, Any], network: ImageNetwork) -> dict[str, Any]:
     """The fields of a weights entry from the state of a data module, for pixels in [0, 1]."""
+    # earlier checkpoints lack the size
     size = data_state.get("image_size") or network.image_size
     return {
         "classes": tuple(data_state["classes"]),

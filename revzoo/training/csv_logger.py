@@ -50,6 +50,7 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        # tensors become numbers here, so the logger keeps none on a GPU
         self._rows.append({"step": step, **{k: float(v) for k, v in metrics.items()}})
 
     @rank_zero_only
@@ -60,6 +61,7 @@ class MetricsCSV(Logger):
         try:
             self._append()
         except OSError as error:
+            # one message, not one for each row of a full disk
             if not self._failed:
                 log.error("cannot write %s (%s): keeping its rows and retrying", self.path, error)
             self._failed = True
@@ -77,6 +79,7 @@ class MetricsCSV(Logger):
             self._begin()
         names = set(figures)
         for row in self._read():
+            # a step may have two rows: Lightning logs its batch and its epoch separately
             if int(row["step"]) == step and names <= {name for name, v in row.items() if v}:
                 return False
         self.log_metrics(figures, step)
@@ -85,12 +88,15 @@ class MetricsCSV(Logger):
     def _append(self) -> None:
         if self._columns is None:
             self._begin()
+        # _begin has set them
         assert self._columns is not None
         if not self.path.exists():  # removed during the run
             self._write(self._columns, [])
+        # figures of a validation appear later: the header changes, so the file is written anew
         new = [name for row in self._rows for name in row if name not in self._columns]
         if new:
             self._write([*self._columns, *dict.fromkeys(new)], self._read())
+        # appending costs the same at every step, however long the run
         with self.path.open("a", newline="") as file:
             csv.DictWriter(file, self._columns).writerows(self._rows)
         self._rows = []
@@ -98,6 +104,7 @@ class MetricsCSV(Logger):
     def _begin(self) -> None:
         kept = []
         if self._first_step is not None and self.path.exists():
+            # the killed session may have logged past its last checkpoint
             kept = [row for row in self._read() if int(row["step"]) < self._first_step]
         columns = ["step", *dict.fromkeys(name for row in kept for name in row if name != "step")]
         self._write(columns, kept)

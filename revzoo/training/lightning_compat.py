@@ -9,7 +9,7 @@ if a later release changes one of these parts.
 from __future__ import annotations
 
 import subprocess
-from typing import Any
+from typing import Any, TypeVar
 
 import pytorch_lightning as pl
 from lightning_fabric.utilities.apply_func import convert_tensors_to_scalars
@@ -19,6 +19,9 @@ from pytorch_lightning.strategies.launchers.subprocess_script import _Subprocess
 
 from revzoo.data.order import batches_of_epoch as batches_of_epoch
 
+Kind = TypeVar("Kind", bound=pl.Callback)
+
+# a key in the state of a fit loop
 OPTIMISER_STEPS = "epoch_loop.automatic_optimization.optim_progress"
 
 
@@ -30,6 +33,7 @@ def batches_of_run(trainer: pl.Trainer) -> int:
 def epoch_is_open(trainer: pl.Trainer) -> bool:
     """Whether an epoch is in progress: a state saved now resumes inside it."""
     epochs: Any = trainer.fit_loop.epoch_progress.current
+    # Lightning counts an epoch as processed before on_train_epoch_end, as completed after it
     return bool(epochs.processed == epochs.completed)
 
 
@@ -62,12 +66,15 @@ def row_to_come(trainer: pl.Trainer) -> tuple[int, dict[str, float]] | None:
     connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop
     if trainer._results is None:
         return None
+    # None outside the loop over batches
     at_epoch_end = connector._first_loop_iter is None
+    # between two log intervals Lightning writes no row
     if not at_epoch_end and not connector.should_update_logs:
         return None
     figures = convert_tensors_to_scalars(connector.metrics["log"])
     if not figures:
         return None
+    # at the end of an epoch Lightning logs under the last step, not under the next one
     step = loop._batches_that_stepped - at_epoch_end
     return step, {**figures, "epoch": float(trainer.current_epoch)}
 
@@ -86,7 +93,13 @@ def stop_watching(trainer: pl.Trainer) -> None:
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):
+        # the watchdog polls this list, and ends when it is empty
         launcher.procs.clear()
+
+
+def callbacks_of(trainer: pl.Trainer, kind: type[Kind]) -> list[Kind]:
+    """The trainer's callbacks of a class; Lightning sets the list where mypy does not see it."""
+    return [c for c in trainer.callbacks if isinstance(c, kind)]  # type: ignore[attr-defined]
 
 
 def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
@@ -97,7 +110,7 @@ def trainer_of(module: pl.LightningModule) -> pl.Trainer | None:
 class OpenWeightAveraging(WeightAveraging):
     """Lightning's callback with public methods that a subclass can call and extend."""
 
-    def exchange(self, pl_module: pl.LightningModule) -> None:
+    def exchange(self, pl_module: pl.LightningModule) -> None:  # called by _swap_models below
         """Swap the module's weights and the average."""
         super()._swap_models(pl_module)
 

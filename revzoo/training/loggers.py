@@ -1,6 +1,6 @@
 """The table of loggers by name; each run also writes ``metrics.csv``.
 
-Each function takes the run's folder, a short description of the run (for tables that compare runs),
+Each row takes the run's folder, a short description of the run (for tables that compare runs),
 the step at which a resumed run starts to log, and the options of its configuration.
 """
 
@@ -44,12 +44,12 @@ class TensorBoard(TensorBoardLogger):
     Args:
         run_dir: the run's folder.
         run: a short description of the run; ``model`` and ``data`` name the folder.
-        purge_step: TensorBoard drops older figures from this step on; the run logs them again.
+        first_step: TensorBoard drops older figures from this step on; the run logs them again.
     """
 
-    def __init__(self, run_dir: Path, *, run: Mapping[str, Any], purge_step: int | None) -> None:
+    def __init__(self, run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> None:
         folder = re.sub(r"[^\w.]+", "-", f"{run['model']} {run['data']}".lower())
-        super().__init__(save_dir=run_dir, name="", version=folder, purge_step=purge_step)
+        super().__init__(save_dir=run_dir, name="", version=folder, purge_step=first_step)
         self.run = dict(run)
 
     @rank_zero_only
@@ -60,6 +60,7 @@ class TensorBoard(TensorBoardLogger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Log the description of the run; ignore the module's options that Lightning passes."""
         self.hparams = self.run
+        # torch's add_hparams would write these summaries into a run of its own
         writer = self.experiment._get_file_writer()
         figures = dict.fromkeys(COMPARED, 0.0)  # HPARAMS uses only the names
         for summary in hparams(self.run, figures):  # type: ignore[no-untyped-call]
@@ -68,6 +69,7 @@ class TensorBoard(TensorBoardLogger):
 
 def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
     """Yield the figures that get a chart, with their names in TensorBoard."""
+    # LearningRateMonitor logs one figure per group: lr/pg1, lr/pg2
     rates = {float(value) for name, value in metrics.items() if name.startswith("lr")}
     for name, value in metrics.items():
         group, _, rest = name.partition("/")
@@ -82,17 +84,13 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
         elif group == "footprint":
             yield f"{GROUP}/{rest}", value
         elif name != "epoch" and group not in ("drift", "test"):
+            # the others get no chart; metrics.csv has them
             yield name, value
 
 
 def name_of(run_dir: Path) -> str:
     """A run's name from its last two folders: ``revnet38-digits-2026-11-22_08-01-26-663281``."""
     return f"{run_dir.absolute().parent.name}-{run_dir.name}"
-
-
-def tensorboard(run_dir: Path, run: Mapping[str, Any], first_step: int | None) -> Logger:
-    """Event files in the run's folder."""
-    return TensorBoard(run_dir, run=run, purge_step=first_step)
 
 
 def wandb(
@@ -106,7 +104,13 @@ def wandb(
     """Weights & Biases; a resumed run continues its record."""
     name = name_of(run_dir)
     logger = WandbLogger(
-        name=name, id=name, save_dir=run_dir, project=project, offline=offline, resume="allow"
+        # the same id continues the record
+        name=name,
+        id=name,
+        save_dir=run_dir,
+        project=project,
+        offline=offline,
+        resume="allow",
     )
     logger.log_hyperparams(dict(run))
     return logger
@@ -121,6 +125,7 @@ def mlflow(
     tracking_uri: str | None = None,
 ) -> Logger:
     """MLflow; the default ``tracking_uri`` is the environment's ``MLFLOW_TRACKING_URI``."""
+    # an argument of None would replace the environment's variable
     uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
     logger = MLFlowLogger(experiment_name=experiment, run_name=name_of(run_dir), **uri)
     logger.log_hyperparams(dict(run))
@@ -128,6 +133,8 @@ def mlflow(
 
 
 LOGGERS: dict[str, Callable[..., Logger]] = {
-    function.__name__: function for function in (tensorboard, wandb, mlflow)
+    "tensorboard": TensorBoard,
+    "wandb": wandb,
+    "mlflow": mlflow,
 }
-EXTRAS = {"wandb": "wandb", "mlflow": "mlflow"}  # optional packages
+EXTRAS = ("wandb", "mlflow")  # loggers that need the package of their name

@@ -47,6 +47,7 @@ def make_metrics(num_classes: int) -> nn.ModuleDict:
 def in_order(figures: Mapping[str, float]) -> dict[str, float]:
     """Sort figures by :data:`ORDER`; Lightning sorts them by name."""
     last = len(ORDER)
+    # unknown names come last
     places = {name: i for i, name in enumerate(ORDER)}
     ordered = sorted(figures, key=lambda name: places.get(name.rpartition("/")[2], last))
     return {name: figures[name] for name in ordered}
@@ -75,6 +76,7 @@ def so_far(metrics: MetricCollection) -> dict[str, float]:
     figures = {}
     for name, metric in metrics.items(keep_base=False):
         copy = metric.clone()
+        # the other processes do not compute at this moment
         copy.sync_on_compute = False
         figures[str(name)] = float(copy.compute())
     return figures
@@ -85,7 +87,7 @@ def true_classes(labels: Tensor) -> Tensor:
     return labels.argmax(1) if labels.dim() > 1 else labels
 
 
-def count_own(loaders: Any, batch_idx: int, size: int) -> int:
+def count_unrepeated(loaders: Any, batch_idx: int, size: int) -> int:
     """The number of images at the start of a batch that are not repeated by a sampler.
 
     Args:
@@ -93,10 +95,12 @@ def count_own(loaders: Any, batch_idx: int, size: int) -> int:
         batch_idx: the number of the batch in this process.
         size: images in the batch.
     """
+    # Lightning passes a list only if there are several
     loader = loaders[0] if isinstance(loaders, list | tuple) else loaders
     sampler = getattr(loader, "sampler", None)
     if not isinstance(sampler, DistributedSampler):
         return size
+    # process r gets the images r, r + n, r + 2 n, ...; repeated ones come after the last
     share = range(sampler.rank, len(sampler.dataset), sampler.num_replicas)  # type: ignore[arg-type]
     return max(0, min(size, len(share) - batch_idx * loader.batch_size))
 
@@ -113,8 +117,10 @@ class EpochFigures(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
+        # once per epoch: Lightning computes the logged metrics at its end
         if self._logged:
             return
+        # also in vain: a module that does not use the metrics does so at no batch
         self._logged = True
         metrics: MetricCollection = pl_module.metrics_of("train")  # type: ignore[operator]
         if all(metric.update_called for metric in metrics.values()):

@@ -85,7 +85,7 @@ def predict(
     """
     if isinstance(model, ImageNetwork):
         network = model
-    elif not isinstance(model, str | Path):
+    elif not isinstance(model, str | Path):  # swapped arguments are the usual mistake
         raise TypeError(
             f"model is a {type(model).__name__}: expected the name of weights, a file, a folder or "
             "a model of the zoo; the images come first: predict(images, model)"
@@ -93,8 +93,10 @@ def predict(
     else:
         network = restore(model).network.to("cuda" if torch.cuda.is_available() else "cpu")
     sources = images if isinstance(images, list | tuple) else [images]
+    # a generator: only one batch of images is in memory
     opened = (opened_image(image, network.in_chans) for image in sources)
     results = [dict(islice(p.items(), top)) for p in classify(network, opened, size=size)]
+    # a list in, a list out
     return results if sources is images else results[0]
 
 
@@ -115,6 +117,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
         if not image.is_floating_point() or not image.numel():
             return image
         low, high = float(image.min()), float(image.max())
+        # NaN fails the comparison, too
         if not -OVERSHOOT <= low <= high <= 1 + OVERSHOOT:
             raise ValueError(
                 f"image is a float tensor with values from {low:.3g} to {high:.3g}: expected 0 to "
@@ -154,6 +157,7 @@ def classify(
         ValueError: classes or normalisation are not known.
     """
     transforms, classes = network.transforms(size), network.facts.get("classes")
+    # a new head has random weights, whatever the names of its classes
     if classes is None or network.fresh_head or len(classes) != network.num_classes:
         raise ValueError(
             f"this {type(network).__name__} has a classifier with unknown classes: train it first, "
@@ -165,6 +169,7 @@ def classify(
         prepared = torch.stack([transforms(image) for image in batch]).to(device)
         # in a generator: between two batches the caller may use the network
         with evaluation_mode(network), torch.inference_mode():
+            # softmax in float32, also for a network in half precision
             rows = network(prepared).float()
         if not rows.isfinite().all():
             raise CheckpointError(
@@ -179,6 +184,7 @@ def classify(
 @contextmanager
 def evaluation_mode(network: nn.Module) -> Iterator[None]:
     """Set evaluation mode inside the context, then restore the mode of each module."""
+    # one by one: parts may be frozen in evaluation mode
     modes = {module: module.training for module in network.modules()}
     network.eval()
     try:

@@ -26,12 +26,14 @@ from typing import Any, NamedTuple
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import DDPStrategy
-from torch import Tensor, distributed, nn
+from torch import Tensor, nn
 
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.core.invertible import Step
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.state import RunState, can_drift, set_grid, set_states, states_of
+from revzoo.training.distributed import gathered
+from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -77,6 +79,7 @@ class Redo:
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
+        # the forward pass of the repetition: the copies are still of the first one
         if self.running:
             return
         self._attempt = self.loss = None
@@ -98,6 +101,7 @@ class Redo:
             DriftError: a step drifted that is not inverted, so its forward is not deterministic.
             RangeError: a stream left its range, and no grid fits.
         """
+        # taken over, so the copies are freed when the step ends
         attempt, self._attempt = self._attempt, None
         if attempt is None:
             try:
@@ -108,6 +112,7 @@ class Redo:
         params = list(self.module.parameters())
         # of earlier batches of this optimiser step, to which a failed pass has added
         gradients = [None if p.grad is None else p.grad.clone() for p in params]
+        # each failure removes a cause, so this ends: fewer inverted steps or a coarser grid
         while (failure := self._failure(loss, run)) is not None:
             if failure.beyond:
                 self._widen(failure)
@@ -116,6 +121,7 @@ class Redo:
             loss = self._forward(attempt, counted=not failure.beyond)
             self.loss = loss.detach()
             for p, gradient in zip(params, gradients, strict=True):
+                # a copy: the next attempt may fail as well
                 p.grad = None if gradient is None else gradient.clone()
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
@@ -130,18 +136,14 @@ class Redo:
             drifted = [name for name, step in steps.items() if _drifted(step) or step is drift.step]
         except RangeError as beyond:
             error = beyond.with_traceback(None)
-        found = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
-        # a process that repeats the step alone would wait for the others for ever
-        everywhere: list[Any] = [found]
-        if trainer.world_size > 1:
-            if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
-                return None
-            everywhere = [None] * trainer.world_size
-            distributed.all_gather_object(everywhere, found)
-        elif error is None:
+        # a process that repeats the step alone would wait for the others for ever;
+        # this is one small collective at each step, the next one follows a failure only
+        if not trainer.strategy.reduce_boolean_decision(error is not None, all=False):
             return None
-        names = sorted({name for part, _, _ in everywhere for name in part})
-        grids = [grid for _, beyond, grid in everywhere if beyond]
+        report: Any = (drifted, isinstance(error, RangeError), getattr(error, "grid", None))
+        reports = gathered(report)
+        names = sorted({name for part, _, _ in reports for name in part})
+        grids = [grid for _, beyond, grid in reports if beyond]
         # None: some process found no grid that fits
         grid = None if None in grids else min(grids, default=None)
         error = error or DriftError("another process of this run reports a drift or a range")
@@ -157,7 +159,7 @@ class Redo:
         for name in switched:
             steps[name].memory = "recompute"
         self._report(f"memory=recompute from now on for {', '.join(switched)}", failure.error)
-        for state in RunState.of(self.module.trainer):
+        for state in callbacks_of(self.module.trainer, RunState):
             state.recomputed += switched
             names = ", ".join(state.recomputed)
             state.notes["drift"] = f"activations drifted: memory=recompute for {names}"
@@ -169,13 +171,14 @@ class Redo:
         set_grid(self.module, failure.grid)
         unit = f"multiples of 2**-{failure.grid} from now on in memory=exact"
         self._report(unit, failure.error)
-        for state in RunState.of(self.module.trainer):
+        for state in callbacks_of(self.module.trainer, RunState):
             state.grid = failure.grid
             state.notes["range"] = f"streams left their range: {unit}"
 
     def _report(self, change: str, error: Exception) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
+            # the advice of the error does not apply: the step is repeated instead
             reason = str(error).partition(", so the gradients")[0].partition("; choose grid")[0]
             log.warning("computing step %d again, with %s: %s", trainer.global_step, change, reason)
 
@@ -193,11 +196,13 @@ class Redo:
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
+        # training_step must neither log again nor count twice
         self.running, self.counted = True, counted
         try:
             loss = trainer.strategy.training_step(attempt.batch, attempt.batch_idx)
         finally:
             self.running = self.counted = False
+        # Lightning does these two after training_step, before backward
         loss = loss / trainer.accumulate_grad_batches
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return loss if scaler is None else scaler.scale(loss)
@@ -214,4 +219,5 @@ def _steps(module: nn.Module) -> dict[str, Step]:
 
 
 def _drifted(step: Step) -> bool:
+    # `not <=` is also true for NaN
     return can_drift(step) and step.drift is not None and not step.drift <= step.drift_limit

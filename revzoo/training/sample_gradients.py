@@ -84,6 +84,7 @@ class SampleNorms:
         total, sums, seen = self._total, self._sums, self._seen
         self._forget()
         for name, module in layers(self.model).items():
+            # frozen layers and those in evaluation mode have no part in the norm
             if module.training and trainable(module) and module not in seen:
                 raise RuntimeError(
                     f"{name!r} got no gradient, so the norms lack its part: freeze its parameters, "
@@ -102,8 +103,10 @@ class SampleNorms:
         module = call.module
         if not self.collecting or not trainable(module):
             return
+        # without `start(samples)` the first layer of the backward pass decides
         samples = self._samples = len(gradient) if self._samples is None else self._samples
         if self._total is None:
+            # on the gradient's device and in its precision
             self._total = gradient.new_zeros(samples)
         if len(gradient) != samples:
             name = next(n for n, m in self.model.named_modules() if m is module)
@@ -193,6 +196,7 @@ class ClippedGradients:
         return (self._images, *args[1:])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], logits: Tensor) -> Tensor | None:
+        # taken over, so that the next forward pass cannot see them
         images, self._images = self._images, None
         if images is None:
             return None
@@ -201,6 +205,7 @@ class ClippedGradients:
                 f"{type(model).__name__} returned {type(logits).__name__}, expected one tensor, "
                 "whose rows are the samples"
             )
+        # every parameter is frozen
         if not logits.requires_grad:
             return None
         clipped: Tensor = _Weighted.apply(logits, images, self._weights)
@@ -209,6 +214,7 @@ class ClippedGradients:
     def _weights(self, below: GradientEdge, images: Tensor, gradient: Tensor) -> Tensor:
         """Each sample's weight ``(B,)``; it also replaces the divisor B of the mean by ``size``."""
         count = len(gradient)
+        # private in torch 2.15; public hooks do not say which backward pass calls them
         task, self._task = self._task, torch._C._current_graph_task_id()
         if task == self._task:
             raise RuntimeError(
@@ -239,6 +245,7 @@ class _Weighted(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, images: Tensor, weights: Callable[..., Tensor]) -> Tensor:
         ctx.images, ctx.weights = images, weights
+        # autograd needs a new tensor: a returned input would get no node
         return logits.view_as(logits)
 
     @staticmethod

@@ -24,7 +24,7 @@ def events(folder: Path) -> EventAccumulator:
 
 
 def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) -> None:
-    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger = TensorBoard(tmp_path, RUN, None)
     callbacks = [Footprint(), registry.learning_rate(), DriftLogger(every_n_steps=1)]
     module = Classifier(TINY, optim={"lr": 0.01, "schedule": {"name": "constant"}})
     trainer(tmp_path, logger=logger, callbacks=callbacks).fit(module, loader(), loader())
@@ -39,7 +39,7 @@ def test_groups_other_than_losses_and_accuracies_come_after_val(tmp_path: Path) 
 
 
 def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
-    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger = TensorBoard(tmp_path, RUN, None)
     logger.log_metrics({"lr/pg1": 0.1, "lr/pg2": 0.2, "epoch": 1.0}, 0)
     logger.save()
     assert events(tmp_path).Tags()["scalars"] == ["watch/lr_pg1", "watch/lr_pg2"]
@@ -47,7 +47,7 @@ def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
 
 def test_the_test_has_only_the_chart_that_hparams_needs(tmp_path: Path) -> None:
     """The chart of test/loss was empty: TensorBoard's axis ends at 1 if each run has one point."""
-    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger = TensorBoard(tmp_path, RUN, None)
     logger.log_metrics({"test/acc": 0.9, "test/acc5": 1.0, "test/loss": 1.2}, 3)
     logger.save()
     assert events(tmp_path).Tags()["scalars"] == ["watch/test/acc"]
@@ -64,7 +64,7 @@ def test_tensorboard_names_a_run_by_model_and_data(
     model: str, data: str, name: str, tmp_path: Path
 ) -> None:
     """``tensorboard --logdir RUN`` named every run "tensorboard"."""
-    logger = TensorBoard(tmp_path, run={"model": model, "data": data}, purge_step=None)
+    logger = TensorBoard(tmp_path, {"model": model, "data": data}, None)
     assert Path(logger.log_dir) == tmp_path / name
 
 
@@ -72,7 +72,7 @@ def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) ->
     """TensorBoard showed ``hp_metric -1`` and every option of the optimiser."""
     from tensorboard.plugins.hparams import metadata
 
-    logger = TensorBoard(tmp_path, run=RUN, purge_step=None)
+    logger = TensorBoard(tmp_path, RUN, None)
     trainer(tmp_path, logger=logger, max_epochs=1).fit(Classifier(TINY), loader(), loader())
     found = events(tmp_path)
     assert "hp_metric" not in found.Tags()["scalars"]

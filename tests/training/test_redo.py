@@ -21,6 +21,7 @@ from revzoo.core.invertible import Step
 from revzoo.training import Classifier
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.checkpoint.state import RunState, set_grid
+from revzoo.training.lightning_compat import callbacks_of
 
 NET = {**TINY, "units": [2, 2, 2], "dropout": 0.1, "memory": "invert"}
 CONSTANT = {"lr": 0.05, "schedule": {"name": "constant"}}
@@ -84,7 +85,7 @@ def test_a_drift_makes_its_step_recompute(
     assert runner.callback_metrics == whole.callback_metrics
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
     assert len(messages) == 1
-    (state,) = RunState.of(runner)
+    (state,) = callbacks_of(runner, RunState)
     assert len(state.recomputed) == 1
     assert state.recomputed[0] in messages[0]
     assert "memory=recompute" in state.notes["drift"]
@@ -94,10 +95,10 @@ def test_a_resumed_run_recomputes_the_step(tmp_path: Path) -> None:
     """`--resume` failed at the same step."""
     _, runner = fit(tmp_path, Change("drift"))
     runner.save_checkpoint(tmp_path / "last.ckpt")
-    (name,) = RunState.of(runner)[0].recomputed
+    (name,) = callbacks_of(runner, RunState)[0].recomputed
     module, runner = fit(tmp_path, max_epochs=3, ckpt_path=tmp_path / "last.ckpt")
     assert module.get_submodule(name).memory == "recompute"
-    (state,) = RunState.of(runner)
+    (state,) = callbacks_of(runner, RunState)
     assert state.recomputed == [name]
     assert "drift" in state.notes
     saved = read_checkpoint(tmp_path / "last.ckpt")["callbacks"]["RunState"]
@@ -130,7 +131,7 @@ def test_a_stream_beyond_its_range_gets_a_coarser_grid(
     options |= {"memory": "exact", "max_epochs": 2}  # the batch is in the last epoch
     with caplog.at_level(logging.WARNING, logger="revzoo"):
         found, runner = fit(tmp_path, Grow(1e4), **options)
-    (state,) = RunState.of(runner)
+    (state,) = callbacks_of(runner, RunState)
     assert state.grid is not None
     messages = [r.getMessage() for r in caplog.records if r.name.startswith("revzoo")]
     assert f"multiples of 2**-{state.grid} from now on" in messages[-1]
@@ -142,7 +143,7 @@ def test_a_stream_beyond_its_range_gets_a_coarser_grid(
     options["max_epochs"] = 3
     module, runner = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", **options)
     grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
-    assert grids - {None} == {state.grid} == {RunState.of(runner)[0].grid}
+    assert grids - {None} == {state.grid} == {callbacks_of(runner, RunState)[0].grid}
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])

@@ -74,8 +74,10 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     side = data.image_size
     try:
         with torch.no_grad():
+            # in evaluation mode, so BatchNorm's statistics stay
             module.eval()(torch.zeros(1, data.in_chans, side, side))
     except RuntimeError as error:  # from a library's network
+        # a user's module may have none
         made_for = getattr(module.model, "image_size", side)
         if made_for == side:
             raise
@@ -101,11 +103,13 @@ def build_loggers(
     """
     options = dict(config["logger"])
     kind = options.pop("kind")
+    # logger=none
     if kind is None:
         return []
     loggers: list[Logger] = [MetricsCSV(run_dir / METRICS_FILE, first_step=first_step)]
-    if kind in EXTRAS and find_spec(EXTRAS[kind]) is None:
-        raise ConfigError(f"logger={kind} needs a package: pip install {EXTRAS[kind]}")
+    if kind in EXTRAS and find_spec(kind) is None:
+        raise ConfigError(f"logger={kind} needs a package: pip install {kind}")
+    # MetricsCSV ignores the other processes itself
     if kind != CSV_ONLY and is_first_process():
         loggers.append(LOGGERS[kind](run_dir, run_description(config), first_step, **options))
     return loggers
@@ -158,10 +162,12 @@ def build_trainer(
         specs["learning_rate"] = None  # it refuses to start without a logger
     callbacks = build_callbacks(specs, run_dir=run_dir)
     if stop is not None:
+        # Lightning moves callbacks that save behind it
         callbacks.append(stop)
     options = dict(config["trainer"])
     if specs.get("finetuning") is not None and in_parallel(options):
         options["strategy"] = "ddp_find_unused_parameters_true"  # frozen parameters get no gradient
+    # by name alone, Lightning's profilers only log their table
     if (profiler := options.pop("profiler", None)) is not None:
         profiler = PROFILERS[profiler](dirpath=run_dir, filename="profile")
     return make_trainer(
@@ -171,6 +177,7 @@ def build_trainer(
         callbacks=callbacks,
         logger=loggers,
         default_root_dir=run_dir,
+        # otherwise Lightning adds a callback of its own, or refuses ours
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
     )
@@ -195,6 +202,7 @@ def make_trainer(**options: Any) -> pl.Trainer:
 def in_parallel(trainer: Mapping[str, Any]) -> bool:
     """Whether Lightning will wrap the module in ``DistributedDataParallel``."""
     devices = trainer.get("devices")
+    # "auto" and lists count as one: Lightning decides later
     several = isinstance(devices, int) and devices > 1
     return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
 
@@ -205,4 +213,5 @@ def apply_precision(precision: Mapping[str, Any]) -> None:
     Torch uses it for convolutions by default, which are then not computed in float32.
     """
     torch.set_float32_matmul_precision("high" if precision["tf32"] else "highest")
+    # the other switch is for matrix products only
     torch.backends.cudnn.allow_tf32 = bool(precision["tf32"])

@@ -32,6 +32,7 @@ from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import is_first_process
+from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ def errors_naming(path: Path) -> Iterator[None]:
     """
     try:
         yield
-    except USER_ERRORS as error:
+    except USER_ERRORS as error:  # their message is complete; other errors need their type
         raise ConfigError(f"{path}: {one_line(error)}") from None
     except Exception as error:
         raise ConfigError(
@@ -84,6 +85,7 @@ def check_unused(run_dir: Path) -> None:
         ValueError: as :func:`check_files`.
     """
     check_files(run_dir)
+    # the others would see the file that process 0 has just written
     if is_first_process() and (run_dir / CONFIG_FILE).exists():
         raise ConfigError(
             f"{run_dir} already holds a run: resume it with --resume {run_dir}, or choose another "
@@ -102,8 +104,10 @@ def resume_hint(run_dir: Path) -> str:
 
 def discard_folder(run_dir: Path, *, log_name: str) -> None:
     """Remove the files that Hydra has written, then empty folders; keep the working directory."""
+    # only what a run that failed to start can have written
     for path in (*run_dir.glob(".hydra/*.yaml"), run_dir / log_name, run_dir / LOCK_FILE):
         path.unlink(missing_ok=True)
+    # outputs/MODEL-DATA/TIME: two parents may be new as well
     for folder in (run_dir / ".hydra", run_dir, *list(run_dir.parents)[:2]):
         if folder.resolve() == Path.cwd():
             return
@@ -121,11 +125,13 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
     session = {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "overrides": list(overrides),
+        # a resumed run must repeat them, see check_imports
         "imports": imported,
         "from_step": from_step,
         "versions": versions(),
         "git": git_state(),
     }
+    # appended: earlier sessions stay
     with (run_dir / SESSIONS_FILE).open("a") as file:
         file.write(json.dumps(session) + "\n")
 
@@ -137,19 +143,23 @@ def versions() -> dict[str, str]:
 
 def git_state() -> dict[str, Any] | None:
     """The commit of this package's checkout, and the changed files."""
+    # revzoo/cli/run/folder.py
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None
     try:
         commit = _git("rev-parse", "HEAD", at=root)
+        # data and outputs are untracked, and listing them may take long
         changed = _git("status", "--porcelain", "--untracked-files=no", at=root)
     except (OSError, subprocess.SubprocessError):
         return None
+    # git prints two letters and a space before each path
     return {"commit": commit.strip(), "changed": [line[3:] for line in changed.splitlines()]}
 
 
 def _git(*arguments: str, at: Path) -> str:
     command = ["git", "-C", str(at), *arguments]
+    # a time limit: the checkout may be on a slow network disk
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=10)
     return done.stdout
 
@@ -178,14 +188,18 @@ def describe_run(
         "metrics": dict(figures),
         "epochs": trainer.current_epoch,
         "steps": trainer.global_step,
+        # a resumed run adds to it, see seconds_before
         "train_seconds": round(seconds, 3),
         "parameters": sum(p.numel() for p in module.parameters()),
+        # relative, since users move folders
         "checkpoint": os.path.relpath(best, root) if best else None,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "stopped": stopped,
-        "notes": [note for state in RunState.of(trainer) for note in state.notes.values()],
+        "notes": [
+            note for state in callbacks_of(trainer, RunState) for note in state.notes.values()
+        ],
     }
 
 
@@ -200,15 +214,13 @@ def seconds_before(run_dir: Path) -> float:
     except FileNotFoundError:
         return 0.0
     except (OSError, ValueError, TypeError, KeyError) as error:
-        log.warning(
-            "%s lacks the training time so far (%r): counting from 0",
-            run_dir / SUMMARY_FILE,
-            error,
-        )
+        path = run_dir / SUMMARY_FILE
+        log.warning("%s lacks the training time so far (%r): counting from 0", path, error)
         return 0.0
 
 
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
+    # sorted: two summaries can be compared line by line
     text = json.dumps(summary, indent=2, sort_keys=True)
     write_atomically(run_dir / SUMMARY_FILE, f"{text}\n".encode())

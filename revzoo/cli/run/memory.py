@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytorch_lightning as pl
 import torch
 
 from revzoo.cli.config.quick import model_spec
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 def with_plan(
-    config: Mapping[str, Any], module: Classifier, data: ImageData, device: torch.device
+    config: Mapping[str, Any], module: Classifier, data: ImageData, trainer: pl.Trainer
 ) -> dict[str, Any]:
     """Set the module's memory modes by the run's plan; return the configuration with the plan.
 
@@ -44,7 +44,7 @@ def with_plan(
         config: the checked configuration of the run.
         module: on the CPU, in training mode.
         data: a data module after ``setup``.
-        device: the device of the training.
+        trainer: of the run, for its device and precision.
 
     Raises:
         BudgetError: ``memory.bytes`` is less than any plan needs; a ValueError.
@@ -55,7 +55,7 @@ def with_plan(
         return dict(config)
     plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
     if plan is None:
-        plan = _new_plan(mode, config, module, data, device)
+        plan = _new_plan(mode, config, module, data, trainer)
     if plan is None:
         return dict(config)
     set_memory(module.model, plan)
@@ -67,7 +67,7 @@ def _new_plan(
     config: Mapping[str, Any],
     module: Classifier,
     data: ImageData,
-    device: torch.device,
+    trainer: pl.Trainer,
 ) -> Plan | None:
     """Make a plan and log it; None if an unbounded mode keeps the model's mode."""
     default = getattr(module.model, "default_memory", "store")
@@ -75,17 +75,19 @@ def _new_plan(
         return None  # the model has no inverse, so its default mode is the fastest
     shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     try:
-        with _autocast(config["precision"]["trainer"], device):
+        with trainer.precision_plugin.forward_context():  # autocast halves most activations
             planner = Planner(
                 module.model,
                 shape,
+                # measured times would differ from process to process, and the plans with them
                 clock=False,
                 extra=_optimiser_bytes(config, data),
                 recompute=mode.bounded,
-                device=device,
+                device=trainer.strategy.root_device,
             )
             plan = mode.plan(planner, config["memory"].get("bytes"))
     except Exception as error:  # a user's model may fail on fake tensors
+        # the user asked for a limit, so going on without one is no help
         if mode.bounded:
             raise
         log.info(
@@ -109,13 +111,7 @@ def _summary(plan: Plan, planner: Planner) -> str:
 
 def _optimiser_bytes(config: Mapping[str, Any], data: ImageData) -> int:
     spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
+    # on meta: the state of the optimiser is counted, not allocated
     with torch.device("meta"):
         model = model_from({key: value for key, value in spec.items() if key not in WEIGHTS})
     return state_bytes(build_optimizer(model, OptimSpec.of(config["optim"])))
-
-
-def _autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    if not precision.endswith("-mixed"):
-        return nullcontext()
-    dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float16
-    return torch.autocast(device.type, dtype=dtype)

@@ -58,7 +58,7 @@ from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
-from revzoo.training.lightning_compat import batches_of_run
+from revzoo.training.lightning_compat import batches_of_run, callbacks_of
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)
@@ -92,6 +92,7 @@ def begin(
     """
     hydra_cfg = whole.hydra
     if not is_first_process():
+        # one process writes the files of .hydra
         hydra_cfg.output_subdir = None
     with user_errors():
         check_started_together(overrides, several=False)
@@ -104,19 +105,22 @@ def begin(
     hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
+    # from here on, nobody else can begin a run in this folder
     with locked(run_dir):
         with user_errors():
-            check_unused(run_dir)
+            check_unused(run_dir)  # again: another program may have been faster
         try:
+            # Hydra's part: log files, .hydra and, with hydra.job.chdir, the working directory
             job = run_job(
                 lambda _: train(config, run_dir=run_dir, overrides=without_hydra(overrides)),
                 config=whole,
                 job_dir_key="hydra.run.dir",
                 job_subdir_key=None,
+                # no callbacks: Hydra would import the classes that a configuration names
                 hydra_context=HydraContext(None, Callbacks()),  # type: ignore[arg-type]
             )
             return dict(job.return_value)
-        except BaseException:
+        except BaseException:  # SystemExit and signals as well
             if is_first_process() and not (run_dir / CONFIG_FILE).exists():
                 discard_folder(run_dir, log_name=f"{hydra_cfg.job.name}.log")
             raise
@@ -151,9 +155,11 @@ def train(
             (the message says why); or with 143 or 130 after SIGTERM or Ctrl-C.
     """
     shorten_log()
+    # before the search: trials stop at signals, too
     stop = GracefulStop()
     try:
         with stop.listening(), switches_restored():
+            # a resumed run has its value in the configuration
             if config.get(TUNER) is not None and resume is None:
                 following = search(config, run_dir, overrides)
                 if config[TUNER]["then"] == "stop":
@@ -161,6 +167,7 @@ def train(
                 config = following
             with quiet(), user_errors():
                 run = prepare(config, run_dir, stop, resume)
+            # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
                 record(run, run_dir, overrides, resume)
             return fit_and_test(
@@ -228,7 +235,7 @@ def prepare(
     if trained_on is not None:  # before the model, which is built for these data
         _check_same_data(trained_on, data)
     module = build_module(config, data)
-    planned = with_plan(config, module, data, trainer.strategy.root_device)
+    planned = with_plan(config, module, data, trainer)
     return Run(planned, trainer, module, data, step)
 
 
@@ -293,6 +300,7 @@ def fit_and_test(
         seconds = time.perf_counter() - start
         by_signal = isinstance(error, RunStopped)
         if by_signal or batches_of_run(trainer):  # no summary for a run without a batch
+            # the figures of training if the test failed
             figures, stopped = figures or figures_of(trainer), str(error)
         raise
     finally:
@@ -310,8 +318,9 @@ def fit_and_test(
 
 def figures_of(trainer: pl.Trainer) -> dict[str, float]:
     """The figures of training and validation; for a resumed run, also those before the resume."""
-    before = [state.figures for state in RunState.of(trainer)]
+    before = [state.figures for state in callbacks_of(trainer, RunState)]
     now = {name: float(v) for name, v in trainer.callback_metrics.items()}
+    # the first map wins: a figure of this session replaces the old one
     return dict(ChainMap(now, *before))
 
 
@@ -327,6 +336,7 @@ def test_best(trainer: pl.Trainer, module: Classifier, data: ImageData) -> dict[
 
 def redirected_log(trainer: pl.Trainer) -> AbstractContextManager[Any]:
     """Write log lines above the progress bar, if there is one."""
+    # a line written past tqdm would break the bar
     drawn = trainer.progress_bar_callback and sys.stdout.isatty()
     return logging_redirect_tqdm() if drawn else nullcontext()
 
@@ -341,6 +351,7 @@ def prepare_process(config: Mapping[str, Any]) -> None:
     if config.get("threads") is not None:
         torch.set_num_threads(config["threads"])
     apply_precision(config["precision"])
+    # last: whatever the checks have drawn does not matter
     pl.seed_everything(config["seed"], workers=True, verbose=False)
 
 
@@ -355,6 +366,7 @@ def switches_restored() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     benchmark, tf32 = cudnn.benchmark, cudnn.allow_tf32
     precision, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    # a sweep in a notebook starts several runs in one process
     variables = {name: os.environ.get(name) for name in VARIABLES}
     try:
         yield

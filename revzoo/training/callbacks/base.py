@@ -22,5 +22,6 @@ class RestoresAfterFit(pl.Callback, ABC):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        # an exception in a test has nothing to restore: fit has ended by then
         if trainer.state.fn == TrainerFn.FITTING:
             self.undo(pl_module)

@@ -50,6 +50,7 @@ class BatchNormMomentum(RestoresAfterFit):
             check_number("momentum", momentum, high=1, open_low=True)
         self.momentum = momentum
         self.warmup = warmup
+        # by name: Lightning may replace the modules by SyncBatchNorms and back
         self._original: dict[str, float] = {}  # restored after training
         self._targets: dict[_BatchNorm, float] = {}  # the momentum after the warm-up
 
@@ -72,8 +73,10 @@ class BatchNormMomentum(RestoresAfterFit):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self.recalibrate or trainer.global_step:  # a resumed run has its statistics
             return
+        # Lightning types it as any collection of loaders
         loader: Any = trainer.train_dataloader
         with torch.random.fork_rng():  # training draws the same numbers with and without
+            # a separate iterator: training still starts with the first batch
             batches = itertools.islice(iter(loader), self.recalibrate)
             moved = (trainer.strategy.batch_to_device(b, pl_module.device, 0) for b in batches)
             recalibrate_batch_norm(pl_module, (images for images, _ in moved))
@@ -81,6 +84,7 @@ class BatchNormMomentum(RestoresAfterFit):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        # Lightning has counted this batch already
         least = 9 / (10 + (batches_of_run(trainer) - 1))
         for norm, momentum in self._targets.items():
             norm.momentum = max(momentum, least)

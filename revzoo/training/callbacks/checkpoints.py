@@ -22,6 +22,7 @@ from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
 from revzoo.training.checkpoint.files import LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.checkpoint.state import RunState
+from revzoo.training.lightning_compat import callbacks_of
 
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
@@ -46,7 +47,7 @@ class LastCheckpoint(Checkpoint):
         check_number("minutes", minutes, open_low=True)
         self.path = folder / LAST
         self.minutes = minutes
-        self._saved_at = self._step_began = time.monotonic()
+        self._saved_at = self._step_began = time.monotonic()  # of a clock that never jumps
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._saved_at = time.monotonic()
@@ -54,6 +55,7 @@ class LastCheckpoint(Checkpoint):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
+        # the first batch of an optimiser step
         if batch_idx % trainer.accumulate_grad_batches == 0:
             self._step_began = time.monotonic()
 
@@ -67,16 +69,19 @@ class LastCheckpoint(Checkpoint):
         self._save(trainer)
 
     def _is_due(self, trainer: pl.Trainer) -> bool:
+        # is_last_chance: a validation, which cannot be interrupted and resumed, may take long
         last_chance, gathers = is_last_chance(trainer), trainer.accumulate_grad_batches > 1
         if trainer.world_size > 1 and not (last_chance or gathers) and trainer.global_step % 20:
             return False  # the processes must agree, and each broadcast costs a synchronisation
         now = time.monotonic()
         age = now - self._saved_at
         due = age > self.minutes * 60 or (last_chance and age > BEFORE_VALIDATION)
+        # a stop would drop such a step half-way, so the state after each one must be on disk
         due = due or (gathers and now - self._step_began > PATIENCE)
-        return trainer.strategy.broadcast(due) if trainer.world_size > 1 else due
+        return trainer.strategy.broadcast(due)  # the clock of process 0 decides
 
     def _save(self, trainer: pl.Trainer) -> None:
+        # a dry run leaves no files
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         trainer.save_checkpoint(self.path, weights_only=False)
@@ -89,7 +94,7 @@ class LastCheckpoint(Checkpoint):
 
 def note_failed_save(trainer: pl.Trainer, path: Path) -> None:
     """Note in the run's summary that a checkpoint could not be written."""
-    for state in RunState.of(trainer):
+    for state in callbacks_of(trainer, RunState):
         state.notes[path.name] = f"{path.name} could not be written at step {trainer.global_step}"
 
 
@@ -100,6 +105,7 @@ class BestCheckpoint(ModelCheckpoint):
     best. Paths in the callback's state are relative: users may move a run's folder.
     """
 
+    # a class attribute: a constructor would have to repeat Lightning's arguments
     _least_loss: float | None = None  # of the best validation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -107,6 +113,7 @@ class BestCheckpoint(ModelCheckpoint):
             super().on_validation_end(trainer, pl_module)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # Lightning saves here if `monitor` is a figure of training
         with self._reverted_if_unsaved(trainer):
             super().on_train_epoch_end(trainer, pl_module)
 
@@ -116,6 +123,7 @@ class BestCheckpoint(ModelCheckpoint):
         before = self.state_dict()
         yield
         path = self._absolute(self.state_dict()["best_model_path"])
+        # by identity: a new best may have an equal score
         changed = self.state_dict()["best_model_score"] is not before["best_model_score"]
         if changed and path and not was_saved(trainer, Path(path)):
             self.load_state_dict(before)
@@ -123,6 +131,7 @@ class BestCheckpoint(ModelCheckpoint):
 
     def check_monitor_top_k(self, trainer: pl.Trainer, current: Tensor | None = None) -> bool:
         better = super().check_monitor_top_k(trainer, current)
+        # on small validation splits many epochs share an accuracy
         equal = current is not None and current == self.best_model_score
         loss = trainer.callback_metrics.get(TIE_BREAKER)
         if equal and loss is not None and self._least_loss is not None:
@@ -146,6 +155,7 @@ class BestCheckpoint(ModelCheckpoint):
         return {**state, **changed, "best_k_models": models, "dirpath": change(state["dirpath"])}
 
     def _relative(self, path: str) -> str:
+        # an empty path means that there is no checkpoint, and stays empty
         return path and os.path.relpath(path, self.dirpath)
 
     def _absolute(self, path: str) -> str:

@@ -16,7 +16,7 @@ import torch
 import torch.compiler.config
 from torch import nn
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import check_choice
 from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.callbacks.base import RestoresAfterFit
@@ -42,12 +42,9 @@ class CompiledBranches(RestoresAfterFit):
     """
 
     def __init__(self, *, backend: str = "inductor") -> None:
+        # backends for debugging work, but the message does not suggest them
         if backend not in torch.compiler.list_backends(exclude_tags=()):
-            known = torch.compiler.list_backends()
-            raise ValueError(
-                f"backend={backend!r}: expected one of {', '.join(known)}"
-                + did_you_mean(str(backend), known)
-            )
+            check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
         self._limits: dict[str, int] = {}
 
@@ -65,6 +62,7 @@ class CompiledBranches(RestoresAfterFit):
                 f"{type(pl_module).__name__} has no residual function to compile: expected a model "
                 "from create_model, or one with couplings; compile other models with torch.compile"
             )
+        # the limits belong to the process, so `undo` restores them
         self._limits = {name: getattr(torch.compiler.config, name) for name in LIMITS}
         for name, limit in self._limits.items():
             setattr(torch.compiler.config, name, max(limit, GRAPHS_PER_BRANCH * len(branches)))
@@ -72,9 +70,11 @@ class CompiledBranches(RestoresAfterFit):
             branch.compile(backend=self.backend)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
+        # setup has not compiled anything: it failed, or this is no fit
         if not self._limits:
             return
         for branch in residual_functions(pl_module):
+            # torch 2.15 has no public way to undo module.compile()
             branch._compiled_call_impl = None
         for name, limit in self._limits.items():
             setattr(torch.compiler.config, name, limit)

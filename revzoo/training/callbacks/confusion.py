@@ -16,7 +16,7 @@ from torchmetrics.classification import MulticlassConfusionMatrix
 
 from revzoo._files import replacing_table
 from revzoo.training.callbacks.pictures import PictureCallback, add_image, class_names, matrix
-from revzoo.training.metrics import count_own, true_classes
+from revzoo.training.metrics import count_unrepeated, true_classes
 
 
 class ConfusionMatrix(PictureCallback):
@@ -36,15 +36,18 @@ class ConfusionMatrix(PictureCallback):
         self._counts: Tensor | None = None
 
     def gather(self, trainer: pl.Trainer, module: Any, logits: Tensor, batch: Any, i: int) -> None:
+        # each validation counts from zero
         if i == 0:
+            # checks of values would make the host wait for the GPU at every batch
             metric = MulticlassConfusionMatrix(logits.shape[1], validate_args=False)
             self._metric = metric.to(logits.device)
         assert self._metric is not None
-        count = count_own(trainer.val_dataloaders, i, len(logits))
+        count = count_unrepeated(trainer.val_dataloaders, i, len(logits))
         if count:
             self._metric.update(logits[:count], true_classes(batch[1])[:count])
 
     def finish_validation(self, trainer: pl.Trainer, module: Any) -> None:
+        # in all processes: compute() gathers their counts, show() runs in process 0 only
         if self._metric is not None:
             self._counts = self._metric.compute().cpu()
 

@@ -31,12 +31,14 @@ class DriftLogger(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Log the drift of the last backward pass."""
+        # the first step would show untrained weights
         if (trainer.global_step + 1) % self.every_n_steps:
             return
         figures = drift(pl_module)
         if not figures:
             return
         curve = {f"drift/{path}": value for path, value in figures.items()}
+        # TensorBoard draws only this one; metrics.csv has the whole curve
         curve["drift/max"] = max(figures.values())
         for logger in trainer.loggers:
             logger.log_metrics(curve, step=trainer.global_step)

@@ -36,5 +36,6 @@ class EarlyStopping(callbacks.EarlyStopping):
         if self.stopping_reason != EarlyStoppingReason.NOT_STOPPED and trainer.is_global_zero:
             log.info("early stopping: %s", self.stopping_reason_message)
 
+    # here, because load_state_dict gets no trainer
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.should_stop = trainer.should_stop or self._ended

@@ -49,6 +49,7 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
 
     def decay_after(self, updates: Tensor | int) -> Tensor:
         """The decay of the next update, after ``updates`` updates; the first one copies."""
+        # a tensor on the weights' device: reading its value would make the host wait for a GPU
         t = torch.as_tensor(updates)
         warm = (1 + t) / (10 + t) if self.warmup else torch.ones_like(t, dtype=torch.float32)
         return warm.clamp(max=self.decay)
@@ -56,7 +57,7 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         super().setup(trainer, pl_module, stage)
         if stage == "fit":  # Lightning loads the checkpoint after this
-            self.forget_steps()
+            self.forget_steps()  # point 4
             self._in_place = False
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,10 +65,12 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
         self._in_place = True
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # point 6: such a run skips on_train_end
         if not self._in_place:
             self.copy_average(pl_module)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
+        # point 5: an exception inside a validation finds the average in the module
         if self._in_place:  # after training, both copies are the average
             self.exchange(pl_module)
         self.forget_average()
@@ -84,6 +87,6 @@ class AveragedWeights(RestoresAfterFit, OpenWeightAveraging):
         self._in_place = not self._in_place
 
     def _average(self, average: Tensor, current: Tensor, updates: Tensor | int) -> Tensor:
-        if not average.is_floating_point():
+        if not average.is_floating_point():  # point 1
             return current
         return torch.lerp(current, average, self.decay_after(updates).to(average))

@@ -9,7 +9,7 @@ import logging
 
 import pytorch_lightning as pl
 
-from revzoo.training.callbacks.progress import epoch_of
+from revzoo.training.callbacks.progress import epoch_of, per_second
 
 log = logging.getLogger(__name__)
 
@@ -35,9 +35,10 @@ class EpochLog(pl.Callback):
             return
         parts = []
         for name in ("loss", "acc"):
+            # callback_metrics keeps an earlier validation's figures; the line must not repeat them
             pairs = [(name, f"train/{name}")] + [("val", f"val/{name}")] * self._validated
             texts = [f"{word} {float(figures[key]):.3f}" for word, key in pairs if key in figures]
             parts.append(", ".join(texts))
         if (rate := figures.get("footprint/images_per_second")) is not None:
-            parts.append(f"{float(rate):.{int(rate < 10)}f} img/s")
+            parts.append(per_second(float(rate)))
         log.info("epoch %s  %s", epoch_of(trainer), "  ".join(filter(None, parts)))

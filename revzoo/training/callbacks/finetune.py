@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch import nn
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import did_you_mean, is_count
 from revzoo.models.parts import parts
 from revzoo.training.callbacks.base import RestoresAfterFit
 from revzoo.training.callbacks.progress import epoch_of
@@ -60,8 +60,8 @@ class Finetuning(RestoresAfterFit):
     """
 
     def __init__(self, *, unfreeze: Unfreeze = None) -> None:
-        self.unfreeze: dict[int, str] | list[int] = _checked(unfreeze)
-        self._applies = False
+        self.unfreeze: dict[int, str] | list[int] = _parse(unfreeze)
+        self._applies = False  # whether there is something to undo
 
     def first_trained(self, network: nn.Module, *, epoch: int) -> str:
         """The name of the first part that trains in ``epoch``; all parts after it train too.
@@ -71,6 +71,7 @@ class Finetuning(RestoresAfterFit):
         """
         names = [part.name for part in parts(network)]
         reached = [first for start, first in self._plan(names).items() if start <= epoch]
+        # the last part is the classifier, which always trains
         return names[min(reached, default=len(names) - 1)]
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -82,7 +83,9 @@ class Finetuning(RestoresAfterFit):
         if stage != "fit":
             return
         network = _network(pl_module)
+        # only for its errors: they should come before training
         self.first_trained(network, epoch=0)
+        # max_epochs is -1 or None in a run without an end
         late = [epoch for epoch in self.unfreeze if 0 < (trainer.max_epochs or -1) <= epoch]
         if late:
             log.warning(
@@ -92,26 +95,25 @@ class Finetuning(RestoresAfterFit):
         self._applies = True
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._apply(trainer, pl_module)  # a run resumed inside an epoch skips on_train_epoch_start
+        # a run resumed inside an epoch skips on_train_epoch_start
+        self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._apply(trainer, pl_module)
-        begins = trainer.current_epoch in self.unfreeze or trainer.current_epoch == 0
-        if begins and trainer.is_global_zero:
-            first = self.first_trained(_network(pl_module), epoch=trainer.current_epoch)
+        network, epoch = _network(pl_module), trainer.current_epoch
+        self.freeze(network, epoch=epoch)
+        if trainer.is_global_zero and (epoch == 0 or epoch in self.unfreeze):
+            first = self.first_trained(network, epoch=epoch)
             log.info("from epoch %s, trains %s and all later parts", epoch_of(trainer), first)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._applies:
             self._applies = False
+            # the stem is the first part, so this unfreezes the whole network
             _freeze_before("stem", _network(pl_module))
 
     def freeze(self, network: nn.Module, *, epoch: int) -> None:
         """Freeze the parts that are not trained in ``epoch``, unfreeze the rest."""
         _freeze_before(self.first_trained(network, epoch=epoch), network)
-
-    def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.freeze(_network(pl_module), epoch=trainer.current_epoch)
 
     def _plan(self, names: list[str]) -> dict[int, int]:
         """The index in ``names`` of the first part that trains, by epoch."""
@@ -122,6 +124,7 @@ class Finetuning(RestoresAfterFit):
                     f"unfreeze={self.unfreeze}: got {len(self.unfreeze)} epochs, expected at most "
                     f"{len(backbone)}, one for each part ({', '.join(reversed(backbone))})"
                 )
+            # from the last stage towards the stem
             plan = {epoch: len(backbone) - 1 - i for i, epoch in enumerate(self.unfreeze)}
         else:
             for name in self.unfreeze.values():
@@ -132,12 +135,14 @@ class Finetuning(RestoresAfterFit):
                         f"one of {', '.join(backbone)}" + did_you_mean(str(name), backbone)
                     )
             plan = {epoch: names.index(name) for epoch, name in self.unfreeze.items()}
+        # indices count from the stem, so they must fall
         if any(earlier <= later for earlier, later in pairwise(plan.values())):
             raise ValueError(
                 f"unfreeze={self.unfreeze}: a part includes all parts after it, so each later "
                 f"epoch must name an earlier part; expected an order from {backbone[-1]} to "
                 f"{backbone[0]}"
             )
+        # nothing would ever be frozen: probably a mistake
         if plan.get(0) == 0:
             raise ValueError(
                 f"unfreeze={self.unfreeze} trains the whole network from epoch 0 on: remove the "
@@ -150,6 +155,7 @@ def _freeze_before(first: str, network: nn.Module) -> None:
     """Freeze the parts before ``first``, unfreeze it and all later parts."""
     trained = False
     for part in parts(network):
+        # from `first` on, all parts train
         trained = trained or part.name == first
         part.train(trained)
 
@@ -160,7 +166,8 @@ def _network(pl_module: pl.LightningModule) -> nn.Module:
     return network
 
 
-def _checked(unfreeze: Any) -> dict[int, str] | list[int]:
+def _parse(unfreeze: Any) -> dict[int, str] | list[int]:
+    """Epochs with parts as a dict, epochs alone as a list."""
     values = unfreeze.items() if isinstance(unfreeze, Mapping) else unfreeze or ()
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ValueError(
@@ -170,7 +177,7 @@ def _checked(unfreeze: Any) -> dict[int, str] | list[int]:
     entries: list[Any] = list(values)
     paired = bool(entries) and all(isinstance(e, list | tuple) and len(e) == 2 for e in entries)
     epochs = [entry[0] for entry in entries] if paired else entries
-    if not all(isinstance(e, int) and not isinstance(e, bool) and e >= 0 for e in epochs):
+    if not all(is_count(epoch, 0) for epoch in epochs):
         raise ValueError(
             f"unfreeze={unfreeze!r}: expected whole numbers >= 0 as epochs, and a part for all of "
             'them or for none, such as [[5, "stages.2"], [8, "stages.0"]]'

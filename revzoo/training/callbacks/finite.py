@@ -22,10 +22,11 @@ import torch
 from torch import Tensor
 
 from revzoo.training.checkpoint.state import RunState
+from revzoo.training.lightning_compat import callbacks_of
 
 log = logging.getLogger(__name__)
 
-DIVERGED = 10
+DIVERGED = 10  # times ln(classes); see above
 EVALUATED = ("val/loss", "test/loss")
 
 
@@ -49,6 +50,7 @@ class FiniteLoss(pl.Callback):
         Raises:
             FloatingPointError: naming the first step whose loss was not finite.
         """
+        # only revzoo's Classifier repeats steps
         redo = getattr(pl_module, "redo", None)
         if redo is not None and redo.may_widen:
             self._loss = loss.detach()
@@ -63,6 +65,7 @@ class FiniteLoss(pl.Callback):
         """
         loss, self._loss = self._loss, None
         if loss is not None:
+            # the NaN of the first attempt does not count if the step was repeated
             again = pl_module.redo.loss
             self._check(trainer, pl_module, loss if again is None else again)
 
@@ -104,15 +107,16 @@ class FiniteLoss(pl.Callback):
         classes = getattr(getattr(pl_module, "model", None), "num_classes", None)
         if figure is None or not isinstance(classes, int):
             return
-        limit = DIVERGED * math.log(max(classes, 2))
+        limit = DIVERGED * math.log(max(classes, 2))  # ln(1) is 0
         loss, epoch = float(figure), trainer.current_epoch
         if loss > limit:
-            for state in RunState.of(trainer):
+            for state in callbacks_of(trainer, RunState):
                 note = (
                     f"the mean training loss of epoch {epoch} is {loss:.3g}, more than {DIVERGED} "
                     "times the loss of uniform guessing: training has diverged; lower optim.lr"
                     f"{_rate(pl_module)}"
                 )
+                # warn once; the note keeps the last epoch's figures
                 if "loss" not in state.notes and trainer.is_global_zero:
                     log.warning("%s", note)
                 state.notes["loss"] = note
@@ -124,7 +128,7 @@ class FiniteLoss(pl.Callback):
         """Warn if the loss of the evaluation is not finite: its accuracy means nothing."""
         figures = trainer.callback_metrics
         for name in EVALUATED:
-            loss = float(figures.get(name, 0.0))
+            loss = float(figures.get(name, 0.0))  # a missing figure counts as finite
             if not math.isfinite(loss) and trainer.is_global_zero:
                 log.warning(
                     "%s is %s: some logits are not finite, so the accuracy means nothing. Early in "
@@ -142,6 +146,7 @@ class FiniteLoss(pl.Callback):
         # two fills: torch.tensor([step, epoch], device=...) would wait for its copy
         now = torch.full_like(self._first, step)
         now[1].fill_(epoch)
+        # on the device, without a branch on the host; later failures follow from the first
         is_first = ~finite & (self._first[0] < 0)
         self._first = torch.where(is_first, now, self._first)
 
@@ -149,9 +154,11 @@ class FiniteLoss(pl.Callback):
         """Read the copy if it has arrived, and start the next one."""
         assert self._first is not None
         if self._copied is not None:
+            # the host never waits: it looks again at the next step
             if not self._copied.query():  # type: ignore[no-untyped-call]
                 return
             self._raise_if_infinite(module, self._copy)
+        # at most one copy is under way, however far the host is ahead
         self._copy = self._first.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._copied.record()

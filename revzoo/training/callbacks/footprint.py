@@ -27,10 +27,8 @@ from revzoo.training.tuning.memory_limit import field_bytes
 
 log = logging.getLogger(__name__)
 
-STATUS = Path("/proc/self/status")
 
-
-def peak_host_bytes(status: Path = STATUS) -> int | None:
+def peak_host_bytes(status: Path = Path("/proc/self/status")) -> int | None:
     """The process's peak resident set in bytes; None on systems without ``/proc/self/status``."""
     return field_bytes(status, "VmHWM")
 
@@ -51,9 +49,11 @@ def activation_bytes(pl_module: pl.LightningModule, images: Any) -> int | None:
     if not isinstance(model, nn.Module) or not isinstance(images, Tensor):
         return None
     try:
+        # under the run's autocast, which halves most activations
         with pl_module.trainer.precision_plugin.forward_context():
             return audit(model, tuple(images.shape), modes=[]).activation_bytes
     except Exception as error:
+        # a user's model may fail on fake tensors in any way, and a figure must not end a run
         log.debug("activations are not counted: %s", error)
         return None
 
@@ -78,6 +78,7 @@ class Footprint(pl.Callback):
         self.images = 0
         self.seconds = 0.0
         if pl_module.device.type == "cuda":
+            # a peak of each epoch; the CPU's VmHWM covers the whole process
             torch.cuda.reset_peak_memory_stats(pl_module.device)
         self._resume(pl_module)
 
@@ -85,19 +86,16 @@ class Footprint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._counted:
+            # counting is no training
             self._pause(pl_module)
+            # once: counting takes as long as a few steps, and later batches have the same shape
             self._counted = True
             self._activations = activation_bytes(pl_module, batch[0])
         if self._since is None:  # a run resumed inside an epoch skips on_train_epoch_start
             self._resume(pl_module)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: tuple[Tensor, Tensor],
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self.images += len(batch[0]) * trainer.world_size
 
@@ -105,6 +103,7 @@ class Footprint(pl.Callback):
         self._pause(pl_module)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # the sanity check runs before the first epoch, whose clock is not running yet
         if not trainer.sanity_checking:
             self._resume(pl_module)
 
@@ -134,5 +133,6 @@ class Footprint(pl.Callback):
 def _now(device: torch.device) -> float:
     """Seconds on the clock after the device has finished its queued work."""
     if device.type == "cuda":
+        # kernels run asynchronously: without this, the clock would measure their launches
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -30,14 +30,14 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.training.checkpoint.resume_point import can_resume_here
-from revzoo.training.lightning_compat import started_processes
+from revzoo.training.lightning_compat import callbacks_of, started_processes
 
 log = logging.getLogger(__name__)
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# seconds; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
+# seconds after the signal; SLURM leaves 30 between SIGTERM and SIGKILL (KillWait of slurm.conf)
 PATIENCE = 15.0
-DEADLINE = 28.0
+DEADLINE = 28.0  # leaves time to save after the patience is over
 PREFERRED = (None, signal.SIGTERM, signal.SIGINT)  # the last wins if processes got different ones
 
 
@@ -77,9 +77,11 @@ class GracefulStop(pl.Callback):
     @contextmanager
     def listening(self) -> Iterator[None]:
         """Handle signals inside the context, in the main thread; restore the old handlers after."""
+        # Python sets signal handlers in the main thread only
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # a sweep or a notebook has handlers, which work again after the run
         before = {signum: signal.getsignal(signum) for signum in SIGNALS}
         self._listen()
         outer, GracefulStop.active = GracefulStop.active, self
@@ -97,6 +99,7 @@ class GracefulStop(pl.Callback):
         text = f"revzoo: blocked for {DEADLINE:.0f} s after {name}; the last checkpoint is intact\n"
         os.write(2, text.encode())  # logging may hold a lock and block
         for process in started_processes(self._trainer) if self._trainer is not None else ():
+            # their own watchdogs may hang as well
             process.kill()
         os._exit(128 + signum)
 
@@ -109,6 +112,7 @@ class GracefulStop(pl.Callback):
                 signal.signal(signum, self._handle)
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
+        # the user wants to stop now: no clean-up, which may be what hangs
         if self.requested is not None and signum == signal.SIGINT:
             os._exit(128 + signum)
         if self.requested is not None:
@@ -117,12 +121,8 @@ class GracefulStop(pl.Callback):
         # outside a loop nothing polls ``requested``, and no step is half done
         if not self._in_loop:
             raise RunStopped(signum)
-        name = signal.Signals(signum).name
-        log.warning(
-            "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now",
-            name,
-            PATIENCE,
-        )
+        message = "%s: stopping after this batch, at most %.0f s later; Ctrl-C again stops now"
+        log.warning(message, signal.Signals(signum).name, PATIENCE)
 
     def _loop_starts(self, *args: Any) -> None:
         self._listen()  # Lightning has installed its handler
@@ -155,6 +155,7 @@ class GracefulStop(pl.Callback):
     ) -> None:
         """Agree with the other processes, before the callbacks that save."""
         self._agree(trainer)
+        # LastCheckpoint saves after this hook; the run ends before the next batch
         self._may_end = bool(self.agreed) and (can_resume_here(trainer) or self._is_late(trainer))
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,12 +180,14 @@ class GracefulStop(pl.Callback):
             )
             requested = PREFERRED[int(trainer.strategy.reduce(rank, reduce_op="max"))]
         if self.agreed is None and requested is not None:
+            # a process that got no signal itself starts its clock here
             self.agreed, self._since = requested, self._since or time.monotonic()
 
     def _is_late(self, trainer: pl.Trainer) -> bool:
         """Whether :data:`PATIENCE` is over; the same answer in all processes."""
+        # the clock of process 0 decides
         late = time.monotonic() - self._since >= PATIENCE
-        return trainer.strategy.broadcast(late) if trainer.world_size > 1 else late
+        return trainer.strategy.broadcast(late)
 
 
 @contextmanager
@@ -201,12 +204,15 @@ def watchdog(end: Callable[[int], None]) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
+        # blocks in C, so this thread costs nothing until a signal arrives
         while signums := os.read(reads, 1):
             if signums[0] in SIGNALS:
+                # False after the deadline, True if the context has ended in time
                 if not over.wait(DEADLINE):
                     end(signums[0])
                 return
 
+    # a daemon: the interpreter may end while it waits
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
     thread.start()
     try:
@@ -221,4 +227,4 @@ def watchdog(end: Callable[[int], None]) -> Iterator[None]:
 
 def stop_requested(trainer: pl.Trainer) -> bool:
     """Whether a signal has requested the end of the run; the same answer in all processes."""
-    return any(isinstance(c, GracefulStop) and bool(c.agreed) for c in trainer.callbacks)  # type: ignore[attr-defined]
+    return any(stop.agreed for stop in callbacks_of(trainer, GracefulStop))

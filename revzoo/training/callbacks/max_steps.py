@@ -18,4 +18,5 @@ class LastStep(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any
     ) -> None:
         if 0 < trainer.max_steps <= trainer.global_step:
+            # Lightning validates before it obeys this, but not when it reaches max_steps by itself
             trainer.should_stop = True

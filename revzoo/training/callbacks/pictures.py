@@ -87,15 +87,9 @@ class PictureCallback(pl.Callback, ABC):
         return (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        if not _validates_training(trainer) or dataloader_idx:
+        if not _validates_training(trainer) or loader:
             return
         if not isinstance(outputs, Tensor):
             raise ValueError(
@@ -103,9 +97,10 @@ class PictureCallback(pl.Callback, ABC):
                 f"{type(pl_module).__name__}: expected the logits (B, classes); return them, or "
                 "remove the callback"
             )
-        if batch_idx == 0:
+        # a new validation replaces images that no epoch has shown
+        if i == 0:
             self._step = None
-        self.gather(trainer, pl_module, outputs.detach(), batch, batch_idx)
+        self.gather(trainer, pl_module, outputs.detach(), batch, i)
 
     def on_validation_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not _validates_training(trainer):
@@ -115,12 +110,14 @@ class PictureCallback(pl.Callback, ABC):
         if self.due(trainer):
             self._show(trainer, pl_module)
 
+    # the last validation was perhaps not due
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._show(trainer, pl_module)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
+        # the pictures of a run that failed would be misleading
         if isinstance(exception, RunStopped):
             self._show(trainer, pl_module)
 
@@ -215,7 +212,9 @@ class Reconstructions(PictureCallback):
             # a resumed run drops all rows from its first step on, so this row goes with them
             step += trainer.interrupted
         difference = (back - images).abs()
+        # relative, as normalised images have no fixed range
         errors = difference.flatten(1).amax(1) / images.abs().max()
+        # `tiny` keeps a perfect reconstruction black, not NaN
         brightened = difference / difference.max().clamp_min(torch.finfo(images.dtype).tiny)
         rows = (to_pixels(trainer, images), to_pixels(trainer, back), brightened.float())
         texts = ["image"] * len(images) + ["inverse"] * len(images)
@@ -224,12 +223,14 @@ class Reconstructions(PictureCallback):
         picture = captioned(torch.cat(rows), captions, columns=len(images))
         add_image(trainer, "reconstructions", picture, step)
         for logger in trainer.loggers:
+            # not module.log: Lightning refuses it at the end of training
             logger.log_metrics({"reconstruction/error": float(errors.max())}, step=step)
 
 
 def reconstruct(trainer: pl.Trainer, network: ImageNetwork, images: Tensor) -> Tensor:
     """Encode and invert ``images``, in evaluation mode and in the run's precision."""
     precision = trainer.precision_plugin
+    # evaluation mode: in training mode the running statistics would move
     with evaluation_mode(network), torch.no_grad(), precision.val_step_context():
         return network.inverse(network.encode(images)).to(images.dtype)
 
@@ -243,7 +244,9 @@ def _validates_training(trainer: pl.Trainer) -> bool:
 def chosen_images(trainer: pl.Trainer, count: int, images: int, batch: int) -> list[int]:
     """The indices of the images of a batch to show, so that ``count`` spread over all batches."""
     batches = trainer.num_val_batches[0]
+    # differences of rounded multiples add up to `count` over all batches
     share = min(images, int(count * (batch + 1) // batches - count * batch // batches))
+    # evenly spread, since folders list images by class
     return [images * j // share for j in range(share)]
 
 
@@ -267,7 +270,7 @@ def add_image(trainer: pl.Trainer, tag: str, picture: Tensor, step: int) -> None
     for logger in trainer.loggers:
         if isinstance(logger, TensorBoardLogger):
             logger.experiment.add_image(f"{GROUP}/{tag}", picture, step)
-        elif isinstance(logger, WandbLogger):
+        elif isinstance(logger, WandbLogger):  # W&B does not sort by group
             logger.log_image(tag, [to_pil_image(picture)], step=step)
 
 
@@ -295,6 +298,7 @@ def captioned(images: Tensor, captions: Sequence[Sequence[TextLine]], *, columns
 def _tile(image: Tensor, lines: Sequence[TextLine], *, min_width: int) -> Image.Image:
     """One image above its lines, at least ``min_width`` pixels wide, so that no line is cut."""
     picture = to_pil_image(image.float().clamp(0, 1)).convert("RGB")
+    # rounded up: a whole factor keeps pixels square
     factor = max(1, -(-SIDE // max(picture.size)))
     width, height = picture.width * factor, picture.height * factor
     tile = Image.new("RGB", (max(width, min_width), height + LINE * len(lines)), "white")
@@ -324,21 +328,23 @@ def matrix(counts: Tensor, names: Sequence[str]) -> Tensor:
     """
     count, named = len(names), len(names) <= NAMED
     cell = CELL if named else max(2, NAMED * CELL // count)
+    # the corner holds three lines that explain the axes
     margin = max(LINE * 8, text_width(names)) if named else LINE * 2
     picture = Image.new("RGB", (margin + count * cell + 1,) * 2, "white")
     shares = counts.double() / counts.sum(dim=1, keepdim=True).clamp_min(1)
     darkening = torch.tensor((225, 180, 0))[:, None, None]  # of red, green, blue at a share of 1
+    # white to dark blue
     cells = to_pil_image((255 - darkening * shares).round().to(torch.uint8))
     picture.paste(cells.resize((count * cell,) * 2, Image.Resampling.NEAREST), (margin, margin))
     pen = ImageDraw.Draw(picture)
     if named:
         _number(pen, shares, margin)
         picture.paste(_axis(names, margin, cell, right=True), (0, margin))
+        # names of columns read from bottom to top
         upwards = _axis(names, margin, cell, right=False).transpose(Image.Transpose.ROTATE_90)
         picture.paste(upwards, (margin, 0))
-    pen.text((2, 2), "rows: true", fill="black", font=font())
-    pen.text((2, 2 + LINE), "columns: predicted", fill="black", font=font())
-    pen.text((2, 2 + 2 * LINE), "cells: % of the row", fill="black", font=font())
+    legend = "rows: true\ncolumns: predicted\ncells: % of the row"
+    pen.text((2, 2), legend, fill="black", font=font(), spacing=8)
     return pil_to_tensor(picture)
 
 

@@ -101,12 +101,14 @@ class PrivateTraining(RestoresAfterFit):
         _check(trainer, data)
         pl_module.model.train()
         refuse_unsupported(pl_module.model)
+        # the loaders are built after this hook
         data.poisson = True
         self._history, self.noise_multiplier = [], self.options["noise_multiplier"]
         self._accountant = opacus.create_accountant(self.options["accountant"])
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Choose the noise, and clip from here on: images, steps and checkpoint are known now."""
+        # Lightning types the loader as any collection
         sampler = trainer.train_dataloader.sampler  # type: ignore[union-attr]
         assert isinstance(sampler, PoissonSampler)
         images, largest = len(sampler.dataset), self.options["max_grad_norm"]  # type: ignore[arg-type]
@@ -116,13 +118,15 @@ class PrivateTraining(RestoresAfterFit):
                 f"expected less than {1 / images:.1e}, since publishing one image at random would "
                 "satisfy it"
             )
+        # as Opacus writes them; a checkpoint holds lists
         self._accountant.history = [tuple(entry) for entry in self._history]
         self.noise_multiplier = self._noise_for(trainer, sampler.rate)
         expected = sampler.rate * images
 
+        # a batch of one may be the stand-in for an empty one: an infinite divisor removes it
         def size(count: int) -> float:
             drawn = count > 1 or sampler.batch(trainer.current_epoch, batches_of_epoch(trainer) - 1)
-            # gradients of processes are averaged; the loader put an image into an empty batch
+            # DDP averages the gradients of processes, the definition sums them
             return expected / trainer.world_size if drawn else math.inf
 
         self._sampler, self._scale = sampler, largest * self.noise_multiplier / expected
@@ -136,9 +140,9 @@ class PrivateTraining(RestoresAfterFit):
 
     def _noise_for(self, trainer: pl.Trainer, rate: float) -> float:
         """The noise multiplier: the user's, the checkpoint's, or the smallest for the budget."""
-        given: float | None = self.options["noise_multiplier"]
-        if given is not None:
-            return given
+        chosen: float | None = self.options["noise_multiplier"]
+        if chosen is not None:
+            return chosen
         steps = trainer.estimated_stepping_batches
         if steps == float("inf"):
             raise ValueError(
@@ -156,10 +160,12 @@ class PrivateTraining(RestoresAfterFit):
 
     def _refuse_overspending(self, steps: int, rate: float) -> None:
         """A resumed run keeps its noise, so it must end where the first one planned to."""
+        # try the remaining steps on the accountant, then take them back
         before = list(self._accountant.history)
         for _ in range(steps):
             self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
         end, self._accountant.history = self.spent(), before
+        # the planned end spends the whole budget, up to rounding
         if end > self.options["epsilon"] * (1 + 1e-6):
             raise ValueError(
                 f"{steps} more steps with the noise of the checkpoint would spend epsilon "
@@ -174,10 +180,14 @@ class PrivateTraining(RestoresAfterFit):
         assert self._sampler is not None
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         generator = torch.Generator(pl_module.device)
+        # by seed and step alone: a resumed run repeats the noise, and processes agree on it
         generator.manual_seed(noise_seed(self._sampler.seed, trainer.global_step))
-        for p in filter(lambda p: p.requires_grad, parameters):
+        for p in parameters:
+            if not p.requires_grad:
+                continue
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
             noise *= self._scale
+            # also without a gradient, as in an empty batch: absence of noise would tell something
             p.grad = noise if p.grad is None else p.grad.add_(noise)
         self._accountant.step(
             noise_multiplier=self.noise_multiplier, sample_rate=self._sampler.rate
@@ -188,11 +198,13 @@ class PrivateTraining(RestoresAfterFit):
 
     def spent(self) -> float:
         """Epsilon of all steps so far, at ``delta``."""
+        # Opacus raises for an empty history
         if not len(self._accountant):
             return 0.0
         return float(_quiet(self._accountant.get_epsilon, self.options["delta"]))
 
     def state_dict(self) -> dict[str, Any]:
+        # Lightning also asks for the state in runs that only test
         if self._accountant is None:
             return {}
         history = [list(entry) for entry in self._accountant.history]
@@ -208,6 +220,7 @@ class PrivateTraining(RestoresAfterFit):
         Raises:
             ValueError: the run has other options.
         """
+        # states of earlier versions lack the noise multiplier
         before = {"noise_multiplier": self.options["noise_multiplier"], **state_dict["options"]}
         if before != self.options:
             raise ValueError(

@@ -58,6 +58,7 @@ class Progress(ProgressBar):
         self._enabled = True
 
     def print(self, *args: Any, **kwargs: Any) -> None:
+        # above the bar
         tqdm.write(" ".join(map(str, args)))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -76,31 +77,28 @@ class Progress(ProgressBar):
     ) -> None:
         self._images += len(batch[0]) * trainer.world_size
         if self._due(i + 1):
+            # a mean over the epoch: single steps vary
             rate = self._images / (time.perf_counter() - self._epoch_begun)
             figures = _figures(pl_module)
             self._show(
                 f"epoch {epoch_of(trainer)}",
                 batches_of_epoch(trainer),
                 self.total_train_batches,
-                [f"{rate:.{int(rate < 10)}f} img/s", *figures, *self._left(trainer)],
+                [per_second(rate), *figures, *self._left(trainer)],
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        # a run's clock goes on: the time left includes later validations
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
         fitting = trainer.state.fn == TrainerFn.FITTING
         head = f"epoch {epoch_of(trainer)} validation" if fitting else "validation"
+        # the sanity check runs a few batches only
         totals = trainer.num_sanity_val_batches if trainer.sanity_checking else None
-        self._evaluated(head, batch_idx, (totals or trainer.num_val_batches)[dataloader_idx])
+        self._evaluated(head, i, (totals or trainer.num_val_batches)[loader])
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._epoch_begun += time.perf_counter() - self._paused  # the rate excludes validation
@@ -108,15 +106,9 @@ class Progress(ProgressBar):
             self._close()
 
     def on_test_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, i: int, loader: int = 0
     ) -> None:
-        self._evaluated("test", batch_idx, trainer.num_test_batches[dataloader_idx])
+        self._evaluated("test", i, trainer.num_test_batches[loader])
 
     def _evaluated(self, head: str, batch_idx: int, total: float) -> None:
         if self._due(batch_idx + 1):
@@ -180,12 +172,14 @@ def epoch_of(trainer: pl.Trainer) -> str:
     if trainer.max_steps > 0 and per_epoch:
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         by_steps = math.ceil(batches / per_epoch)  # 0 if an epoch never ends
+        # whichever limit comes first
         total = min(total, by_steps) if total > 0 else by_steps
     return f"{number}/{total}" if total > 0 else str(number)
 
 
 def batches_left(trainer: pl.Trainer) -> float:
     """Training batches until the run ends; infinity if unknown."""
+    # max_epochs and max_steps may both be set; -1 stands for no limit
     ends = [math.inf]
     if trainer.max_epochs is not None and trainer.max_epochs > 0:
         whole = (trainer.max_epochs - trainer.current_epoch) * trainer.num_training_batches
@@ -193,6 +187,11 @@ def batches_left(trainer: pl.Trainer) -> float:
     if trainer.max_steps > 0:
         ends.append((trainer.max_steps - trainer.global_step) * trainer.accumulate_grad_batches)
     return min(ends)
+
+
+def per_second(images: float) -> str:
+    """``298 img/s``; with a decimal below 10."""
+    return f"{images:.{int(images < 10)}f} img/s"
 
 
 def clock(seconds: float) -> str:

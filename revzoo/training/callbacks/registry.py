@@ -77,6 +77,7 @@ def early_stopping(
     return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
 
 
+# runs call the hooks in this order; Lightning moves callbacks that save to the end
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     "best_checkpoint": best_checkpoint,
     "last_checkpoint": last_checkpoint,
@@ -145,6 +146,7 @@ def check_callbacks(specs: Mapping[str, Mapping[str, Any] | None]) -> None:
     check_options(specs, {name: keyword_names(factory) for name, factory in CALLBACKS.items()})
     for name, options in specs.items():
         factory = CALLBACKS[name]
+        # type hints of a class belong to its constructor
         constructor = factory.__init__ if isinstance(factory, type) else factory  # type: ignore[misc]
         check_types(options or {}, get_type_hints(constructor), where=f"callbacks.{name}")
 
@@ -168,10 +170,12 @@ def build_callbacks(
 def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
     factory = CALLBACKS[name]
     parameters = signature(factory).parameters.values()
+    # see above: only a callback that writes files has a positional parameter
     takes_folder = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     try:
         return factory(*[run_dir] * takes_folder, **options)
     except ValueError as error:  # constructors write "option=value: expected ..."
+        # callbacks.ema.decay=2: expected ..., or callbacks.ema: another text
         joint = "." if re.match(r"\w+=", str(error)) else ": "
         raise ValueError(f"callbacks.{name}{joint}{error}") from error
 
@@ -183,5 +187,6 @@ def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
             path = Path(callback.best_model_path)
             if path.is_file():
                 return path
+            # a user may have removed it during the run
             log.error("%s is missing: using the last weights instead", path)
     return None

@@ -37,6 +37,7 @@ from revzoo.training.callbacks.pictures import (
     to_pixels,
 )
 from revzoo.training.callbacks.private import PrivateTraining
+from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import true_classes
 from revzoo.training.sample_gradients import SampleNorms
 
@@ -64,13 +65,14 @@ class _ReadsNorms(RestoresAfterFit):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         name = type(self).__name__
-        if any(isinstance(c, PrivateTraining) for c in trainer.callbacks):  # type: ignore[attr-defined]
+        if callbacks_of(trainer, PrivateTraining):
             raise ValueError(f"{name} with callbacks.private: its figures would not be private")
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
                 f"{name} with trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: "
                 "expected 1"
             )
+        # refuse_unsupported looks at layers in training mode only
         pl_module.model.train()
         refuse_unsupported(pl_module.model)
         self._norms = SampleNorms(pl_module.model)
@@ -89,10 +91,12 @@ class _ReadsNorms(RestoresAfterFit):
         assert self._norms is not None
         if not self._norms.collecting:
             return
+        # until the next measured step
         batch, self._batch, self._norms.collecting = self._batch, None, False
+        # in float32, since B squared times a float16 could overflow
         squares = self._norms.take().float()
-        own = squares * len(squares) ** 2  # the loss is a mean over B
-        self.read(trainer, pl_module, own, batch)
+        # the loss is a mean over B, so a sample's gradient is B times its part
+        self.read(trainer, pl_module, squares * len(squares) ** 2, batch)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._norms is not None:
@@ -119,11 +123,13 @@ class GradientNoiseScale(_ReadsNorms):
         whole = float(sum(g.detach().float().square().sum() for g in gradients))
         module.log("gradients/norm", whole**0.5, on_step=True, on_epoch=False)
         count, mean = len(squares) * trainer.world_size, float(squares.mean())
+        # one sample has no variance
         if count < 2:
             return
-        found = count * (mean - whole) / (count - 1), (count * whole - mean) / (count - 1)
-        self._trace += (1 - self.decay) * (found[0] - self._trace)
-        self._square += (1 - self.decay) * (found[1] - self._square)
+        trace, square = count * (mean - whole) / (count - 1), (count * whole - mean) / (count - 1)
+        # both averages start at 0, and the same bias cancels in their ratio
+        self._trace += (1 - self.decay) * (trace - self._trace)
+        self._square += (1 - self.decay) * (square - self._square)
         if self._square > 0:  # else noise hides the mean gradient
             scale = self._trace / self._square
             module.log("gradients/noise_scale", scale, on_step=True, on_epoch=False)
@@ -156,17 +162,20 @@ class HardSamples(_ReadsNorms):
         self._top = []
 
     def read(self, trainer: pl.Trainer, module: Any, squares: Tensor, batch: Any) -> None:
+        # rounding can make a sum of products slightly negative
         norms = squares.clamp(min=0).sqrt()
         module.log("gradients/sample_median", norms.median(), on_step=True, on_epoch=False)
         module.log("gradients/sample_max", norms.max(), on_step=True, on_epoch=False)
         images, labels = batch
         values, places = norms.topk(min(self.count, len(norms)))
         labels = true_classes(labels)
-        found = [
+        # clones: a view would keep the whole batch in memory
+        hardest = [
             (float(v), images[i].detach().clone(), int(labels[i]))
             for v, i in zip(values, places.tolist(), strict=True)
         ]
-        self._top = sorted([*self._top, *found], key=lambda t: -t[0])[: self.count]
+        # by norm alone: sorting compares the first items, and images have no order
+        self._top = sorted([*self._top, *hardest], key=lambda t: -t[0])[: self.count]
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         if not self._top or not trainer.is_global_zero:
@@ -177,4 +186,5 @@ class HardSamples(_ReadsNorms):
             (TextLine(names[label]), TextLine(f"norm {norm:.3g}")) for norm, _, label in self._top
         ]
         picture = captioned(to_pixels(trainer, images), words, columns=COLUMNS)
+        # the last step, counted from 0 as in Lightning's logs
         add_image(trainer, "hard_samples", picture, trainer.global_step - 1)

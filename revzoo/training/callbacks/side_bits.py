@@ -45,6 +45,7 @@ class AnnealedBits(pl.Callback):
         """
         if stage != "fit":
             return
+        # None or -1: a run that max_steps or a time limit ends
         if (trainer.max_epochs or -1) < 1:
             raise ValueError("annealed bits need a last epoch: give trainer.max_epochs")
         self._first = {m: m.bits for m in pl_module.modules() if isinstance(m, SideBits)}
@@ -56,6 +57,7 @@ class AnnealedBits(pl.Callback):
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert trainer.max_epochs is not None, "see setup"
+        # 1 in the first of the annealed epochs, so the last one has all bits
         passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)
         share = min(1.0, max(0.0, passed / self.epochs))
         for step, first in self._first.items():
@@ -66,5 +68,7 @@ class AnnealedBits(pl.Callback):
     ) -> None:
         model = checkpoint.get("hyper_parameters", {}).get("model")
         if model and model.get("reversible_bits"):
+            # one number for all blocks: they start equal, except for those that a user has set
             bits = max(step.bits for step in self._first)
+            # a copy: the inner mapping is the module's
             checkpoint["hyper_parameters"]["model"] = {**model, "reversible_bits": bits}

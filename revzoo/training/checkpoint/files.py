@@ -41,12 +41,13 @@ log = logging.getLogger(__name__)
 
 CHECKPOINTS = "checkpoints"  # folder of a run
 BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
-TEMPORARY = ".saving"
+TEMPORARY = ".saving"  # suffix of unfinished files
 PLAIN = (str, int, float, bool, type(None), bytes)
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint
 GIVE_UP_AFTER = 3600.0  # seconds without a successful save that end a run
 
 
+# a RuntimeError as well, as torch raises for a state that does not fit
 class CheckpointError(UserError, RuntimeError):
     """A checkpoint that cannot be written or used; the message says why and what to do."""
 
@@ -64,6 +65,7 @@ def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
 
     Subclasses of containers are items: pickle writes their class, and reading them runs its code.
     """
+    # type() instead of isinstance: a subclass is an item
     if type(value) in MAPPINGS:
         for name, item in value.items():
             if type(name) not in PLAIN:
@@ -87,11 +89,13 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         UnwritableCheckpoint: each attempt failed. The old file is intact.
     """
     try:
+        # before `leaves`, which recurses
         check_nesting(state, "checkpoint")
     except UnreadableWeightsError as error:
         raise CheckpointError(f"{error}: the checkpoint was not written") from None
     for key, value in leaves(state):
         kind = type(value)
+        # nn.Parameter and other subclasses are refused too: pickle would store their class
         if kind is not Tensor and (kind not in PLAIN or ": the key" in key):
             raise CheckpointError(
                 f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
@@ -102,6 +106,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             _write(state, path)
             return
         except (OSError, RuntimeError) as error:
+            # an error of our own, which another attempt would repeat
             if not isinstance(error, OSError) and not _is_from_writer(error):
                 raise
             if seconds is None:
@@ -120,6 +125,7 @@ def _is_from_writer(error: RuntimeError) -> bool:
 
 def _write(state: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
+    # first: a killed run may have left a file as large as this one will be
     remove_stale(path.parent)
     temporary = path.with_name(f".{path.name}{TEMPORARY}")
     try:
@@ -132,9 +138,10 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         if path.name == LAST and path.exists():
             _keep_previous(path)
         temporary.replace(path)
-        # the rename itself, too
+        # a rename is an entry of the folder, which has its own cache
         _sync_folder(path.parent)
     finally:
+        # after a rename it is gone; the disk may refuse as before
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
 
@@ -175,10 +182,12 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
     if not path.is_file():
         raise DamagedCheckpoint(f"there is no checkpoint {path}: expected the path of a .ckpt file")
     try:
+        # runs never write torch's format from before 1.6, a bare pickle
         state = read_torch_file(path, map_location=map_location, bare_pickles=False)
     except UnreadableWeightsError as error:
         raise DamagedCheckpoint(str(error)) from None
     if not isinstance(state, dict) or not isinstance(state.get("state_dict"), dict):
+        # the keys say what the file is instead
         got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(
             f"{path} is no checkpoint of a run: got {got}, expected a dictionary with state_dict; "
@@ -206,6 +215,7 @@ def load_tensors(
         CheckpointError: names or shapes do not fit, a value is no tensor, or a tensor has NaN or
             Inf. ``module`` is unchanged.
     """
+    # everything is checked before the first tensor changes
     known = module.state_dict()
     expected = {key: value for key, value in known.items() if isinstance(value, Tensor)}
     tensors = {key: value for key, value in state.items() if key in expected or key not in known}
@@ -224,6 +234,7 @@ def load_tensors(
 
 def has_saved(folder: Path) -> bool:
     """Whether the folder has a checkpoint to resume from."""
+    # a kill between two renames can leave previous.ckpt alone
     return (folder / LAST).exists() or (folder / PREVIOUS).exists()
 
 
@@ -251,12 +262,14 @@ def read_last(
     except DamagedCheckpoint as error:
         if not previous.exists():
             raise
+        # Python deletes the name of an exception after its handler
         damage = error
     try:
         state = _checked(previous, check)
     except DamagedCheckpoint as error:
         raise DamagedCheckpoint(f"{damage}; so is the one before it: {error}") from None
     log.warning("%s; resuming from %s, the checkpoint before it", damage, previous)
+    # the other processes only read
     if last.exists() and is_first_process():
         last.replace(last.with_name(f"{LAST}.damaged"))
     return previous, state
@@ -302,6 +315,7 @@ class PlainCheckpointIO(CheckpointIO):
             write_checkpoint(checkpoint, path)
         except UnwritableCheckpoint as error:
             self.failed[path] = str(error)
+            # a success in between starts the hour again
             self._failing_since = self._failing_since or now
             if now - self._failing_since > GIVE_UP_AFTER:
                 raise
@@ -322,5 +336,6 @@ class PlainCheckpointIO(CheckpointIO):
 
 def was_saved(trainer: pl.Trainer, path: Path) -> bool:
     """Whether the last save to ``path`` succeeded; the same answer in all processes."""
+    # a user's trainer may have another plugin
     saved = path not in getattr(trainer.strategy.checkpoint_io, "failed", {})
-    return trainer.strategy.broadcast(saved) if trainer.world_size > 1 else saved
+    return trainer.strategy.broadcast(saved)  # only process 0 writes

@@ -15,7 +15,7 @@ from revzoo.models.registry import MODELS, WEIGHTS
 from revzoo.training.checkpoint.files import CheckpointError
 
 HYPERPARAMETERS = ("model", "optim", "channels_last")
-SCALARS = (str, int, float, bool, type(None))
+SCALARS = (str, int, float, bool, type(None))  # by exact type; no subclasses
 
 
 def check_hyperparameters(values: Any, *, replaced: Container[str] = ()) -> dict[str, Any]:
@@ -59,8 +59,10 @@ def check_model_options(options: Any) -> dict[str, Any]:
     """
     _check_options(options, "model")
     name = options.get("name")
+    # the table is the exact list of what may be built; a path is no name in it
     if not isinstance(name, str) or name not in MODELS:
         raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
+    # keys such as checkpoint_path would read a file of the sender's choice
     for key in WEIGHTS:
         if key in options:
             raise _refused(f"model.{key}", "a checkpoint contains the weights; remove the key")
@@ -72,8 +74,10 @@ def _check_options(options: Any, where: str, *, nested: tuple[str, ...] = ()) ->
         raise _refused(where, "expected a mapping")
     for key, value in options.items():
         name = f"{where}.{key}"
+        # _target_ and its like select code in some libraries
         if not isinstance(key, str) or not key.isidentifier() or key.startswith("_"):
             raise _refused(name, "expected the name of an option")
+        # only optim.schedule may hold a mapping
         if key in nested:
             _check_options(value, name)
         else:
@@ -85,6 +89,7 @@ def _check_value(value: Any, name: str) -> None:
     for item in items:
         if type(item) not in SCALARS:
             raise _refused(name, f"expected a number, word or list of them, got {item!r:.80}")
+        # no reference that a library resolves, no import path, no file
         if isinstance(item, str) and ("${" in item or "." in item or "/" in item):
             raise _refused(name, f"expected a plain word, got {item!r:.80}")
 

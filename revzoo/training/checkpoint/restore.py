@@ -82,11 +82,13 @@ def restore(source: str | Path) -> Restored:
             f"{path / CHECKPOINTS / BEST}"
         )
     check_source(source)
+    # after check_source: first that it exists, then that it is the right kind
     if path.suffix in EXPORTS:
         raise CheckpointError(
             f"{path} is an exported program, which has no classes and normalisation: give the "
             f"checkpoint or weights that it was made from, or run it by {EXPORTS[path.suffix]}"
         )
+    # any other file counts as a checkpoint, whatever its name
     if path.is_file() and path.suffix != SUFFIX:
         return _from_checkpoint(path)
     return _from_weights(source)
@@ -94,6 +96,7 @@ def restore(source: str | Path) -> Restored:
 
 def _from_checkpoint(path: Path) -> Restored:
     state = read_checkpoint(path)
+    # checks hyperparameters and tensors
     module = Classifier.from_state(state, str(path))
     data = _data_state(state, path)
     module.lay_out(channels_last=False)  # the layout of training does not matter here
@@ -109,16 +112,18 @@ def _from_weights(source: str | Path) -> Restored:
     model = create_model(source, pretrained=True)
     entry = model.entry
     assert entry is not None, "pretrained weights have one"
-    lacking = [name for name in ("classes", "mean", "std") if not getattr(entry, name)]
-    if entry.classes is None or entry.mean is None or entry.std is None:
+    facts = {name: getattr(entry, name) for name in ("classes", "mean", "std")}
+    # an entry may omit them, as weights of other programs do
+    if lacking := [name for name, value in facts.items() if not value]:
         raise EntryError(
             f"the entry of the weights {source} lacks {', '.join(lacking)}: add these fields to "
             "NAME.json, or use the checkpoint from which the weights were made"
         )
     data = {
-        "classes": list(entry.classes),
+        "classes": list(facts["classes"]),
+        # an entry refers to pixels in [0, 1]; a checkpoint may refer to 0 to 255
         "pixel_max": UNIT,
-        "normalisation": {"mean": list(entry.mean), "std": list(entry.std)},
+        "normalisation": {"mean": list(facts["mean"]), "std": list(facts["std"])},
         "image_size": entry.input_size[-1],
         "crop_pct": entry.crop_pct,
     }
@@ -128,6 +133,7 @@ def _from_weights(source: str | Path) -> Restored:
 def _data_state(state: Mapping[str, Any], path: str | Path) -> dict[str, Any]:
     """The saved state of the data module; Lightning's key for it is the name of its class."""
     states = data_states(state)
+    # two data modules would leave open which one trained
     if len(states) != 1:
         raise CheckpointError(
             f"{path} does not have the classes and the normalisation of its training: use a "

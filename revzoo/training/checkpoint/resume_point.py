@@ -13,9 +13,9 @@ def can_resume_here(trainer: pl.Trainer) -> bool:
     It does not between the batches of one optimiser step, because gradients are not saved. Nor does
     it before a due validation or the end of an epoch, because Lightning would skip these.
     """
-    return batches_of_epoch(trainer) % trainer.accumulate_grad_batches == 0 and not _is_pause(
-        trainer, batches_of_epoch(trainer), trainer.global_step
-    )
+    batches = batches_of_epoch(trainer)
+    whole_step = batches % trainer.accumulate_grad_batches == 0
+    return whole_step and not _is_pause(trainer, batches, trainer.global_step)
 
 
 def is_last_chance(trainer: pl.Trainer) -> bool:
@@ -28,9 +28,11 @@ def _is_pause(trainer: pl.Trainer, batches: int, steps: int) -> bool:
     if batches >= trainer.num_training_batches or 0 < trainer.max_steps <= steps:
         return True
     every = trainer.val_check_batch
+    # no validation, or none inside an epoch
     if every is None or every == float("inf"):
         return False
     ahead = batches - batches_of_epoch(trainer)
     by_run = trainer.check_val_every_n_epoch is None  # Lightning then counts across epochs
     count = batches_of_run(trainer) + ahead if by_run else batches
+    # the validation may fall inside an optimiser step; then the step's end counts
     return count % int(every) < trainer.accumulate_grad_batches and count >= every

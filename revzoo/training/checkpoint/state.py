@@ -21,17 +21,20 @@ from revzoo.core.invertible import Step
 from revzoo.core.modes import mode_of
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.csv_logger import MetricsCSV
+from revzoo.training.distributed import gathered, process_count
 from revzoo.training.lightning_compat import count_epochs, epoch_is_open, row_to_come
 
 
 def random_states() -> dict[str, Any]:
     """The states of torch's generators (CPU, CUDA), NumPy's and Python's, as plain data."""
+    # of all devices: which one this process uses is known later
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {**random_states_of_cpu(), "cuda": cuda}
 
 
 def random_states_of_cpu() -> dict[str, Any]:
     """The part of :func:`random_states` that every machine has."""
+    # lists: weights_only refuses NumPy's arrays
     numpy: Any = np.random.get_state()
     name, keys, position, has_gauss, cached = numpy
     assert name == "MT19937", "NumPy's global generator is always of this type"
@@ -49,6 +52,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
     for device, state in enumerate(states["cuda"][: torch.cuda.device_count()]):
         torch.cuda.set_rng_state(state.cpu(), device)
     keys, position, has_gauss, cached = states["numpy"]
+    # uint32: lists lose the type
     np.random.set_state(("MT19937", np.array(keys, np.uint32), position, has_gauss, cached))
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
@@ -57,6 +61,7 @@ def set_random_states(states: Mapping[str, Any]) -> None:
 def can_drift(step: Step) -> bool:
     """Whether the step's memory mode inverts it in floating point."""
     mode = mode_of(step.memory)
+    # modes with a grid invert integers, exactly
     return mode.inverts and mode.grid is None
 
 
@@ -81,13 +86,9 @@ class RunState(pl.Callback):
         self._loaded: dict[str, Any] | None = None
         self._planned_steps: float | None = None
 
-    @staticmethod
-    def of(trainer: pl.Trainer) -> list[RunState]:
-        """The trainer's RunState in a list; an empty list if it has none."""
-        return [c for c in trainer.callbacks if isinstance(c, RunState)]  # type: ignore[attr-defined]
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self._trainer, self._module = trainer, pl_module
+        # before Lightning restores its loops
         count_epochs(trainer)
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,7 +97,9 @@ class RunState(pl.Callback):
         for logger in self._trainer.loggers:
             logger.save()  # a resumed run does not log the rows before this state again
         return {
-            "random": _of_all_processes(random_states()),
+            # one state for each rank
+            "random": gathered(random_states()),
+            # sums over all processes: see on_train_start
             "metrics": states_of(self._open_metrics(), sync=True),
             "figures": {**self.figures, **figures},
             "planned_steps": self._planned_steps,
@@ -134,11 +137,13 @@ class RunState(pl.Callback):
             CheckpointError: the run has another number of processes, or of steps if the learning
                 rates depend on that number.
         """
+        # a test may use another number of devices
         if self._trainer.state.fn == TrainerFn.FITTING:
             self._check_same_length(state_dict)
         self._loaded = state_dict
         self.figures = dict(state_dict["figures"])
         self.notes = dict(state_dict.get("notes", {}))
+        # .get: earlier versions lack the key
         self.recomputed = list(state_dict.get("recomputed", []))
         self.grid = state_dict.get("grid")
 
@@ -159,6 +164,7 @@ class RunState(pl.Callback):
         if (row := state.get("row")) is not None:
             tables = [logger for logger in trainer.loggers if isinstance(logger, MetricsCSV)]
             missing = [table.restore_row(*row) for table in tables]
+            # the other loggers cannot be read, so metrics.csv decides
             for logger in trainer.loggers if any(missing) else ():
                 if logger not in tables:
                     logger.log_metrics(row[1], row[0])
@@ -167,7 +173,7 @@ class RunState(pl.Callback):
         set_random_states(state["random"][trainer.global_rank])
 
     def _check_same_length(self, saved: Mapping[str, Any]) -> None:
-        path, before, now = self._trainer.ckpt_path, len(saved["random"]), _process_count()
+        path, before, now = self._trainer.ckpt_path, len(saved["random"]), process_count()
         if before != now:
             raise CheckpointError(
                 f"{path} comes from a run with devices * num_nodes = {before}, this run has {now}: "
@@ -183,6 +189,7 @@ class RunState(pl.Callback):
 
     def _plan(self) -> float | None:
         """The optimiser steps of the run; None if the learning rates do not depend on them."""
+        # a user's own module may have no schedule
         steps: float | None = getattr(self._module, "planned_steps", lambda: None)()
         return steps
 
@@ -196,23 +203,12 @@ class RunState(pl.Callback):
         return metrics
 
 
-def _process_count() -> int:
-    initialized = torch.distributed.is_available() and torch.distributed.is_initialized()
-    return torch.distributed.get_world_size() if initialized else 1
-
-
-def _of_all_processes(state: dict[str, Any]) -> list[dict[str, Any]]:
-    states: list[Any] = [state] * _process_count()
-    if len(states) > 1:
-        torch.distributed.all_gather_object(states, state)
-    return states
-
-
 def states_of(metrics: Mapping[str, Metric], *, sync: bool = False) -> dict[str, Any]:
     """Copies of the metrics' states; with ``sync``, sums over all processes, on the CPU."""
     states = {}
     for name, metric in metrics.items():
         with metric.sync_context(should_sync=sync):
+            # inside the context these are the sums; it restores the process's values
             state: dict[str, Any] = metric.metric_state
             values = {key: value.detach().clone() for key, value in state.items()}
         if sync:
@@ -226,7 +222,9 @@ def set_states(metrics: Mapping[str, Metric], states: Mapping[str, Any]) -> None
     for name, metric in metrics.items():
         state = states.get(name, {})
         for key, value in state.get("values", {}).items():
+            # torchmetrics keeps each state as an attribute
             setattr(metric, key, value.to(metric.device))
+        # torchmetrics warns if compute() follows no update, and has no public setter
         metric._update_count = state.get("updates", 0)
 
 

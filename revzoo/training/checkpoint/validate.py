@@ -56,6 +56,7 @@ def check_parts(state: Mapping[str, Any]) -> None:
         DamagedCheckpoint: naming the first wrong part.
     """
     _raise_first(differences({**PARTS, "loops": {"fit_loop": new_fit_state()}}, state, ""))
+    # two counters of one thing: they differ if a file was edited or merged
     steps = optimiser_steps(state["loops"]["fit_loop"])
     if state["global_step"] != steps:
         raise DamagedCheckpoint(f"global_step is {state['global_step']}, but its loops say {steps}")
@@ -119,6 +120,7 @@ def differences(expected: Any, got: Any, key: str) -> Iterator[str]:
         for index, value in enumerate(expected):
             yield from differences(value, got[index], f"{key}[{index}]")
     elif type(got) is not kind and not (kind is float and type(got) is int):
+        # exact types: True is an int; a rate of 1 may be written for 1.0
         yield wrong
 
 
@@ -140,11 +142,13 @@ def _wrong_weights(
     module: Classifier, state: Mapping[str, Any], callbacks: Sequence[pl.Callback]
 ) -> Iterator[str]:
     expected = {"state_dict": dict(module.state_dict())}
+    # then state_dict is the average, and current_model_state has the weights
     if any(isinstance(c, WeightAveraging) for c in callbacks):
         expected["current_model_state"] = expected["state_dict"]
         expected["averaging_state"] = {"n_averaged": torch.tensor(0)}
     yield from differences(expected, state, "")
     for name in expected:
+        # for weights, unlike elsewhere, more keys are wrong: another model has them
         if more := [key for key in state[name] if key not in expected[name]]:
             yield f"{name} has {more[0]!r}, which the model does not have"
         yield from not_finite(state[name], name)
@@ -154,6 +158,7 @@ def _wrong_optimizer(
     module: Classifier, state: Mapping[str, Any], callbacks: Sequence[pl.Callback]
 ) -> Iterator[str]:
     optimizer = build_optimizer(module.model, module.optim)
+    # any length: only keys and types are compared
     schedule = build_schedule(optimizer, module.optim, total_steps=1)
     expected = optimizer.state_dict()
     saved, key = state["optimizer_states"][0], "optimizer_states[0]"
@@ -165,6 +170,7 @@ def _wrong_optimizer(
     buffers = {index: {"momentum_buffer": p} for index, p in enumerate(params)}
     # frozen parameters have none, nor have parameters whose every step the scaler skipped
     partial = SCALER in state or any(isinstance(c, Finetuning) for c in callbacks)
+    # before the first step there are no buffers
     if module.optim.name in WITH_MOMENTUM and module.optim.momentum and state["global_step"]:
         needed = {i: buffer for i, buffer in buffers.items() if i in saved["state"] or not partial}
         yield from differences(needed, saved["state"], f"{key}['state']")
@@ -178,9 +184,11 @@ def _wrong_optimizer(
 def _wrong_callbacks(
     module: Classifier, states: Mapping[str, Any], callbacks: Sequence[pl.Callback]
 ) -> Iterator[str]:
+    # Lightning saves only callbacks that have a state
     expected_states = {c.state_key: state for c in callbacks if (state := c.state_dict())}
     yield from differences(expected_states, states, "callbacks")
     saved, place = states[RunState.__name__], f"callbacks[{RunState.__name__!r}]"
+    # before `layout`, which needs its length
     if not saved.get("random") or not isinstance(saved["random"], list):
         yield f"{place}['random'] holds no random states"
         return
@@ -188,6 +196,7 @@ def _wrong_callbacks(
 
 
 def _wrong_data(model: Mapping[str, Any], state: Mapping[str, Any], data: str) -> Iterator[str]:
+    # any numbers: only types and lengths are compared
     channels = [0.0] * model["in_chans"]
     expected = {
         "classes": [""] * model["num_classes"],
@@ -209,5 +218,6 @@ def _described(value: Any) -> str:
 
 
 def _raise_first(faults: Iterator[str]) -> None:
+    # the first one: later ones often follow from it
     for fault in faults:
         raise DamagedCheckpoint(fault)

@@ -57,9 +57,11 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
+            # read at every step: the scheduler changes it
             rate = group["lr"]
             for p in group["params"]:
                 if p.grad is not None:
+                    # Nesterov: the gradient plus the momentum that the next step will apply
                     update = self._momentum(p, group["momentum"])
                     update = _orthogonal(update) if group["orthogonal"] else update
                     # decoupled weight decay, as in AdamW
@@ -94,6 +96,7 @@ def _orthogonal(update: Tensor) -> Tensor:
     """
     matrix = update.flatten(1)
     rows, columns = matrix.shape
+    # the iteration multiplies matrices of the smaller side
     x = newton_schulz(matrix.T if rows > columns else matrix)
     x = x.T if rows > columns else x
     return (x * math.sqrt(max(1.0, rows / columns))).reshape(update.shape).to(update.dtype)
@@ -106,8 +109,10 @@ def newton_schulz(matrix: Tensor) -> Tensor:
     """
     a, b, c = COEFFICIENTS
     x = matrix.bfloat16()
+    # Frobenius norm: no singular value is above 1, as the iteration needs
     x = x / x.norm().clamp(min=1e-7)
     for _ in range(STEPS):
+        # an odd polynomial of x of degree 5, which acts on each singular value alone
         gram = x @ x.T
         x = a * x + (b * gram + c * gram @ gram) @ x
     return x

@@ -27,7 +27,8 @@ from revzoo.models.parts import parts
 from revzoo.training.optim.muon import Muon, muon_groups
 from revzoo.training.optim.schedules import make_schedule
 
-Group = dict[str, Any]
+Group = dict[str, Any]  # a parameter group of torch
+# _ConvNd is private in torch 2.15, but the one base of all convolutions
 DECAYED = (_ConvNd, nn.Linear)
 
 
@@ -64,6 +65,7 @@ class OptimSpec:
 
     def __post_init__(self) -> None:
         check_choice("optim.name", self.name, OPTIMIZERS)
+        # a rate that nothing uses is probably a mistake
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
@@ -81,9 +83,10 @@ class OptimSpec:
         check_number("optim.weight_decay", self.weight_decay, open_high=True)
         check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
         check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
+        # torch's SGD raises for this only when it is built
         if self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
-        make_schedule(self.schedule)
+        make_schedule(self.schedule)  # only for its errors
 
     @classmethod
     def of(cls, spec: OptimSpec | Mapping[str, Any] | None) -> OptimSpec:
@@ -98,15 +101,17 @@ class OptimSpec:
 
     def plain(self) -> dict[str, Any]:
         """This spec as plain containers, which a checkpoint can hold."""
+        # a configuration's mapping may be of Hydra's type
         return {**asdict(self), "schedule": dict(self.schedule)}
 
 
-def divided(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """The trainable parameters: weights of convolutions and linear layers, and the others.
 
     A parameter shared by several modules is a weight if one of them is a convolution or linear.
     """
     decayed = {
+        # by identity: `==` of tensors compares values
         id(module.weight)
         for module in model.modules()
         if isinstance(module, DECAYED) and module.weight.requires_grad
@@ -124,28 +129,30 @@ def build_optimizer(model: nn.Module, spec: OptimSpec) -> Optimizer:
             the model is not from the zoo.
     """
     divide, build = OPTIMIZERS[spec.name]
-    groups = divide(*divided(model), spec)
+    groups = divide(*split_weights(model), spec)
     if spec.layer_decay < 1:
-        groups = by_depth(model, groups, spec.layer_decay)
+        groups = split_by_depth(model, groups, spec.layer_decay)
+    # frozen parts leave groups empty
     groups = [group for group in groups if group["params"]]
     if not groups:
         raise ValueError("no parameter of the model requires a gradient: unfreeze some of them")
     return build(groups)
 
 
-def by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
+def split_by_depth(model: nn.Module, groups: list[Group], decay: float) -> list[Group]:
     """Divide each of ``groups`` by the model's parts, and multiply rates by ``decay ** depth``.
 
     The classifier has depth 0, the last stage depth 1.
     """
-    divided_groups = []
+    split = []
     for depth, part in enumerate(reversed(parts(model))):
         ids = {id(p) for p in part.parameters()}
         for i, group in enumerate(groups, start=1):
             params = [p for p in group["params"] if id(p) in ids]
+            # the name appears in the log of learning rates
             changed = {"lr": group["lr"] * decay**depth, "name": f"{part.name}/pg{i}"}
-            divided_groups.append({**group, "params": params, **changed})
-    return divided_groups
+            split.append({**group, "params": params, **changed})
+    return split
 
 
 def _sgd(weights: list[nn.Parameter], others: list[nn.Parameter], spec: OptimSpec) -> list[Group]:
@@ -159,6 +166,7 @@ def plain_groups(
     """Two groups with rate and weight decay; the second one decays only with ``decay_all``."""
     return [
         {"params": weights, "lr": spec.lr, "weight_decay": spec.weight_decay},
+        # True counts as 1
         {"params": others, "lr": spec.lr, "weight_decay": spec.weight_decay * spec.decay_all},
     ]
 

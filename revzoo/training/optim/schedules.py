@@ -19,13 +19,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import (
-    ConstantLR,
-    LambdaLR,
-    LRScheduler,
-    MultiStepLR,
-    OneCycleLR,
-)
+from torch.optim.lr_scheduler import ConstantLR, LambdaLR, LRScheduler, MultiStepLR, OneCycleLR
 
 from revzoo._checks import build_dataclass, check_choice, check_number
 
@@ -58,6 +52,7 @@ class StepSchedule:
         check_number("schedule.gamma", self.gamma, low=0, high=1, open_low=True)
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # at least 1: a milestone at step 0 would lower the first rate
         steps = [max(1, round(milestone * total_steps)) for milestone in self.milestones]
         return MultiStepLR(optimizer, milestones=steps, gamma=self.gamma)
 
@@ -86,6 +81,7 @@ class OneCycleSchedule:
             max_lr=[group["lr"] for group in optimizer.param_groups],
             total_steps=total_steps,
             pct_start=self.warmup if rises else 0.0,
+            # torch's factors divide; ours multiply
             div_factor=1 / self.start,
             final_div_factor=self.start / self.end,
             anneal_strategy=self.anneal,  # type: ignore[arg-type]  # checked in __post_init__
@@ -107,10 +103,12 @@ class CosineSchedule:
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
         rise = round(self.warmup * total_steps)
+        # at least 1: the scheduler also computes the rate after the last step
         fall = max(1, total_steps - rise)
 
         def factor(step: int) -> float:
             if step < rise:
+                # above 0 at the first step, which would otherwise change nothing
                 return (step + 1) / (rise + 1)
             cosine = math.cos(math.pi * min(1.0, (step - rise) / fall))
             return self.end + (1 - self.end) * (1 + cosine) / 2
@@ -126,6 +124,7 @@ class ConstantSchedule:
     name: ClassVar[str] = "constant"
 
     def build(self, optimizer: Optimizer, total_steps: int) -> LRScheduler:
+        # a scheduler that changes nothing, so that all recipes log and save one
         return ConstantLR(optimizer, factor=1.0, total_iters=0)
 
 

@@ -25,6 +25,7 @@ from trial to trial, so small limits (some 100 MiB) give batches that are too sm
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping
@@ -42,7 +43,7 @@ from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier
 from revzoo.training.tuning.memory_limit import free_bytes, give_back, reset_peak, resident_bytes
 from revzoo.training.tuning.out_of_memory import bytes_by_mode, is_out_of_memory, memory_of
-from revzoo.training.tuning.trial import Trial, data_copy, random_states_kept, trial_trainer
+from revzoo.training.tuning.trial import Trial, random_states_kept, trial_trainer
 
 log = logging.getLogger(__name__)
 
@@ -107,8 +108,10 @@ def find_batch_size(
     Raises:
         NoRoomError: not even two images fit, or the system does not report free memory.
     """
+    # as in configs/trainer/auto.yaml
     options = {"accelerator": "auto", **(trainer or {})}
     with trial_trainer(options, max_steps=STEPS) as runner:
+        # only Lightning knows which device it chooses
         device = runner.strategy.root_device
     if not _Trials(module, data, options, _Limit(device, None)).train(SMALLEST):
         raise NoRoomError(
@@ -116,11 +119,14 @@ def find_batch_size(
             "model or memory mode"
         )
     give_back()
+    # from here on, memory that libraries load lazily counts as used
     limit = _Limit(device, room_on(device, max_bytes))
     with random_states_kept():  # counting builds models, which draws weights
         per_image = counted(module, data, options) if device.type == "cpu" else {}
+    # the weights themselves are in memory already
     left = (limit.room or 0) - FIXED_COPIES * sum(p.nbytes for p in module.parameters())
     largest = {name: int(max(0, left) // size) for name, size in per_image.items()}
+    # on a GPU nothing is counted: its allocator finds the limit
     bounds = {"memory": largest.get(memory_of(module), max_size), "max_size": max_size}
     bounds["training images"] = data.train_count
     limited_by = min(bounds, key=lambda name: bounds[name])
@@ -130,6 +136,7 @@ def find_batch_size(
             f"free memory, raise tuner.max_bytes ({max_bytes}) or choose a smaller model"
         )
     size = _Trials(module, data, options, limit).largest(bounds[limited_by])
+    # the trials ended below the upper end
     by = limited_by if size == bounds[limited_by] else "memory"
     return BatchSize(size, by, limit.room, limit.taken(), per_image, largest)
 
@@ -137,6 +144,7 @@ def find_batch_size(
 def room_on(device: torch.device, max_bytes: float | None) -> int | None:
     """Bytes that a step may take beyond present use; None if only the device limits it."""
     if device.type != "cpu":
+        # on a GPU max_bytes limits the tensors, on the CPU the whole process
         return None if max_bytes is None else int(max_bytes)
     resident, free = resident_bytes(), free_bytes(device)
     if max_bytes is not None and resident is not None:
@@ -154,6 +162,7 @@ def counted(module: Classifier, data: ImageData, options: Mapping[str, Any]) -> 
 
     Counted in float32: autocast to a narrower dtype takes no more.
     """
+    # float64 has twice the bytes
     factor = 2 if options.get("precision") == "64-true" else 1
     counts = bytes_by_mode(module.hparams["model"], data.image_size)
     return {mode: factor * count for mode, count in counts.items()}
@@ -178,6 +187,7 @@ class _Limit:
         Raises:
             RuntimeError: as torch's allocator raises it, if the estimate exceeds the room.
         """
+        # Lightning's search may go down again; then the last trial says nothing new
         if self.tried and batch_size > self.tried:
             # an upper bound: activations grow with the batch, the rest does not
             self._refuse(batch_size, (self.taken() or 0) * batch_size / self.tried)
@@ -195,6 +205,7 @@ class _Limit:
     def taken(self) -> int | None:
         """Growth of the process at its peak, in bytes; see :class:`BatchSize`."""
         peak = peak_bytes(self.device)
+        # on a GPU the peak counts tensors only, so nothing is subtracted
         if peak is None or self.device.type == "cuda":
             return peak
         return max(0, peak - self._before) if self._measures else None
@@ -214,6 +225,7 @@ class _Limit:
             yield
             return
         whole = torch.cuda.get_device_properties(self.device).total_memory
+        # torch knows a limit only as a share of the device
         torch.cuda.set_per_process_memory_fraction(min(1.0, self.room / whole), self.device)
         try:
             yield
@@ -236,15 +248,19 @@ class _Trials:
             best = Tuner(runner).scale_batch_size(
                 _Guarded(self.module, self.limit),
                 datamodule=self._batches_of(size),
+                # doubles until memory runs out, then bisects
                 mode="binsearch",
                 steps_per_trial=STEPS,
                 init_val=size,
+                # 25 is Lightning's default
                 max_trials=SUCCESSES if self.limit.device.type == "cpu" else 25,
+                # by default Lightning 2.6 lowers the result by 5 %; the trials below measure
                 margin=0.0,
                 max_val=most,
             )
         assert best is not None, "only fast_dev_run returns None"
         while best > SMALLEST and not self.train(best):
+            # gaps of the heap vary by some percent from trial to trial
             best = max(SMALLEST, int(0.9 * best))
         return best
 
@@ -254,13 +270,14 @@ class _Trials:
             try:
                 runner.fit(_Guarded(self.module, self.limit), datamodule=self._batches_of(size))
             except RuntimeError as error:
+                # any other error is a fault of the model
                 if not is_out_of_memory(error):
                     raise
                 return False
         return True
 
     def _batches_of(self, size: int) -> ImageData:
-        data = data_copy(self.data)
+        data = copy.copy(self.data)  # the same images, through separate loaders
         data.batch_size = size
         return data
 

@@ -16,6 +16,7 @@ copy of the module (see :mod:`revzoo.training.tuning.trial`). It differs in four
 
 from __future__ import annotations
 
+import copy
 import csv
 import logging
 import math
@@ -35,7 +36,7 @@ from revzoo._files import replacing_table
 from revzoo.core.guard import DriftError, RangeError
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
-from revzoo.training.tuning.trial import Trial, data_copy, trial_trainer
+from revzoo.training.tuning.trial import Trial, trial_trainer
 
 log = logging.getLogger(__name__)
 
@@ -60,7 +61,9 @@ class LRCurve:
     @property
     def suggestion(self) -> float | None:
         """The rate at which the loss falls fastest; None if it never falls."""
+        # the last loss may be of a diverged step
         rates, losses = self.rates[SKIPPED:-1], self.losses[SKIPPED:-1]
+        # a slope needs two points
         if len(rates) < 2:
             return None
         slopes = torch.gradient(
@@ -76,6 +79,7 @@ class LRCurve:
         with replacing_table(table) as file:
             csv.writer(file).writerows([("lr", "loss"), *zip(self.rates, self.losses, strict=True)])
         try:
+            # not pyplot: that would choose a window system and keep the figure
             from matplotlib.figure import Figure
         except ImportError:
             return [table]
@@ -112,15 +116,16 @@ def find_lr(
         ValueError: an argument is out of range, or no trained parameter follows ``optim.lr``.
     """
     check_sweep(min_lr=min_lr, max_lr=max_lr, steps=steps)
-    _check_moves(module, min_lr, max_lr)
+    _check_that_lr_matters(module, min_lr, max_lr)
     sweep = _Sweep(module)
     with trial_trainer({"accelerator": "auto", **(trainer or {})}, max_steps=steps) as runner:
         sweep_result = Tuner(runner).lr_find(
             sweep,
-            datamodule=data_copy(data),
+            datamodule=copy.copy(data),  # the same images, through separate loaders
             min_lr=min_lr,
             max_lr=max_lr,
             num_training=steps,
+            # the result goes into the configuration, not into the module
             update_attr=False,
         )
     assert sweep_result is not None, "only fast_dev_run returns None"
@@ -131,11 +136,12 @@ def check_sweep(*, min_lr: Any = 1e-5, max_lr: Any = 10.0, steps: Any = 100) -> 
     """Raise a ValueError for a wrong range or number of steps."""
     check_number("min_lr", min_lr, open_low=True, open_high=True)
     check_number("max_lr", max_lr, low=min_lr, open_low=True, open_high=True)
+    # fewer steps leave too few points after the skipped ones
     if not isinstance(steps, int) or steps < LEAST_STEPS:
         raise ValueError(f"steps={steps!r}: expected a whole number >= {LEAST_STEPS}")
 
 
-def _check_moves(module: Classifier, *rates: float) -> None:
+def _check_that_lr_matters(module: Classifier, *rates: float) -> None:
     """Raise a ValueError if ``optim.lr`` changes the rate of no parameter."""
     spec = module.optim
     # with Muon and frozen layers, all trained parameters may use sgd_lr
@@ -150,6 +156,7 @@ def _check_moves(module: Classifier, *rates: float) -> None:
 
 def _curve(rates: list[float], means: list[float]) -> LRCurve:
     """The sweep up to the last finite loss, with corrected running means (point 3)."""
+    # undo Lightning's correction, apply the right one
     losses = [mean * (1 - BETA ** (n + 1)) / (1 - BETA**n) for n, mean in enumerate(means, start=1)]
     finite = [math.isfinite(loss) for loss in losses]
     count = finite.index(False) if False in finite else len(losses)
@@ -175,6 +182,7 @@ class _Sweep(Trial):
             except (DriftError, RangeError) as error:
                 reason = type(error).__name__
         if reason is not None:
+            # otherwise the optimiser would still step with the failed gradients
             self.zero_grad(set_to_none=True)
             self.trainer.should_stop = True
             log.info("the sweep ends at step %d: %s", self.trainer.global_step, reason)

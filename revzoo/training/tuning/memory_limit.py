@@ -21,6 +21,7 @@ def free_bytes(device: torch.device) -> int | None:
     """Free bytes on ``device``; None if the system does not report them."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
+    # the tightest one ends the process
     limits = (_of_machine(), _of_control_groups(), _of_address_space())
     known = [limit for limit in limits if limit is not None]
     return max(0, min(known)) if known else None
@@ -47,6 +48,7 @@ def give_back() -> None:
     the next trial (malloc_trim(3)). Other C libraries have no such function.
     """
     gc.collect()  # a trainer and its module refer to each other
+    # CDLL(None): the libraries that this process has loaded
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform == "linux" else None
     if trim is not None:
         trim(0)
@@ -58,10 +60,12 @@ def _of_machine(proc: Path = PROC) -> int | None:
 
 def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
     """The free memory in this process's control group and the groups around it (version 2)."""
+    # version 2 has one line, 0::/PATH; version 1 a line for each controller
     paths = [line[3:] for line in _lines(proc / "self/cgroup") if line.startswith("0::")]
     if not paths:
         return None
     group = root / paths[0].lstrip("/")
+    # a limit of any group above holds too; a container sees its own group as the root
     folders = [group, *group.parents] if group.is_relative_to(root) else [root]
     free = [_of_group(folder) for folder in folders if folder.is_relative_to(root)]
     return min((bytes_ for bytes_ in free if bytes_ is not None), default=None)
@@ -69,6 +73,7 @@ def _of_control_groups(proc: Path = PROC, root: Path = CGROUPS) -> int | None:
 
 def _of_group(folder: Path) -> int | None:
     limit, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
+    # the root group has no such files
     if not limit or not used or limit[0] == "max":
         return None
     # cached file pages, which the kernel drops before it kills a process
@@ -90,6 +95,7 @@ def _of_address_space(proc: Path = PROC) -> int | None:
 def field_bytes(path: Path, name: str, *, unit: int = 1024) -> int | None:
     """The value of field ``name`` in bytes; ``/proc`` prints KiB."""
     for line in _lines(path):
+        # /proc writes "VmRSS:  123 kB", a control group "inactive_file 123"
         words = line.replace(":", " ").split()
         if words[:1] == [name]:
             return int(words[1]) * unit

@@ -72,10 +72,12 @@ def memory_errors(
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error) or os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
+        # before any advice: counting needs memory, too
         _drop_frames(error)
     finally:
         trainer.callbacks.remove(note)  # type: ignore[attr-defined]
     device = trainer.strategy.root_device
+    # validations during a fit are evaluations
     if stages == [RunningStage.TRAINING]:
         advice = memory_advice(module, data, device=device)
         raise NoMemoryError(f"step {trainer.global_step}: {advice}")
@@ -88,6 +90,7 @@ def _drop_frames(error: BaseException) -> None:
     link: BaseException | None = error
     while link is not None:
         traceback.clear_frames(link.__traceback__)
+        # Lightning wraps errors, and each keeps its own frames
         link.__traceback__, link = None, link.__context__
     give_back()
     if torch.cuda.is_available():
@@ -110,13 +113,15 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
     plan = {path: step.memory for path, step in leaves(module.model).items()}
-    mode = spec.get("memory") or memory_of(module)
-    used = f"{_used(device)}, with memory={mode}"
-    if device.type == "cpu":
-        mode = memory_of(module)
-    if mixed := len(set(plan.values())) > 1:
-        mode = PLAN
-        used = f"{_used(device)}, with a plan of {' and '.join(sorted(set(plan.values())))}"
+    kinds = sorted(set(plan.values()))
+    configured = spec.get("memory") or memory_of(module)
+    if mixed := len(kinds) > 1:
+        mode, name = PLAN, f"a plan of {' and '.join(kinds)}"
+    else:
+        # on the CPU, offload keeps its tensors in the memory that ran out, as store does
+        mode = memory_of(module) if device.type == "cpu" else configured
+        name = f"memory={configured}"
+    used = f"{_used(device)}, with {name}"
     needs: dict[str, float] = {}
     # counting fails if the model is broken or too little memory is left
     with suppress(Exception):
@@ -139,12 +144,14 @@ def _used(device: torch.device) -> str:
 
 
 def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size: int) -> str:
+    # from the end of the table: of modes that need about as much, exact comes first
     modes = {mode: need for mode, need in reversed(needs.items()) if mode != PLAN}
     best = next(mode for mode, need in modes.items() if LESS * need <= min(modes.values()))
     if needs[best] >= LESS * needs[current]:
         return f"No mode takes less than {current}: lower data.batch_size ({batch_size})"
     if free is None:
         return f"Use memory={best}"
+    # a tenth is for everything that the count leaves out
     if needs[best] < 0.9 * free:
         return f"memory={best} would fit: {free / GIB:.3f} GiB are free without the step"
     return (
@@ -178,6 +185,7 @@ def bytes_per_image(
     if plan is not None:
         set_memory(model, plan)
     peaks = []
+    # the difference of two counts leaves out whatever does not grow with the batch
     for count in FEW:
         images = torch.randn(count, spec["in_chans"], image_size, image_size)
         model.zero_grad()

@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import pytorch_lightning as pl
 
@@ -20,8 +20,6 @@ from revzoo.training.checkpoint.files import PlainCheckpointIO
 from revzoo.training.checkpoint.state import random_states, set_random_states
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import build_optimizer
-
-Data = TypeVar("Data", bound=pl.LightningDataModule)
 
 # options of a run's trainer that affect a step or its device
 KEPT = (
@@ -38,9 +36,11 @@ class Trial(Classifier):
 
     def __init__(self, original: Classifier) -> None:
         channels_last = bool(original.hparams["channels_last"])
+        # the copy trains, so the run starts from the original's weights
         network = copy.deepcopy(original.model)
         super().__init__(network, optim=original.optim, channels_last=channels_last)
 
+    # no FiniteLoss, RunState and so on: the finders look at the loss themselves
     def configure_callbacks(self) -> list[pl.Callback]:
         return []
 
@@ -82,16 +82,15 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
         options: of the run's trainer; only the options in :data:`KEPT` apply.
         max_steps: optimiser steps.
     """
-    with (
-        random_states_kept(),
-        tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder,
-    ):
+    with random_states_kept(), tempfile.TemporaryDirectory(prefix="revzoo-trial-") as folder:
         yield pl.Trainer(
             **{name: options[name] for name in KEPT if name in options},
             devices=1,
             max_steps=max_steps,
+            # limit_val_batches=0 would not do: Lightning's finder sets it
             check_val_every_n_epoch=sys.maxsize,
             num_sanity_val_steps=0,
+            # Lightning's tuner saves a checkpoint there and restores it
             default_root_dir=folder,
             plugins=[PlainCheckpointIO()],
             logger=False,
@@ -99,8 +98,3 @@ def trial_trainer(options: Mapping[str, Any], *, max_steps: int) -> Iterator[pl.
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-
-
-def data_copy(data: Data) -> Data:
-    """The same images through separate loaders."""
-    return copy.copy(data)

@@ -15,6 +15,7 @@ from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
+from revzoo.training.lightning_compat import callbacks_of
 
 
 def saved_steps(
@@ -189,5 +190,5 @@ def test_a_run_continues_if_its_last_checkpoint_cannot_be_written(
     )
     runner.fit(Classifier(TinyNet()), loader(), weights_only=True)
     assert runner.global_step == 8
-    (state,) = RunState.of(runner)
+    (state,) = callbacks_of(runner, RunState)
     assert state.notes == {"last.ckpt": "last.ckpt could not be written at step 8"}

@@ -12,6 +12,7 @@ from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.finite import FiniteLoss
 from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
+from revzoo.training.lightning_compat import callbacks_of
 
 
 class Spoil(pl.Callback):
@@ -115,5 +116,5 @@ def test_a_diverged_loss_is_warned_of_once(
         m for m in caplog.messages if "more than 10 times the loss of uniform guessing" in m
     ]
     assert len(warnings) == warned
-    (state,) = RunState.of(runner)
+    (state,) = callbacks_of(runner, RunState)
     assert ("loss" in state.notes) == warned

@@ -8,7 +8,12 @@ from torch import nn
 import revzoo
 from revzoo.models import create_model
 from revzoo.training.optim import optimizers
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule, divided
+from revzoo.training.optim.optimizers import (
+    OptimSpec,
+    build_optimizer,
+    build_schedule,
+    split_weights,
+)
 
 
 def names(model: nn.Module, group: dict[str, object]) -> set[str]:
@@ -72,7 +77,7 @@ def test_frozen_parameters_are_left_out() -> None:
 def test_a_shared_weight_is_in_one_group() -> None:
     first, second = nn.Linear(3, 3), nn.Linear(3, 3)
     second.weight = first.weight
-    weights, others = divided(nn.Sequential(first, second))
+    weights, others = split_weights(nn.Sequential(first, second))
     assert (len(weights), len(others)) == (1, 2)
 
 
