@@ -48,7 +48,7 @@ __all__ = [
     "is_invertible_module",
 ]
 
-_IMPLEMENTATIONS = (-1, 0, 1)
+_IMPLEMENTATIONS = (-1, 0, 1)  # MemCNN's: -1 without its autograd function, 0 and 1 with it
 
 
 class _Coupling(nn.Module):
@@ -66,9 +66,8 @@ class _Coupling(nn.Module):
         split_dim: int,
     ) -> None:
         super().__init__()
-        self.Gm = (
-            copy.deepcopy(Fm) if Gm is None else Gm
-        )  # first: MemCNN's state_dict has this order
+        # Gm before Fm: optimisers number parameters in this order, so states of MemCNN's load
+        self.Gm = copy.deepcopy(Fm) if Gm is None else Gm
         self.Fm = Fm
         self.implementation_fwd = implementation_fwd
         self.implementation_bwd = implementation_bwd
@@ -91,11 +90,13 @@ class _Coupling(nn.Module):
     def block(self, memory: str) -> ReversibleSequence:
         """The coupling as a sequence in a memory mode; it shares ``Fm`` and ``Gm``."""
         parts = self.Fm, self.Gm, self.split_dim
-        known: tuple[Any, ...] = vars(self).get("_block", ())  # not a submodule: no key is added
-        if not known or any(a is not b for a, b in zip(known, parts, strict=False)):
+        # cached in vars(), not as a submodule, which would add keys to the state_dict
+        cached: tuple[Any, ...] = vars(self).get("_block", ())
+        # a caller may replace Fm, Gm or split_dim at any time
+        if not cached or any(a is not b for a, b in zip(cached, parts, strict=False)):
             steps = [self._step(self.Fm), self._step(self.Gm)]
-            known = vars(self)["_block"] = *parts, ReversibleSequence(steps, dim=self.split_dim)
-        sequence: ReversibleSequence = known[-1]
+            cached = vars(self)["_block"] = *parts, ReversibleSequence(steps, dim=self.split_dim)
+        sequence: ReversibleSequence = cached[-1]
         for step in sequence:
             step.memory = memory
         return sequence
@@ -118,7 +119,7 @@ class AdditiveCoupling(_Coupling):
         Gm: likewise; None for a copy of ``Fm``.
         implementation_fwd: no effect.
         implementation_bwd: no effect.
-        split_dim: where ``x`` is split.
+        split_dim: the dimension along which ``x`` is split.
 
     Example:
         >>> from revzoo.compat import memcnn
@@ -151,7 +152,7 @@ class AffineCoupling(_Coupling):
         adapter: a class that wraps ``Fm`` and ``Gm``, such as :class:`AffineAdapterSigmoid`.
         implementation_fwd: no effect.
         implementation_bwd: no effect.
-        split_dim: where ``x`` is split.
+        split_dim: the dimension along which ``x`` is split.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class AffineCoupling(_Coupling):
         implementation_bwd: int = -1,
         split_dim: int = 1,
     ) -> None:
+        # copied before it is wrapped: adapter(None) would wrap nothing
         Gm = copy.deepcopy(Fm) if Gm is None else Gm
         if adapter is not None:
             Fm, Gm = adapter(Fm), adapter(Gm)
@@ -177,8 +179,8 @@ class InvertibleModuleWrapper(nn.Module):
 
     Args:
         fn: a module with ``forward`` and ``inverse``, for one or more tensors.
-        keep_input: keep the input of ``forward``, not its output. All options may change at any
-            time.
+        keep_input: keep the input of ``forward``, not its output. Like every option, it may change
+            between calls.
         keep_input_inverse: likewise for ``inverse``.
         num_bwd_passes: no effect: a retained graph allows any number of backward passes.
         disable: call ``fn`` directly.
@@ -188,6 +190,7 @@ class InvertibleModuleWrapper(nn.Module):
         TypeError: in a call that needs it, if ``fn`` has no ``inverse``.
     """
 
+    # revzoo.core.modes: messages of set_memory name these attributes
     memory_options = "keep_input, keep_input_inverse and disable"
 
     def __init__(
@@ -226,8 +229,9 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable:
             return _unpacked(fn(*xin))
         if isinstance(fn, _Coupling):
+            # as a sequence it inverts and replays one branch at a time, not both
             fn._check(fn.implementation_fwd)
-            return fn.block("recompute" if self.keep_input else "invert")(*xin)
+            return fn.block(self.memory)(*xin)
         if self.keep_input:
             return _unpacked(checkpoint(fn, *xin))
         return _unpacked(invertible_checkpoint(fn, self._inverse(), *xin))
@@ -312,36 +316,33 @@ def is_invertible_module(
     shapes = _shapes(test_input_shape)
     generator = torch.Generator().manual_seed(random_seed)
     inputs = tuple(torch.rand(s, dtype=test_input_dtype, generator=generator) for s in shapes)
+    # the forked state: dropout in fn must not advance the caller's random numbers
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         outputs = _packed(fn(*inputs))
         back = _packed(fn.inverse(*outputs))
         if not _close(back, inputs, atol) or not _close(_packed(fn(*back)), outputs, atol):
             return False
-    for given, made, pass_name in ((inputs, outputs, "forward"), (back, outputs, "inverse")):
-        _warn_of_shared(given, made, pass_name)
+    _warn_of_shared(inputs, outputs, "forward")
+    _warn_of_shared(outputs, back, "inverse")
     return True
 
 
 def _shapes(shape: Any) -> tuple[tuple[int, ...], ...]:
-    sequence = isinstance(shape, (tuple, list))
-    if sequence and shape and all(type(n) is int for n in shape):
-        return (tuple(shape),)
-    if sequence and shape and all(isinstance(s, (tuple, list)) for s in shape):
-        shapes = tuple(tuple(s) for s in shape)
-        if all(type(n) is int for s in shapes for n in s):
-            return shapes
+    if isinstance(shape, (tuple, list)) and shape:
+        shapes = (shape,) if type(shape[0]) is int else shape
+        if all(isinstance(s, (tuple, list)) and all(type(n) is int for n in s) for s in shapes):
+            return tuple(tuple(s) for s in shapes)
     raise ValueError(f"test_input_shape={shape!r}: expected a shape, or a tuple of shapes")
 
 
 def _close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], atol: float) -> bool:
-    same = len(actual) == len(expected)
-    return same and all(torch.allclose(a, e, atol=atol) for a, e in zip(actual, expected))  # noqa: B905
+    return len(actual) == len(expected) and all(
+        torch.allclose(a, e, atol=atol) for a, e in zip(actual, expected, strict=True)
+    )
 
 
 def _warn_of_shared(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], name: str) -> None:
-    distinct = {id(t) for t in inputs}
-    among = {id(t) for t in outputs}
-    if len(distinct) < len(inputs) or len(among) < len(outputs) or distinct & among:
+    if len({id(t) for t in inputs + outputs}) < len(inputs) + len(outputs):
         warnings.warn(
             f"some inputs and outputs of the {name} pass are the same tensor, as in an "
             "identity: a wrapper saves no memory there",

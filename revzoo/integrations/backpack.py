@@ -78,6 +78,7 @@ class _Rule(FirstOrderModuleExtension):  # type: ignore[misc]
 
     def __init__(self, names: Iterable[str]) -> None:
         names = list(names)
+        # BackPACK looks up a method by each parameter's name, and checks in __init__ that it exists
         for name in names:
             setattr(self, name, functools.partial(self._quantity, name))
         super().__init__(names)
@@ -86,14 +87,14 @@ class _Rule(FirstOrderModuleExtension):  # type: ignore[misc]
     def _quantity(
         name: str, ext: Extension, module: Any, g_inp: Any, g_out: Any, quantities: None
     ) -> Tensor:
-        if type(ext) is BatchL2Grad:
+        if type(ext) is BatchL2Grad:  # norms that need no per-sample gradient in memory
             return squared_norms(module, [module.input0], g_out[0])[name]
         return _quantity(ext, per_sample_gradients(module, [module.input0], g_out[0])[name])
 
 
 def _quantity(ext: Extension, gradients: Tensor) -> Tensor:
-    chosen = ext.get_subsampling()
-    return _QUANTITIES[type(ext)](gradients if chosen is None else gradients[chosen])
+    rows = ext.get_subsampling()  # None for all samples
+    return _QUANTITIES[type(ext)](gradients if rows is None else gradients[rows])
 
 
 def extend(model: nn.Module) -> nn.Module:
@@ -114,6 +115,7 @@ def extend(model: nn.Module) -> nn.Module:
         >>> model.fc.weight.grad_batch.shape
         torch.Size([2, 10, 112])
     """
+    # batch normalisation without parameters is no layer, but must raise when an extension runs
     named = layers(model) | {n: m for n, m in model.named_modules() if mixes_samples(m)}
     owners = Counter(p for module in named.values() for p in own_parameters(module).values())
     for name, module in named.items():
@@ -125,6 +127,7 @@ def extend(model: nn.Module) -> nn.Module:
                 "extend the model with revzoo.integrations.backpack.extend instead"
             )
         tied = any(owners[p] > 1 for p in own_parameters(module).values())
+        # CTX.remove_hooks() removes the hooks that BackPACK knows
         CTX.add_hook_handle(capture(module, _run_tied if tied else _run))
     return model
 
@@ -137,7 +140,8 @@ def remove(model: nn.Module) -> None:
 
 
 def _hooks(module: nn.Module) -> list[int]:
-    """Keys of this file's hooks, which copies of a model have, too."""
+    """Keys of this file's hooks on ``module``."""
+    # by function, not by handle: a deepcopy of a model copies its hooks, but no handles
     hooks = module._forward_hooks.items()
     return [key for key, hook in hooks if getattr(hook, "on_gradient", None) in (_run, _run_tied)]
 
@@ -156,16 +160,22 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
                 f"one of {known}. Use backpack.extend on a plain sequence of modules for the others"
             )
     inputs = call.inputs()
-    # BackPACK's rules take one input and pad with zeros, as many as a number says
-    ours = getattr(module, "padding_mode", "zeros") != "zeros" or len(inputs) != 1
-    ours |= isinstance(getattr(module, "padding", 0), str)
-    if tied or ours or waiting(module, _run) > 1 or _sums.holds(module):
+    # BackPACK's rules know one input, and zero padding given as a number
+    has_rule = (
+        len(inputs) == 1
+        and getattr(module, "padding_mode", "zeros") == "zeros"
+        and not isinstance(getattr(module, "padding", 0), str)
+    )
+    # squares and norms of several uses do not add up: add the gradients first
+    if tied or not has_rule or waiting(module, _run) > 1 or _sums.holds(module):
         _add(module, inputs, gradient, exts)
         return
     for ext in exts:
-        lean = type(ext) is BatchL2Grad  # BackPACK's rule multiplies all pairs of positions
-        with contextlib.suppress(ValueError):  # BackPACK has its own rule
-            ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=lean)
+        # BackPACK's rule for BatchL2Grad multiplies all pairs of positions of a convolution
+        overwrite = type(ext) is BatchL2Grad
+        with contextlib.suppress(ValueError):  # BackPACK has a rule for this layer: keep it
+            ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=overwrite)
+    # what BackPACK's own forward hook would have stored
     module.input0 = inputs[0]
     module.output = gradient  # first-order rules only read its shape
     try:
@@ -182,11 +192,12 @@ class _Sums:
     """Per-sample gradients of parameters that a backward pass reaches several times."""
 
     def __init__(self) -> None:
-        self._task = -1
+        self._task = -1  # autograd's number of a backward pass
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def _current(self) -> dict[nn.Parameter, Tensor]:
-        if (task := torch._C._current_graph_task_id()) != self._task:  # the last pass failed
+        # a pass that failed never ran its callback: its sums must not leak into the next pass
+        if (task := torch._C._current_graph_task_id()) != self._task:
             self._task, self._gradients = task, {}
         return self._gradients
 
@@ -213,5 +224,6 @@ def _add(
     for name, gradients in per_sample_gradients(module, inputs, gradient).items():
         total = _sums.add(parameters[name], gradients)
         for ext in exts:
+            # written again after every use; the last one has the whole sum
             setattr(parameters[name], ext.savefield, _quantity(ext, total))
     CTX.get_extension_hook()(module)

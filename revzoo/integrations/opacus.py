@@ -57,8 +57,8 @@ _ByParameter = dict[nn.Parameter, Tensor]
 def _norms(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> _ByParameter:
     """Norm of each sample's gradient, ``(N,)``."""
     parameters = own_parameters(layer)
-    found = squared_norms(layer, inputs, gradient)
-    return {parameters[name]: square.sqrt() for name, square in found.items()}
+    squares = squared_norms(layer, inputs, gradient)
+    return {parameters[name]: square.sqrt() for name, square in squares.items()}
 
 
 register_norm_sampler([nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm])(_norms)
@@ -67,14 +67,14 @@ register_norm_sampler([nn.Conv1d, nn.Conv2d, nn.GroupNorm, nn.LayerNorm])(_norms
 def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> _ByParameter:
     """Gradient of each sample, ``(N, ...)``, for layers that Opacus has no rule for."""
     parameters = own_parameters(layer)
-    found = per_sample_gradients(layer, inputs, gradient)
-    return {parameters[name]: g for name, g in found.items()}
+    gradients = per_sample_gradients(layer, inputs, gradient)
+    return {parameters[name]: g for name, g in gradients.items()}
 
 
 def _keeps_rules(layer: nn.Module) -> bool:
     """Whether Opacus' own rules for the layer are right, and cheaper than ours."""
     if type(layer) is nn.Embedding:
-        return layer.padding_idx is None  # the rules ignore it
+        return layer.padding_idx is None  # Opacus 1.6 gives the padding row a gradient
     return type(layer).__module__.startswith("opacus.")
 
 
@@ -93,6 +93,7 @@ class _OnReplays:
         if hasattr(self._module, "autograd_grad_sample_hooks"):
             raise ValueError("this model has Opacus' hooks already: call remove_hooks() before")
         self._task = -1  # the running backward pass, or the last one
+        # copies: Opacus keeps its rules in class attributes, shared by all models
         self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
         self.NORM_SAMPLERS = dict(GradSampleHooksFastGradientClipping.NORM_SAMPLERS)
         trained = [module for module in layers(self._module).values() if trainable(module)]
@@ -100,6 +101,7 @@ class _OnReplays:
             self.GRAD_SAMPLERS[kind] = _gradients
             self.NORM_SAMPLERS[kind] = _norms
         self._captures = Captures(trained, self._on_gradient)
+        # Opacus' remove_hooks() expects both attributes
         self.autograd_grad_sample_hooks = self._captures.handles
         self._module.autograd_grad_sample_hooks = self._captures.handles  # type: ignore[assignment]
         self.hooks_enabled = True
@@ -108,24 +110,27 @@ class _OnReplays:
         module = call.module
         if not self.hooks_enabled or not module.training or not trainable(module):
             return
-        if self._task != (task := torch._C._current_graph_task_id()):
+        if self._task != (task := torch._C._current_graph_task_id()):  # a new backward pass
             self._task = task
-            for p in self._module.parameters():  # of earlier backward passes, that may have failed
+            # a pass that failed leaves sums behind
+            for p in self._module.parameters():
                 p.__dict__.pop("_current_grad_sample", None)
                 p.__dict__.pop("_norm_sample", None)
             Variable._execution_engine.queue_callback(self._finish)
-        several = False
+        several_uses = False
         for p in own_parameters(module).values():
+            # Opacus counts forward hooks, which a replay runs again: correct it before each use
             p._forward_counter = self._captures.left(p)  # type: ignore[attr-defined]
-            several |= p._forward_counter > 1 or hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
+            several_uses |= p._forward_counter > 1 or hasattr(p, "_current_grad_sample")  # type: ignore[attr-defined]
+        # what Opacus' forward hook would have stored
         module.activations = [list(call.inputs())]  # type: ignore[assignment]
         if not hasattr(module, "max_batch_len"):
-            samples = 0 if self.batch_first or isinstance(module, RNNLinear) else 1
-            module.max_batch_len = gradient.shape[samples]  # type: ignore[assignment]
-        ghost, self.use_ghost_clipping = (
-            self.use_ghost_clipping,
-            self.use_ghost_clipping and not several,
-        )
+            # the dimension that Opacus' rearrange_grad_samples takes for the batch
+            batch_dim = 0 if self.batch_first or isinstance(module, RNNLinear) else 1
+            module.max_batch_len = gradient.shape[batch_dim]  # type: ignore[assignment]
+        ghost = self.use_ghost_clipping
+        # norms of several uses do not add up: their gradients are added first, norms follow
+        self.use_ghost_clipping = ghost and not several_uses
         try:
             self.capture_backprops_hook(  # type: ignore[attr-defined]
                 module,
@@ -140,7 +145,8 @@ class _OnReplays:
             module.__dict__.pop("max_batch_len", None)
 
     def _finish(self) -> None:
-        """End a backward pass: other graphs with a use of a parameter may be alive."""
+        """End a backward pass."""
+        # Opacus promotes after the last use it counts, but an unused graph may hold another use
         for p in self._module.parameters():
             if hasattr(p, "_current_grad_sample"):
                 promote_current_grad_sample(p)
@@ -155,8 +161,10 @@ class _Samples(_OnReplays):
         """Refuse gradients that are not finite, as the norms do in ghost clipping."""
         super()._finish()
         trained = [p for p in self._module.parameters() if p.grad is not None]
+        # the summed gradient tells cheaply whether any sample is bad; only then look for it
         if trained and not torch.stack([p.grad.isfinite().all() for p in trained]).all():  # type: ignore[union-attr]
             samples = [getattr(p, "grad_sample", None) for p in trained]
+            # a list holds one entry per backward pass since the last step
             last = [g[-1] if isinstance(g, list) else g for g in samples if g is not None]
             refuse_infinite(torch.stack([g.flatten(1).norm(dim=1) for g in last]).norm(dim=0))
 
@@ -173,8 +181,10 @@ class _Ghost(_OnReplays):
 
     def get_norm_sample(self) -> Tensor:
         """Refuse norms that lack a parameter."""
-        now = {p for p in self._module.parameters() if p.requires_grad}
-        if now != set(self.trainable_parameters):
+        # Opacus takes the list in its constructor
+        if {p for p in self._module.parameters() if p.requires_grad} != set(
+            self.trainable_parameters
+        ):
             raise ValueError(
                 "parameters were frozen or unfrozen after make_private, so the norms would lack "
                 "some: call cleanup() and make_private again"
@@ -202,7 +212,7 @@ class _GhostModule(_Ghost, GradSampleModuleFastGradientClipping):  # type: ignor
     pass
 
 
-# By Opacus' grad_sample_mode and wrap_model.
+# by Opacus' grad_sample_mode and wrap_model
 _CLASSES: dict[tuple[str, bool], type[Any]] = {
     ("hooks", False): _Hooks,
     ("hooks", True): _Module,
@@ -221,17 +231,21 @@ def noise_for(epsilon: float, delta: float, *, rate: float, steps: int, accounta
         steps: optimiser steps of the whole training.
         accountant: Opacus' name of one: ``"prv"``, ``"rdp"`` or ``"gdp"``.
     """
-    options: dict[str, Any] = {"target_epsilon": epsilon, "target_delta": delta}
-    found: float = get_noise_multiplier(
-        **options, sample_rate=rate, steps=steps, accountant=accountant
+    multiplier: float = get_noise_multiplier(
+        target_epsilon=epsilon,
+        target_delta=delta,
+        sample_rate=rate,
+        steps=steps,
+        accountant=accountant,
     )
-    return found
+    return multiplier
 
 
 def _validate(module: nn.Module) -> None:
-    """Run Opacus' validators, but for the one that refuses nn.MultiheadAttention."""
+    """Run Opacus' validators, except the one that refuses nn.MultiheadAttention."""
     if not module.training:
         raise ValueError("the model is in evaluation mode: call train() before make_private")
+    # per_sample has rules for nn.MultiheadAttention; Opacus asks for a layer of its own
     if errors := [
         error
         for layer in module.modules()
@@ -281,6 +295,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     ) -> Any:
         refuse_unsupported(module)
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
+        # another mode, or a model that the caller has wrapped: Opacus' own code
         if kind is None or isinstance(module, AbstractGradSampleModule):
             return super()._prepare_model(
                 module,

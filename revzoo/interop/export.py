@@ -38,7 +38,8 @@ from revzoo.models.save import pack
 EXTRA = "revzoo.json"
 INPUT, OUTPUT = "images", "logits"
 TOLERANCE = 1e-4  # of the largest logit; another order of float32 sums costs 1e-7 to 1e-5
-_OF_THE_FILE = ("sha256", "file")
+# fields of an entry that describe the safetensors file, not the network
+_FILE_FIELDS = ("sha256", "file")
 
 Predictor = Callable[[Tensor], Tensor]
 """Images (B, C, S, S) to logits (B, num_classes)."""
@@ -54,9 +55,9 @@ class Export:
 
     Attributes:
         network: made by ``create_model``.
-        image_size: side of the images in pixels; None for the architecture's.
+        image_size: side of the images in pixels; None for the architecture's default.
         batch: images per call; None for any number.
-        opset: of ONNX; None for the exporter's default.
+        opset: ONNX operator set; None for the exporter's default.
         facts: fields of :class:`~revzoo.weights.entry.WeightsEntry`, such as ``classes``.
     """
 
@@ -67,17 +68,16 @@ class Export:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def images(self, batch: int) -> Tensor:
-        """Random images ``(batch, C, S, S)``, the same ones each time."""
+        """Random images ``(batch, C, S, S)``; a batch size always gives the same images."""
         size = self.image_size or self.network.image_size
         generator = torch.Generator().manual_seed(batch)
         return torch.randn(batch, self.network.in_chans, size, size, generator=generator)
 
     def packed(self, name: str) -> tuple[bytes, dict[str, Any]]:
-        """A safetensors file, and the entry's fields that do not depend on the file."""
-        size = self.images(1).shape[1:]
-        facts = {"input_size": tuple(size), **self.facts}
+        """A safetensors file, and the description of the network for other formats."""
+        facts = {"input_size": tuple(self.images(1).shape[1:]), **self.facts}
         data, entry = pack(self.network, file=f"{name}.safetensors", facts=facts)
-        return data, {k: v for k, v in entry.plain().items() if k not in _OF_THE_FILE}
+        return data, {k: v for k, v in entry.plain().items() if k not in _FILE_FIELDS}
 
 
 def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) -> float:
@@ -90,27 +90,29 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
         tolerance: largest allowed difference, relative to the largest logit.
 
     Returns:
-        The largest difference between logits of the file and of the network, relative to the
-        largest logit, on random images at two batch sizes (or two batches of the fixed size).
+        The largest difference between the file's logits and the network's, relative to the largest
+        logit. Measured on random images at two batch sizes, or at the fixed one.
 
     Raises:
         ExportError: the difference is above ``tolerance``, a package is missing, or the file's name
             or an option does not fit the format; ``path`` is unchanged.
         ValueError: the network does not accept images of this size.
     """
-    form = _checked(job, path, kind)
+    file_format = _checked(job, path, kind)
+    # a copy: evaluation mode and mode "store" would otherwise stay on the caller's network
     plain = copy.deepcopy(job.network).eval()
-    if any(isinstance(m, Step) for m in plain.modules()):
+    if any(isinstance(m, Step) for m in plain.modules()):  # set_memory refuses plain networks
         set_memory(plain, "store")
     job = replace(job, network=plain)
     plain.check_size(*job.images(1).shape[2:])
     with replacing(path) as temporary, torch.no_grad():
-        form.write(job, temporary)
-        predict = form.load(temporary)
-        # two sizes: a batch size that became a constant of the graph shows
-        sizes = (1, 3) if job.batch is None else (job.batch, job.batch)
+        file_format.write(job, temporary)
+        # read back inside `replacing`: a wrong file never appears under its final name
+        predict = file_format.load(temporary)
+        # neither is the traced size: a batch size that became a constant of the graph shows
+        sizes = (1, 3) if job.batch is None else (job.batch,)
         largest = max(_difference(predict, plain, job.images(size)) for size in sizes)
-        if not largest <= tolerance:  # NaN as well
+        if not largest <= tolerance:  # `largest > tolerance` would let NaN pass
             raise ExportError(
                 f"{kind} differs from the network by {largest:.2g} of the largest logit, more than "
                 f"{tolerance:g}: nothing was written"
@@ -133,12 +135,15 @@ def _checked(job: Export, path: Path, kind: str) -> Format:
 
 
 def _difference(predict: Predictor, network: ImageNetwork, images: Tensor) -> float:
-    expected = network(images)
-    found = predict(images)
-    if found.shape != expected.shape:
-        raise ExportError(f"the file gives {tuple(found.shape)} for {tuple(expected.shape)} logits")
+    expected, actual = network(images), predict(images)
+    # unequal shapes would broadcast in the difference
+    if actual.shape != expected.shape:
+        raise ExportError(
+            f"the file returns logits of shape {tuple(actual.shape)}, expected "
+            f"{tuple(expected.shape)}: nothing was written"
+        )
     largest = float(expected.abs().max())
-    return float((found - expected).abs().max()) / (largest or 1.0)  # all logits may be zero
+    return float((actual - expected).abs().max()) / (largest or 1.0)  # all logits may be zero
 
 
 def _program(job: Export) -> torch.export.ExportedProgram:
@@ -161,18 +166,22 @@ def _write_onnx(job: Export, path: Path) -> None:
         import onnxscript  # noqa: F401  # torch's exporter imports it
     options: dict[str, Any] = {"input_names": [INPUT], "output_names": [OUTPUT], "verbose": False}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter warns about itself
+        # torch 2.15's exporter warns of deprecated calls in its own code
+        warnings.simplefilter("ignore")
         program = torch.onnx.export(_program(job), (), opset_version=job.opset, **options)
     assert program is not None, "the dynamo exporter returns a program"
     for key, value in job.packed(path.stem)[1].items():
+        # ONNX metadata maps strings to strings
         text = value if isinstance(value, str) else json.dumps(value)
         program.model.metadata_props[key] = text
+    # weights in a second file would not survive the atomic move of `path`
     program.save(path, external_data=False)
 
 
 def _load_onnx(path: Path) -> Predictor:
     with _onnx_needed():
         import onnxruntime
+    # on the CPU: another device rounds differently
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     return lambda images: torch.from_numpy(session.run([OUTPUT], {INPUT: images.numpy()})[0])
 
@@ -196,7 +205,7 @@ def _load_safetensors(path: Path) -> Predictor:
 
 
 class Format(NamedTuple):
-    """Functions that write a file, and load it without the network."""
+    """Writes a file, and loads it without the network that wrote it."""
 
     write: Callable[[Export, Path], None]
     load: Callable[[Path], Predictor]

@@ -39,8 +39,10 @@ class Placeholder:
 
     name = ""
     state: Any = None
-    dump_patches = False  # torch.load reads it from pickled modules
+    # torch.load reads this attribute of pickled modules, to warn of changed sources
+    dump_patches = False
 
+    # a pickle calls the class with any arguments, then fills lists and dictionaries item by item
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
@@ -76,7 +78,7 @@ class _RebuildTensor(_Rebuild):
 
     def __call__(self, storage: Any, offset: int, size: Any, stride: Any, *_: Any) -> Tensor:
         flat = torch.empty(0, dtype=storage.dtype).set_(storage.untyped())
-        # raises if it exceeds the storage
+        # size, stride and offset come from the file: as_strided raises if they exceed the storage
         return flat.as_strided(tuple(size), tuple(stride), offset)
 
 
@@ -99,14 +101,16 @@ KNOWN: Mapping[tuple[str, str], Any] = {
 }
 
 
-WRAPPED = (Mapping, Placeholder)
-_MOST_MODULES, _DEEPEST = 100_000, 50
+_WRAPPED = (Mapping, Placeholder)
+# one shared child, pickled once, can appear exponentially often: 2 children on 50 levels
+_MAX_MODULES, _MAX_DEPTH = 100_000, 50
 
 
 class _Unpickler(BoundedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in KNOWN:
             return KNOWN[module, name]
+        # not super().find_class, which imports `module` and so runs its code
         return type("Placeholder", (Placeholder,), {"name": f"{module}.{name}"})
 
 
@@ -114,7 +118,7 @@ def _load(file: Any, **options: Any) -> Any:
     return _Unpickler(file, **options).load()
 
 
-# the interface of torch.load(pickle_module=)
+# torch.load(pickle_module=) uses `Unpickler`, and `load` for the header of the format before 1.6
 _RESTRICTED = types.SimpleNamespace(__name__=__name__, Unpickler=_Unpickler, load=_load)
 
 
@@ -129,78 +133,71 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
         ConversionError: it is no checkpoint, or of a refused format.
     """
     path = Path(path)
-    found = dict(_state_in(_read(path), path))
-    for key, value in found.items():
-        if not isinstance(value, Tensor):
-            raise ConversionError(
-                f"{path}: {key!r} is {value!r}, expected a tensor. Load the "
-                "file with the program that wrote it and save a plain state_dict"
-            )
+    path.stat()  # a missing file is an OSError, an unreadable one a ConversionError
     try:
-        check_tensors(found.items(), path)
+        tensors = dict(_state_dict(read_torch_file(path, fallback_pickle=_RESTRICTED), path))
+        for key, value in tensors.items():
+            if not isinstance(value, Tensor):
+                raise ConversionError(
+                    f"{path}: {key!r} is {value!r}, expected a tensor. Load the "
+                    "file with the program that wrote it and save a plain state_dict"
+                )
+        check_tensors(tensors.items(), path)
     except UnreadableWeightsError as error:
         raise ConversionError(str(error)) from None
-    while found and all(key.startswith("module.") for key in found):
-        found = {key.removeprefix("module."): value for key, value in found.items()}
-    return found
+    # a loop: a model wrapped in DataParallel twice has the prefix twice
+    while tensors and all(key.startswith("module.") for key in tensors):
+        tensors = {key.removeprefix("module."): value for key, value in tensors.items()}
+    return tensors
 
 
-def _read(path: Path) -> Any:
-    path.stat()  # a missing file is an OSError
-    try:
-        return read_torch_file(path, fallback_pickle=_RESTRICTED)
-    except UnreadableWeightsError as error:
-        raise ConversionError(str(error)) from None
-
-
-def _state_in(content: Any, path: Path) -> Iterator[tuple[str, Any]]:
-    seen: set[int] = set()  # a dictionary may contain itself
+def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
+    seen: set[int] = set()  # a pickled dictionary can contain itself
     while isinstance(content, Mapping) and id(content) not in seen:
         seen.add(id(content))
-        inner = next((k for k in WRAPPERS if isinstance(content.get(k), WRAPPED)), None)
+        inner = next((k for k in WRAPPERS if isinstance(content.get(k), _WRAPPED)), None)
         if inner is None:
             break
         content = content[inner]
     if isinstance(content, Placeholder):
-        found = list(_module_state(content, path))
-        if found:
-            yield from found
-            return
-    if not isinstance(content, Mapping) or not _is_state(content):
+        content = dict(_module_state(content, path))
+    # only some values must be tensors: the caller names the one that is none
+    if not (
+        isinstance(content, Mapping)
+        and any(isinstance(value, Tensor) for value in content.values())
+        and all(isinstance(key, str) for key in content)
+    ):
         raise ConversionError(
             f"{path} holds no state_dict: expected one, or a dictionary with one under "
             f"{' or '.join(map(repr, WRAPPERS))}"
         )
-    yield from content.items()
-
-
-def _is_state(content: Mapping[Any, Any]) -> bool:
-    return any(isinstance(v, Tensor) for v in content.values()) and all(
-        isinstance(key, str) for key in content
-    )
+    return content
 
 
 def _module_state(module: Placeholder, path: Path) -> Iterator[tuple[str, Any]]:
     """Parameters and buffers of a pickled ``torch.nn.Module``, by path."""
-    pending = [("", 0, module)]
+    pending = [("", 0, module)]  # a stack: recursion would follow a module inside itself
     visits = 0
     while pending:
         prefix, depth, module = pending.pop()
         visits += 1
-        if visits > _MOST_MODULES or depth > _DEEPEST:  # shared modules, or a module inside itself
+        if visits > _MAX_MODULES or depth > _MAX_DEPTH:
             raise ConversionError(
-                f"{path} holds more than {_MOST_MODULES:,} modules, or modules more than "
-                f"{_DEEPEST} deep: save the model's state_dict instead"
+                f"{path} holds more than {_MAX_MODULES:,} modules, or modules more than "
+                f"{_MAX_DEPTH} deep: save the model's state_dict instead"
             )
-        state = module.state if isinstance(module.state, Mapping) else {}
         for kind in ("_parameters", "_buffers"):
-            for name, value in _items(state, kind):
-                if value is not None:
+            for name, value in _items(module.state, kind):
+                if value is not None:  # an absent bias is a parameter None
                     yield f"{prefix}{name}", value
-        children = [(n, m) for n, m in _items(state, "_modules") if isinstance(m, Placeholder)]
+        children = [
+            (n, m) for n, m in _items(module.state, "_modules") if isinstance(m, Placeholder)
+        ]
+        # reversed: pop() takes the last, and a state_dict lists the first child first
         pending += [(f"{prefix}{name}.", depth + 1, child) for name, child in reversed(children)]
 
 
-def _items(state: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
-    found = state.get(kind)
-    return list(found.items()) if isinstance(found, Mapping) else []
+def _items(state: Any, kind: str) -> list[tuple[str, Any]]:
+    # the file chooses every type here
+    items = state.get(kind) if isinstance(state, Mapping) else None
+    return list(items.items()) if isinstance(items, Mapping) else []

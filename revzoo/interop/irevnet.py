@@ -16,7 +16,8 @@ from revzoo.models.irevnet import IREVNETS, IRevNetVariant
 from revzoo.models.network import ImageNetwork
 from revzoo.models.registry import arguments_of
 
-# Index of each layer in a block's Sequential; the very first block has no leading BN-ReLU.
+# Index of each layer in a block's Sequential; the gaps are ReLUs and dropout, without tensors.
+# The very first block has no leading BN-ReLU.
 FIRST_BLOCK = {"conv1": 0, "norm2": 1, "conv2": 3, "norm3": 5, "conv3": 7}
 OTHER_BLOCKS = {"norm1": 0, "conv1": 2, "norm2": 3, "conv2": 5, "norm3": 7, "conv3": 9}
 
@@ -43,6 +44,7 @@ def spec(weights: Weights) -> dict[str, Any]:
     units: list[int] = []
     strides: list[int] = []
     channels: list[int] = []
+    # at least 1: without any block the lookup below raises the KeyError
     count = max(1, len({key.split(".")[1] for key in weights if key.startswith("stack.")}))
     for block in range(count):
         reads, writes = _kernel(weights, block, "conv1")[1], _kernel(weights, block, "conv3")[0]
@@ -51,8 +53,9 @@ def spec(weights: Weights) -> dict[str, Any]:
             strides.append(1 if reads == writes else 2)
             channels.append(writes)
         units[-1] += 1
+    # the first convolution reads one of the two streams
     squeeze, in_chans = _image(2 * _kernel(weights, 0, "conv1")[1], strides[0])
-    found = IRevNetVariant(
+    variant = IRevNetVariant(
         units=tuple(units),
         strides=tuple(strides),
         channels=tuple(channels),
@@ -60,20 +63,22 @@ def spec(weights: Weights) -> dict[str, Any]:
         # from the last block, where rounding down matters least
         bottleneck=channels[-1] // _kernel(weights, count - 1, "conv1")[0],
     )
-    given = {"num_classes": weights["linear.weight"].shape[0], "in_chans": in_chans}
-    for row in IREVNETS.values():  # widths may agree where a row derives them from the image
-        like = replace(found, dropout=row.dropout, channels=None)
-        if like == replace(row, channels=None) and row.widths(in_chans) == found.widths(in_chans):
-            return arguments_of(row, IREVNETS, **given)
-    return arguments_of(found, IREVNETS, **given)
+    options = {"num_classes": weights["linear.weight"].shape[0], "in_chans": in_chans}
+    for row in IREVNETS.values():
+        # compare widths, not `channels`: a row may derive them from the image (channels=None);
+        # the file does not show dropout
+        like = replace(variant, dropout=row.dropout, channels=None)
+        if like == replace(row, channels=None) and row.widths(in_chans) == variant.widths(in_chans):
+            return arguments_of(row, IREVNETS, **options)
+    return arguments_of(variant, IREVNETS, **options)
 
 
 def _image(width: int, stride: int) -> tuple[int, int]:
-    """Squeeze and channels of the images before a first block that reads ``width`` channels."""
+    """Squeeze and image channels for a first block that reads ``width`` channels."""
     squeeze = math.isqrt(width // 3)
-    if width == 3 * squeeze**2:
+    if width == 3 * squeeze**2:  # a squeeze by s turns 3 channels into 3 * s**2
         return squeeze, 3
-    return (1, 3) if stride == 1 else (1, width)
+    return (1, 3) if stride == 1 else (1, width)  # a block without stride appended zeros
 
 
 def _places(block: int) -> dict[str, int]:

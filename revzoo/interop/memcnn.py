@@ -37,6 +37,7 @@ def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
             for block in ("basicblock_sub", "bottleneck_sub"):
                 yield f"{start}.{block}.{theirs}", path
         else:
+            # MemCNN 1.0 renamed rev_block to _fn: both names lead to our layer
             for wrapper in ("_fn", "rev_block"):
                 yield f"{start}.revblock.{wrapper}.{'FG'[int(side)]}m.{theirs}", path
 
@@ -54,13 +55,14 @@ def spec(weights: Weights) -> dict[str, Any]:
     """
     units: dict[int, int] = {}
     widths: dict[int, int] = {}
-    found = [(match, key) for key in weights if (match := _THEIRS.fullmatch(key))]
-    last = max((int(match[4]) for match, _ in found), default=2)  # convolutions of a branch
+    convolutions = [(match, key) for key in weights if (match := _THEIRS.fullmatch(key))]
+    # a basic branch has two convolutions, a bottleneck three
+    last = max((int(match[4]) for match, _ in convolutions), default=2)
     expansion = BOTTLENECK_EXPANSION if last == 3 else 1
-    for match, key in found:
+    for match, key in convolutions:
         stage, unit = int(match[1]), int(match[2])
         units[stage] = max(units.get(stage, 0), unit + 1)
-        if int(match[4]) == last:
+        if int(match[4]) == last:  # it writes the unit's width, or one stream of it
             streams = 2 if match[3] in ("Fm", "Gm") else 1
             widths[stage] = streams * weights[key].shape[0] // expansion
     stages = range(1, len(units) + 1)
@@ -74,7 +76,7 @@ def spec(weights: Weights) -> dict[str, Any]:
             for stage in stages
         ),
         branch="bottleneck" if expansion > 1 else "basic",
-        downsampling_stem=stem.shape[2] == 7,
+        downsampling_stem=stem.shape[2] == 7,  # 7x7 for ImageNet, 3x3 for CIFAR
         convention="memcnn",
     )
     table = REVNETS if any(".revblock." in key for key in weights) else RESNETS

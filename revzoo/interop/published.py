@@ -72,14 +72,14 @@ def load_published(
     weights = read_tensors(path)
     try:
         spec = SOURCES[source].spec(weights)
-    except (KeyError, IndexError, ValueError) as error:
+    except (KeyError, IndexError, ValueError) as error:  # names or shapes of another program
         raise ConversionError(
             f"{path} is no checkpoint of {source!r}: its tensors are {_some(weights)}"
         ) from error
     if name is not None:
         spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
-    spec |= overrides  # the caller knows what shapes do not show
-    model = create_model(**spec).eval()
+    # last, so that the caller decides where shapes do not
+    model = create_model(**(spec | overrides)).eval()
     _fill(model, weights, dict(SOURCES[source].keys(model)), path)
     return model
 
@@ -108,6 +108,7 @@ def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: 
 
 def _rename(key: str, keys: Mapping[str, str]) -> str:
     module, _, leaf = key.rpartition(".")
+    # the suffix keeps an unknown key from passing as one of revzoo's names
     return f"{keys[module]}.{leaf}" if module in keys else f"{key} (as in the file)"
 
 
