@@ -4,8 +4,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+# A wheel holds revzoo/configs; in a checkout configs/ lies beside the package.
+# `revzoo.configs` is importable in both.
 _here = Path(__file__).parent
-if not (_here / "configs").is_dir():  # in a checkout revzoo.configs lies beside the package
+if not (_here / "configs").is_dir():
     __path__.append(str(_here.parent))
 
 if TYPE_CHECKING:
@@ -22,10 +24,10 @@ def __getattr__(name: str) -> Any:
     """
     if name == "__all__":
         return import_module("revzoo.api").__all__
-    if not name.startswith("_"):
+    if not name.startswith("_"):  # Python and tools ask for __wrapped__, __file__ and others
         api = import_module("revzoo.api")
         if name in api.__all__:
-            globals()[name] = value = getattr(api, name)
+            globals()[name] = value = getattr(api, name)  # later accesses skip this function
             return value
     raise AttributeError(f"module 'revzoo' has no attribute {name!r}")
 

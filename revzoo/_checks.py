@@ -27,8 +27,14 @@ def is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a real number, NaN and infinity included. True and False are none."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
 def check_module(name: str, value: object) -> None:
     """Raise a TypeError unless ``value`` is a module."""
+    # by attribute, since this file must not import torch; a class has the attribute, too
     if isinstance(value, type) or not hasattr(value, "named_modules"):
         what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
         raise TypeError(f"{name} is {what}: expected an nn.Module, such as create_model(NAME)")
@@ -65,11 +71,10 @@ def check_number(
     open_high: bool = False,
 ) -> None:
     """Raise a ValueError unless ``value`` is a number between ``low`` and ``high``."""
-    is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if (
-        not is_number
-        or not (low < value if open_low else low <= value)  # type: ignore[operator]
-        or not (value < high if open_high else value <= high)  # type: ignore[operator]
+    if not (
+        is_number(value)
+        and (low < value if open_low else low <= value)  # type: ignore[operator]
+        and (value < high if open_high else value <= high)  # type: ignore[operator]
     ):
         interval = f"{'(' if open_low else '['}{low:g}, {high:g}{')' if open_high else ']'}"
         raise ValueError(f"{name}={value!r}: expected a number in {interval}")
@@ -93,6 +98,7 @@ def check_names(options: Iterable[object], names: Sequence[str], *, where: str) 
     for key in options:
         if key not in names:
             hint = did_you_mean(key, names)
+            # a long list would hide the suggestion
             listed = "" if hint and len(names) > 12 else f" (there is {', '.join(names) or 'none'})"
             raise ValueError(f"{where}.{key}: no such option{listed}{hint}")
 
@@ -115,9 +121,11 @@ def expected_type(value: object, hint: Any) -> str:
     kinds = _kinds(hint)
     if any(_fits(value, kind) for kind in kinds):
         return ""
+    # dict.fromkeys drops repetitions in order: list and tuple are both "a list"
     return " or ".join(dict.fromkeys(_WORDS[kind] for kind in kinds if kind in _WORDS))
 
 
+# the words of YAML and JSON: users write configurations, not Python types
 _WORDS: Mapping[Any, str] = {
     bool: "true or false",
     int: "a whole number",
@@ -144,10 +152,11 @@ def _kinds(hint: Any) -> list[Any]:
 
 
 def _fits(value: object, kind: type) -> bool:
-    if kind in (int, float):
-        numbers = Real if kind is float else Integral
-        return isinstance(value, numbers) and not isinstance(value, bool)
-    if kind in (list, tuple, Sequence):
+    if kind is float:  # an int fits, as for type checkers
+        return is_number(value)
+    if kind is int:
+        return is_number(value) and isinstance(value, Integral)
+    if kind in (list, tuple, Sequence):  # YAML and JSON have lists only
         return isinstance(value, Sequence) and not isinstance(value, str)
     return isinstance(value, kind)
 
@@ -163,6 +172,7 @@ def nearest(
         n: largest number of results.
         cutoff: least similarity, 0 to 1, as :func:`difflib.get_close_matches` measures it.
     """
+    # keys in lower case: difflib counts another case as another letter
     lower = {str(choice).lower(): str(choice) for choice in choices}
     return [lower[key] for key in get_close_matches(str(word).lower(), lower, n=n, cutoff=cutoff)]
 

@@ -24,11 +24,12 @@ def write_together(files: Mapping[Path, bytes]) -> None:
         OSError: names the file.
     """
     with ExitStack() as undo, ExitStack() as stack:
+        # all temporary files are complete before the first one replaces its target
         for path, data in files.items():
             _make_folders(path.parent, undo)
             stack.enter_context(replacing(path)).write_bytes(data)
-        stack.close()
-        undo.pop_all()
+        stack.close()  # replaces the targets
+        undo.pop_all()  # success: keep the new folders
 
 
 def _make_folders(folder: Path, undo: ExitStack) -> None:
@@ -36,7 +37,7 @@ def _make_folders(folder: Path, undo: ExitStack) -> None:
     if folder.is_dir():
         return
     _make_folders(folder.parent, undo)
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(exist_ok=True)  # another process may have created it meanwhile
     undo.callback(_remove_empty, folder)
 
 
@@ -67,21 +68,24 @@ def replacing(path: Path) -> Iterator[Path]:
     """
     temporary = None
     try:
+        # in the same folder: a rename is atomic only within one file system
         file, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}.", suffix=path.suffix)
         os.close(file)
         temporary = Path(name)
         yield temporary
+        # without fsync a power cut after the rename may leave an empty file
         with temporary.open("rb") as stream:
             os.fsync(stream.fileno())
         temporary.chmod(0o644)  # mkstemp lets only the owner read
         temporary.replace(path)
     except OSError as error:
+        # the caller knows `path`, not the temporary file
         if error.errno is not None and error.filename in (None, temporary and str(temporary)):
             error.filename = str(path)
         raise
     finally:
         if temporary is not None:
-            temporary.unlink(missing_ok=True)
+            temporary.unlink(missing_ok=True)  # after success it is gone already
 
 
 @contextmanager

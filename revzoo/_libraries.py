@@ -45,7 +45,8 @@ def check_library_name(name: str) -> None:
     library, _, own = name.partition(":")
     if find_spec(library) is None:
         raise ValueError(f"{library}: networks need the package: pip install {library}")
-    text = source_of(library)  # empty if the library comes without sources
+    text = source_of(library)  # empty if the library comes without sources: let it decide
+    # anywhere in the text, not only after `def`: a decorator may give another name
     if text and library not in sys.modules and not re.search(rf"\b{re.escape(own)}\b", text):
         raise ValueError(unknown_name(name))
 

@@ -44,7 +44,7 @@ from revzoo.profiling.plan import BudgetError, plan_memory
 from revzoo.weights.errors import WeightsError
 from revzoo.weights.table import WeightsTable
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # the names of _LATER, for type checkers and editors
     from revzoo.data.registry import register_data
     from revzoo.training.callbacks.registry import register_callback
     from revzoo.training.optim.optimizers import register_optimizer

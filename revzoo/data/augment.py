@@ -53,6 +53,7 @@ class Augment:
     cutmix: float = 0.0
 
     def __post_init__(self) -> None:
+        # messages name the keys of the configuration, data.augment.*
         check_count("augment.crop_padding", self.crop_padding or 0, least=0)
         check_number("augment.crop_scale", self.crop_scale, high=1, open_low=True)
         check_count("augment.chunk", self.chunk)
@@ -86,6 +87,7 @@ class Augment:
         if not steps:
             return images
         transform = v2.Compose(steps)
+        # v2 draws once per call: one offset and one flip for each chunk
         return torch.cat([transform(chunk) for chunk in torch.split(images, self.chunk)])
 
     def mix(self, images: Tensor, labels: Tensor, *, num_classes: int) -> tuple[Tensor, Tensor]:
@@ -106,5 +108,6 @@ class Augment:
         ]
         if not chosen:
             return images, labels
+        # torch.randint, not random.choice: `order.seeded` seeds torch's generator alone
         images, labels = chosen[int(torch.randint(len(chosen), ()))](images, labels)
-        return images, labels.to(images.dtype)
+        return images, labels.to(images.dtype)  # v2 gives float32 for images of any precision

@@ -23,6 +23,8 @@ from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.weights.files import socket_timeout
 
 _TIMEOUT = 30.0  # seconds without an answer; torchvision sets none, so a silent network would hang
+# OSError, HTTPException: the network and the disk; RuntimeError: torchvision's checksum;
+# EOFError, TarError: unpacking
 _ERRORS = (OSError, HTTPException, RuntimeError, EOFError, tarfile.TarError)
 
 
@@ -67,10 +69,12 @@ class CIFAR10(ImageData):
     def read(self, split: Split) -> TensorImages | None:
         if split == "val":
             return None
+        # again: without Lightning nobody may have called prepare_data()
         bad_file = self._bad_file()
         if bad_file is not None:
             raise DataError(self._advice(bad_file, "prepare_data() downloads it"))
         cifar = self.source(self.root, train=split == "train", download=False)
+        # contiguous once; indexing a channels-last view would gather strided pixels in every batch
         images = torch.from_numpy(cifar.data).permute(0, 3, 1, 2).contiguous()
         return TensorImages(images, torch.tensor(cifar.targets), classes=list(cifar.classes))
 
@@ -84,6 +88,7 @@ class CIFAR10(ImageData):
             with tarfile.open(archive) as tar:  # torchvision 0.29 unpacks without a filter
                 tar.extractall(self.root, filter="data")
         except _ERRORS as error:
+            # keep a good archive: unpacking may have failed for lack of space
             if not check_integrity(archive, source.tgz_md5):
                 archive.unlink(missing_ok=True)
             return f"{type(error).__name__}: {error}"

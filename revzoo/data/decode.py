@@ -43,7 +43,7 @@ def open_image(path: str, channels: int) -> Image.Image:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
             raise OSError("it is no regular file")
         with Image.open(path, "r", FORMATS) as image:
-            if not image.mode.startswith(("I", "F")):
+            if not image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
                 return image.convert("RGB" if channels == 3 else "L")
             mode = image.mode
     except Exception as error:  # Pillow's decoders raise many types
@@ -68,6 +68,7 @@ class SkippedFiles:
 
     def __init__(self, paths: Sequence[str], *, at_most: int) -> None:
         self._paths, self._at_most = paths, at_most
+        # flags by row, in shared memory: a list in each worker would be its own
         self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def add(self, row: int, error: DataError) -> None:
@@ -100,7 +101,7 @@ def to_square(image: Image.Image, size: int, crop_pct: float = 1.0) -> Image.Ima
     ``crop_pct`` is timm's name (R. Wightman) for the share of the shorter side that is kept.
     """
     shorter = round(size / crop_pct)
-    if image.size == (size, size) == (shorter, shorter):
+    if image.size == (size, size) == (shorter, shorter):  # nothing to do: keep every pixel
         return image
     return v2f.center_crop(v2f.resize(image, [shorter], antialias=True), [size, size])
 
@@ -118,6 +119,7 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
     """
     for row, path in enumerate(paths):
         try:
+            # decoded, not only opened: the header of a damaged file may be fine
             width, height = open_image(path, 3).size
         except DataError as error:
             if skipped is None:
@@ -156,6 +158,7 @@ def decode_all(
     Raises:
         DataError: a file is corrupt, or has another size and ``resize`` is False.
     """
+    # filled in place: a list of images to stack would take the memory twice
     images = np.empty((len(paths), channels, size, size), dtype=np.uint8)
     kept = torch.ones(len(paths), dtype=torch.bool)
 
@@ -166,7 +169,7 @@ def decode_all(
                 f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "
                 f"{paths[0]} {size}x{size}: set data.image_size to resize them all"
             )
-        # Filled through NumPy: torchvision's conversion costs more than decoding a small image.
+        # NumPy: torchvision's conversion costs more than decoding a small image
         pixels = np.asarray(to_square(image, size)).reshape(size, size, channels)
         images[row] = pixels.transpose(2, 0, 1)
 
@@ -185,6 +188,7 @@ def decode_all(
         for _ in pool.map(decode_block, range(0, len(paths), _BLOCK)):
             pass  # iterating raises the first error
     finally:
-        pool.shutdown(cancel_futures=True)
+        pool.shutdown(cancel_futures=True)  # after an error: do not decode the rest of the folder
     pixels = torch.from_numpy(images)
+    # indexing copies the set, so only if a file was skipped
     return pixels if kept.all() else pixels[kept], kept.nonzero().flatten()

@@ -41,7 +41,7 @@ class Digits(ImageData):
         if split == "val":
             return None
         with (files("revzoo.data") / "digits.npz").open("rb") as file, np.load(file) as archive:
-            part = archive["test"] == (split == "test")
-            images = torch.from_numpy(archive["images"][part])
-            labels = torch.from_numpy(archive["labels"][part]).long()
+            rows = archive["test"] == (split == "test")  # "test" is a flag for each image
+            images = torch.from_numpy(archive["images"][rows])
+            labels = torch.from_numpy(archive["labels"][rows]).long()
         return TensorImages(images[:, None], labels, classes=[str(digit) for digit in range(10)])

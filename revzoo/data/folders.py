@@ -50,18 +50,19 @@ def scan(root: Path) -> Tree:
     """
     if not root.is_dir():
         raise DataError(f"image folder {root.absolute()} does not exist: set data.root; {_LAYOUT}")
-    there = [name for name in SPLITS if (root / name).is_dir()]
-    if not there:
+    splits = [name for name in SPLITS if (root / name).is_dir()]
+    if not splits:
         raise no_training(root)
-    classes = _class_names(root / there[0])
+    classes = _class_names(root / splits[0])
     if len(classes) == 1:
         raise DataError(
-            f"only one class folder, {classes[0]}, in {(root / there[0]).absolute()}: expected at "
+            f"only one class folder, {classes[0]}, in {(root / splits[0]).absolute()}: expected at "
             f"least two, each with its own folder; {_LAYOUT}"
         )
-    for name in there[1:]:
-        _check_same_classes(root, name, there[0], classes)
-    return Tree(classes, {name: _list_images(root / name, classes) for name in there})
+    # before the files are listed, which is slow for a large set
+    for name in splits[1:]:
+        _check_same_classes(root, name, splits[0], classes)
+    return Tree(classes, {name: _list_images(root / name, classes) for name in splits})
 
 
 def no_training(root: Path) -> DataError:
@@ -71,6 +72,7 @@ def no_training(root: Path) -> DataError:
 
 
 def _class_names(folder: Path) -> list[str]:
+    # sorted: labels are positions in this list, so the order of the disk must not matter
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p.name))
     for name in names:
         if not name.isprintable():  # checkpoints and log files could not hold it
@@ -84,7 +86,7 @@ def _class_names(folder: Path) -> list[str]:
 
 
 def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__MACOSX"
+    return name.startswith(".") or name == "__MACOSX"  # the latter from archives of macOS
 
 
 def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) -> None:
@@ -100,17 +102,19 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
 
 
 def _list_images(folder: Path, classes: list[str]) -> Files:
-    label_of = {name: label for label, name in enumerate(classes)}
-    found = [(p, label) for name, label in label_of.items() for p in _image_files(folder / name)]
-    labels = [label for _, label in found]
-    missing = set(label_of.values()).difference(labels)
-    empty = [str(folder.absolute() / name) for name, label in label_of.items() if label in missing]
+    by_class = [list(_image_files(folder / name)) for name in classes]
+    empty = [
+        str(folder.absolute() / name)
+        for name, paths in zip(classes, by_class, strict=True)
+        if not paths
+    ]
     if empty:
         raise DataError(
             f"no images in {', '.join(empty[:5])}: put images there ({', '.join(IMG_EXTENSIONS)}) "
             "or remove the folder from every split"
         )
-    return Files([path for path, _ in found], labels)
+    labels = [label for label, paths in enumerate(by_class) for _ in paths]
+    return Files([path for paths in by_class for path in paths], labels)
 
 
 @dataclass(frozen=True)
@@ -146,8 +150,9 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     except DataError as error:
         if not root.is_dir():
             raise
-        layout = str(error)
+        layout = str(error)  # report it with the bad images: one run shows all there is to repair
     paths = list(_image_files(root))
+    # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
         errors = pool.map(_error_of, paths, chunksize=64)
         return FolderReport(len(paths), [error for error in errors if error], layout)
@@ -157,13 +162,15 @@ def _image_files(root: Path) -> Iterator[str]:
     """The images below ``root``, sorted by folder, then by name."""
     top = root.resolve()
     seen = {str(top), *map(str, top.parents)}  # do not follow links to parent folders
-    found = []
+    images = []
     for folder, folders, files in os.walk(root, followlinks=True):
-        places = {n: os.path.realpath(f"{folder}/{n}") for n in sorted(folders)}
-        folders[:] = [n for n, real in places.items() if real not in seen and not _is_hidden(n)]
-        seen.update(places[name] for name in folders)
-        found += [(folder, n) for n in files if n.lower().endswith(IMG_EXTENSIONS)]
-    for folder, name in sorted(found):  # as text: a million Path objects take seconds
+        visible = sorted((n for n in folders if not _is_hidden(n)), reverse=True)
+        # reversed: of two names of one place, the first in the alphabet overwrites the other
+        places = {os.path.realpath(f"{folder}/{n}"): n for n in visible}
+        folders[:] = [n for place, n in places.items() if place not in seen]  # os.walk enters these
+        seen.update(places)
+        images += [(folder, n) for n in files if n.lower().endswith(IMG_EXTENSIONS)]
+    for folder, name in sorted(images):  # as text: a million Path objects take seconds
         if not _is_hidden(name):
             yield f"{folder}/{name}"
 

@@ -67,8 +67,9 @@ class ImageFolder(ImageData):
         check_count("max_errors", max_errors)
         self.root = Path(root).expanduser()
         self.on_error, self.max_errors = on_error, max_errors
-        self._skipped: dict[str, SkippedFiles] = {}
+        self._skipped: dict[str, SkippedFiles] = {}  # by split; empty for on_error="raise"
         self.cache_bytes = cache_bytes
+        # the base class sets image_size and in_chans once the images are known
         self._wanted_size = image_size
         self._wanted_chans = in_chans
         self._tree: Tree | None = None
@@ -109,6 +110,7 @@ class ImageFolder(ImageData):
     def preparation(self) -> tuple[int, float]:
         split, files = next(iter(self._listing().splits.items()))
         size = self._target_size or common_size(files.paths, self._skipped.get(split))
+        # a checkpoint's crop wins: evaluation must prepare images as training did
         crop_pct = crop_of(self._restored or {})
         if crop_pct is None:
             crop_pct = 1.0 if self._fits(size) else IMAGENET_CROP_PCT
@@ -136,9 +138,11 @@ class ImageFolder(ImageData):
     def teardown(self, stage: str) -> None:
         super().teardown(stage)
         if files := self.skipped_files:
+            # through DataError, which escapes bytes that are not UTF-8
             log.warning("skipped %d images: %s", len(files), DataError(", ".join(files)))
 
     def _fits(self, size: int) -> bool:
+        # all splits, loaded or not: a stage must not change how the others are prepared
         images = sum(len(files.paths) for files in self._listing().splits.values())
         return images * self._wanted_chans * size * size <= self.cache_bytes
 
@@ -150,7 +154,7 @@ class ImageFolder(ImageData):
             resize=self._target_size is not None,
             skipped=skipped,
         )
-        labels = torch.tensor(files.labels)[rows]
+        labels = torch.tensor(files.labels)[rows]  # `rows` lacks the skipped files
         return TensorImages(images, labels, classes=self._listing().classes)
 
     def _no_test(self) -> str:

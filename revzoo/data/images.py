@@ -115,6 +115,7 @@ class TensorImages(Dataset[Batch]):
         """Do nothing: the data module augments whole batches."""
 
     def sample(self) -> Tensor:
+        # indexing would copy the whole set
         return self._images[self._indices] if len(self) < len(self._images) else self._images
 
     def subset(self, indices: Tensor, *, training: bool) -> "TensorImages":

@@ -64,7 +64,7 @@ class FileImages(Dataset[Batch]):
         evaluated: Transform = partial(square_bytes, size=size, crop_pct=crop_pct)
         self._transform = _training(size, augment, evaluated) if training else evaluated
         self._training = training
-        # shared memory: workers outlive an epoch; -1 before the first epoch: torch's RNG decides
+        # in shared memory, since workers outlive an epoch; -1 without begin_epoch()
         self._epoch_seed = torch.tensor(-1).share_memory_()  # type: ignore[no-untyped-call]
         self._rows = torch.arange(len(files.paths)) if rows is None else rows
         self._skipped = skipped
@@ -85,8 +85,9 @@ class FileImages(Dataset[Batch]):
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
         image = open_image(self._files.paths[int(self._rows[index])], self._channels)
-        if not self._training or self._epoch_seed < 0:
+        if not self._training or self._epoch_seed < 0:  # torch's own state decides the crop
             return self._transform(image), self.labels[index]
+        # by image: the number of workers must not change the crops
         with seeded(hash_seed(int(self._epoch_seed), index)):
             return self._transform(image), self.labels[index]
 
@@ -115,9 +116,8 @@ class FileImages(Dataset[Batch]):
 
     def sample(self) -> Tensor:
         """Up to 1,000 evenly spaced images, prepared for evaluation."""
-        evaluated = self.subset(
-            torch.arange(0, len(self), -(-len(self) // _SAMPLE)), training=False
-        )
+        step = -(-len(self) // _SAMPLE)  # rounded up
+        evaluated = self.subset(torch.arange(0, len(self), step), training=False)
         return evaluated.__getitems__(range(len(evaluated)))[0]
 
     def subset(self, indices: Tensor, *, training: bool) -> "FileImages":
@@ -135,12 +135,11 @@ class FileImages(Dataset[Batch]):
 
 
 def _training(size: int, augment: Augment, evaluated: Transform) -> Transform:
-    steps: list[Any] = [v2.PILToTensor()]
+    steps: list[Any] = [evaluated]
     if augment.padding(size):
         scale = (augment.crop_scale, 1.0)
-        steps.insert(0, v2.RandomResizedCrop(size, scale=scale, antialias=True))
-    else:
-        steps = [evaluated]
+        # crop before the conversion, so that only the crop becomes a tensor
+        steps = [v2.RandomResizedCrop(size, scale=scale, antialias=True), v2.PILToTensor()]
     if augment.flip:
         steps.append(v2.RandomHorizontalFlip())
     return v2.Compose(steps)

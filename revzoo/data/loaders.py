@@ -20,7 +20,7 @@ from revzoo.data.order import (
     batches_of_epoch,
 )
 
-_MOST_WORKERS = 8
+_MAX_WORKERS = 8  # per training process
 
 
 def train_loader(
@@ -47,18 +47,19 @@ def train_loader(
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
-    any_trainer: Any = trainer
-    overfits = trainer is not None and any_trainer.overfit_batches  # the same few in every epoch
     share: dict[str, Any] = {"seed": seed, "processes": processes, "rank": rank}
     sampler = EpochSampler(len(images), **share)
     if poisson:
         sampler = PoissonSampler(len(images), batch_size=batch_size, **share)
+    any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
+    overfits = trainer is not None and any_trainer.overfit_batches
     loader = TrainLoader(
         **_options(images, batch_size, workers, trainer),
-        sampler=None if overfits else sampler,
+        sampler=None if overfits else sampler,  # overfitting needs the same batches in every epoch
         drop_last=True,
     )
     if trainer is not None:
+        # a function: the count is known only when a resumed epoch begins
         loader.first_batch = partial(batches_of_epoch, trainer)
     return loader
 
@@ -90,13 +91,13 @@ def _options(
     if workers is None:
         # each training process uses one device; the processes of a machine share its CPUs
         processes = 1 if trainer is None else trainer.num_devices
-        most = min(_MOST_WORKERS, suggested_max_num_workers(processes))
-        workers = 0 if images.in_memory else most
+        # indexing a tensor takes less time than sending the batch from a worker
+        workers = 0 if images.in_memory else min(_MAX_WORKERS, suggested_max_num_workers(processes))
     return {
         "dataset": images,  # a Dataset by protocol: __len__ and __getitems__
         "batch_size": batch_size,
         "num_workers": workers,
-        "persistent_workers": workers > 0,
+        "persistent_workers": workers > 0,  # starting them again would delay every epoch
         "pin_memory": torch.cuda.is_available(),
         "collate_fn": as_is,
         "generator": torch.Generator(),  # seeds workers without draws from the global generator

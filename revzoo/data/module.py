@@ -125,7 +125,8 @@ class ImageData(pl.LightningDataModule, ABC):
         self._sets: dict[Split, ImageSet] = {}
         self._read_with: tuple[int | None, float] | None = None  # the preparation of these sets
         self._stage: str | None = None  # of the last setup
-        # A run's state. An evaluation after it still needs it, so the next run forgets it.
+        # The state of a run. Evaluation after training still needs it, so it lasts until the next
+        # training begins.
         self._order_seed: int | None = None
         self._restored: dict[str, Any] | None = None  # from a checkpoint
         self._run_is_over = False
@@ -177,18 +178,20 @@ class ImageData(pl.LightningDataModule, ABC):
         self._stage = stage
         if stage == "fit" and self._run_is_over:
             self._forget_run()
-        if self._read_with != (wanted := self.preparation()):  # changed by a checkpoint
+        # a checkpoint may have brought another size or crop: read the images again
+        if self._read_with != (wanted := self.preparation()):
             self._sets, self._read_with = {}, wanted
         evaluated = self._read_once(_EVALUATED[stage]) if stage in _EVALUATED else None
         if "train" not in self._sets:
+            # with a checkpoint's normalisation, the training images need not exist
             if self._restored and evaluated is not None:
                 self._describe(evaluated)
             else:
                 self._setup_training()
         if self._restored:
             check_same_classes(self._restored["classes"], self.classes)
-            kept = normalisation_for(self._restored, self.pixel_max)
-            self.normalisation = Normalisation(**kept)
+            # last, so that it replaces the one measured above
+            self.normalisation = Normalisation(**normalisation_for(self._restored, self.pixel_max))
             self._order_seed = self._restored.get("order_seed")
 
     def _read_once(self, split: Split) -> ImageSet | None:
@@ -218,7 +221,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def teardown(self, stage: str) -> None:
         self._run_is_over = True
 
-    def on_exception(self, exception: BaseException) -> None:
+    def on_exception(self, exception: BaseException) -> None:  # Lightning then skips teardown
         self._run_is_over = True
 
     def _forget_run(self) -> None:
@@ -230,6 +233,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def train_dataloader(self) -> DataLoader[Batch]:
         images, trainer = self._images("train"), self.trainer
         if self._order_seed is None:  # otherwise a checkpoint has set it
+            # all processes need one order, but their seeds may differ
             seed = torch.initial_seed()
             self._order_seed = seed if trainer is None else trainer.strategy.broadcast(seed)
         return train_loader(
@@ -262,6 +266,7 @@ class ImageData(pl.LightningDataModule, ABC):
         if split == "test" and split not in self._sets:
             raise DataError(self._no_test())
         images, size = self._images(split), self.eval_batch_size
+        # Lightning: the float 1.0 is all batches, the integer 1 a single one
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
         if not in_order and not (isinstance(limit, float) and limit == 1.0):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -271,6 +276,7 @@ class ImageData(pl.LightningDataModule, ABC):
     def transform(self, images: Tensor, *, training: bool) -> Tensor:
         """Bytes (B, C, S, S) to normalised float32, same device; augmented if ``training``."""
         train = self._sets.get("train")
+        # images from files are cropped and flipped when they are read
         if training and not (train is not None and train.augments_itself):
             images = self.augment(images)
         return self.normalisation(images)
@@ -283,6 +289,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert self.trainer is not None, "Lightning calls this hook"
         images, labels = batch
         if self.trainer.training:
+            # by batch: a resumed run draws the crops that the whole run would have drawn
             with seeded(batch_seed(self._order_seed or 0, self.trainer)):
                 images = self.transform(images, training=True)
                 images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)
@@ -319,6 +326,7 @@ class ImageData(pl.LightningDataModule, ABC):
             DataError: the data has other classes, or the state is not valid.
         """
         check_state(state_dict)
+        # Lightning restores after setup(), a plain loop may do so before
         if hasattr(self, "classes"):
             check_same_classes(state_dict["classes"], self.classes)
         self._restored, self._run_is_over = state_dict, False

@@ -33,6 +33,7 @@ class Normalisation:
         share = _histogram(images)
         share /= share.sum(dim=1, keepdim=True)
         mean = share @ values
+        # E[x^2] - E[x]^2 in float64; rounding can make it slightly negative
         std = (share @ values.square() - mean.square()).clamp_min(0).sqrt()
         # a constant channel becomes zero instead of a division by zero
         std = torch.where(std > 1e-6, std, 1.0)

@@ -29,7 +29,7 @@ from revzoo.data.images import Batch, ImageSet
 
 log = logging.getLogger(__name__)
 
-RESTARTS = 3  # in a row
+RESTARTS = 3  # of the workers in a row, without a batch between them
 
 
 def hash_seed(*numbers: int) -> int:
@@ -51,7 +51,7 @@ def batch_seed(seed: int, trainer: pl.Trainer) -> int:
 def seeded(seed: int) -> Iterator[None]:
     """Seed torch's random numbers on the CPU inside; restore their state after."""
     before = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed would also seed every GPU
     try:
         yield
     finally:
@@ -85,8 +85,8 @@ class EpochSampler(DistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         start, self.start = self.start, 0
+        # a separate generator: draws elsewhere cannot change the order
         generator = torch.Generator().manual_seed(self.epoch_seed)
-        # a generator of its seed alone: draws elsewhere cannot change the order
         order = torch.randperm(len(self.dataset), generator=generator)  # type: ignore[arg-type]
         # as DistributedSampler does: all processes get equally many images
         padded = order.repeat(-(-self.total_size // len(order)))[: self.total_size]
@@ -153,7 +153,7 @@ class RestartingLoader(DataLoader[Batch]):
         restarts = 0
         while True:
             try:
-                # a restart skips the delivered batches, which the sampler repeats
+                # the sampler repeats the whole order; _start skips the delivered batches
                 for batch in self._start(done):
                     yield batch
                     done, restarts = done + 1, 0
@@ -193,7 +193,8 @@ class RestartingLoader(DataLoader[Batch]):
         middle of an optimiser step or of a save. Without it the loader notices within 5 s.
         """
         before = signal.getsignal(signal.SIGCHLD)
-        batches: Iterator[Batch] = super().__iter__()
+        batches: Iterator[Batch] = super().__iter__()  # installs torch's handler
+        # Python allows signal handlers in the main thread only; elsewhere torch installs none
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, before)
         return batches
@@ -219,6 +220,7 @@ class TrainLoader(RestartingLoader):
         if not isinstance(self.sampler, EpochSampler):
             return super()._start(first)
         assert self.batch_size is not None
+        # skipped in the sampler: no image of the first batches is read
         poisson = isinstance(self.sampler, PoissonSampler)
         self.sampler.start = first if poisson else first * self.batch_size
         if self.dataset.augments_itself:

@@ -35,6 +35,7 @@ def register_data(name: str, kind: type[ImageData]) -> None:
         raise TypeError(f"register_data({name!r}, {kind!r}): expected a subclass of ImageData")
     if name in DATA:
         raise ValueError(f"data {name!r} is registered already: choose another name")
+    # Lightning stores a data module's state under type(module).__qualname__
     taken = {other.__name__: key for key, other in DATA.items()}
     if kind.__name__ in taken:
         raise ValueError(

@@ -42,6 +42,7 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
     """
     generator = torch.Generator().manual_seed(seed)
     held_back = torch.zeros(len(labels), dtype=torch.bool)
+    # quotas, not rounding by class: rounded numbers would not add up to the fraction
     for label, quota in enumerate(_quotas(torch.bincount(labels), fraction)):
         members = torch.nonzero(labels == label).flatten()
         chosen = torch.randperm(len(members), generator=generator)[:quota]
@@ -53,9 +54,9 @@ def _quotas(counts: Tensor, fraction: float) -> list[int]:
     """Images held back per class, by the method of largest remainders."""
     exact = counts.double() * fraction
     quotas = exact.floor().long()
+    # rounding down leaves these over; the classes with the largest remainders get one each
     missing = round(float(exact.sum())) - int(quotas.sum())
-    # the training keeps an image of every class
-    can_spare = quotas + 1 < counts
+    can_spare = quotas + 1 < counts  # training keeps at least one image of every class
     remainders = torch.where(can_spare, exact - quotas, -1.0)
     winners = torch.argsort(remainders, descending=True, stable=True)[:missing]
     quotas[winners] += can_spare[winners].long()

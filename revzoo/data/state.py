@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from revzoo._checks import is_count
+from revzoo._checks import is_count, is_number
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 
-BYTE_MAX = 255  # in image files, and the default of older states
-LARGEST_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
+MAX_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
+MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised pixels fit in float32
 _LISTED = 20  # names of a long list of classes
-LARGEST = 1e9  # mean, and 1 / LARGEST the smallest scale: normalised pixels then fit into float32
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
@@ -45,55 +45,57 @@ def _rules(
 ) -> Iterator[tuple[str, bool, str]]:
     """Name, whether its value is valid, expected value; older states lack most of the names."""
     classes: Any = state.get("classes")
-    names = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
-    many = names and 0 < len(classes) == (num_classes or len(classes))
-    count = f", not {len(classes)}" if names else ""
-    yield "classes", many, f"a list of {num_classes or 'some'} names, by label{count}"
+    is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
+    complete = is_list and 0 < len(classes) == (num_classes or len(classes))
+    count = f", not {len(classes)}" if is_list else ""
+    yield "classes", complete, f"a list of {num_classes or 'some'} names, by label{count}"
     yield "pixel_max", _is_scale(state.get("pixel_max", BYTE_MAX)), "a pixel's largest value"
-    own: Any = state.get("in_chans")
-    same = is_count(own) and own == (in_chans or own)
-    yield "in_chans", own is None or same, f"{in_chans or 'a whole number >= 1'}"
-    kept, channels = state.get("normalisation"), own if same else in_chans
-    fits = isinstance(kept, Mapping) and _is_normalisation(kept, channels)
+    stored: Any = state.get("in_chans")
+    same = is_count(stored) and stored == (in_chans or stored)
+    yield "in_chans", stored is None or same, f"{in_chans or 'a whole number >= 1'}"
+    channels = stored if same else in_chans
+    valid = _is_normalisation(state.get("normalisation"), channels)
     each = channels or "the"
-    yield "normalisation", fits, f"mean and std, finite and std above 0, of {each} channels"
+    yield "normalisation", valid, f"mean and std, finite and std above 0, of {each} channels"
     size: Any = state.get("image_size")
-    sized = is_count(size) and size <= LARGEST_SIDE
-    yield "image_size", size is None or sized, f"a side in pixels, 1 to {LARGEST_SIDE}"
+    sized = is_count(size) and size <= MAX_SIDE
+    yield "image_size", size is None or sized, f"a side in pixels, 1 to {MAX_SIDE}"
     crop: Any = state.get("crop_pct")
-    least = size / LARGEST_SIDE if sized else 0  # images are resized to size / crop_pct
+    # images are resized to size / crop_pct: a tiny share would make them huge
+    least = size / MAX_SIDE if sized else 0
     share = _is_scale(crop) and least <= crop <= 1
     yield "crop_pct", crop is None or share, "a share above 0, up to 1"
     seed = state.get("order_seed")
-    drawn = isinstance(seed, int) and seed >= 0
-    yield "order_seed", seed is None or drawn, "a whole number >= 0"
+    yield "order_seed", seed is None or is_count(seed, 0), "a whole number >= 0"
 
 
-def _is_normalisation(kept: Mapping[str, Any], channels: int | None) -> bool:
-    mean, std = kept.get("mean"), kept.get("std")
-    if not (len(kept) == 2 and isinstance(mean, list) and isinstance(std, list)):
+def _is_normalisation(value: Any, channels: int | None) -> bool:
+    if not isinstance(value, Mapping) or value.keys() != {"mean", "std"}:
+        return False
+    mean, std = value["mean"], value["std"]
+    if not (isinstance(mean, list) and isinstance(std, list)):
         return False
     fits = 0 < len(mean) == len(std) == (channels or len(mean))
-    return fits and all(map(_is_number, mean)) and all(map(_is_scale, std))
-
-
-def _is_number(value: Any) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= LARGEST
+    return (
+        fits
+        and all(is_number(m) and abs(m) <= MAX_VALUE for m in mean)
+        and all(map(_is_scale, std))
+    )
 
 
 def _is_scale(value: Any) -> bool:
-    return _is_number(value) and value >= 1 / LARGEST
+    return is_number(value) and 1 / MAX_VALUE <= value <= MAX_VALUE
 
 
 def normalisation_for(state: Mapping[str, Any], pixel_max: int) -> dict[str, list[float]]:
     """``mean`` and ``std`` per channel, for pixels from 0 to ``pixel_max``.
 
-    In the state they are in units of its own pixels, whose largest value is 16 for the digits, 255
-    for image files and 1 for published weights.
+    The state holds them in units of its pixels, whose largest value is 16 for the digits, 255 for
+    image files and 1 for published weights.
     """
-    stored, kept = state.get("pixel_max", BYTE_MAX), state["normalisation"]
-    return {name: [value * pixel_max / stored for value in kept[name]] for name in ("mean", "std")}
+    scale = pixel_max / state.get("pixel_max", BYTE_MAX)
+    values = state["normalisation"]
+    return {name: [value * scale for value in values[name]] for name in ("mean", "std")}
 
 
 def crop_of(state: Mapping[str, Any]) -> float | None:

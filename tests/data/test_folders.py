@@ -122,6 +122,16 @@ def test_a_folder_without_the_layout_is_checked_too(make_folder: MakeFolder) -> 
         check_folder(root / "nowhere")
 
 
+def test_a_folder_with_several_names_is_entered_once(make_folder: MakeFolder) -> None:
+    """Two links to one folder, side by side, listed its images twice."""
+    root = make_folder({"train": _TWO, "elsewhere": {"images": 3}})
+    for name in ("one", "two", ".hidden"):
+        (root / "train" / "cat" / name).symlink_to(root / "elsewhere" / "images")
+    paths = scan(root).splits["train"].paths
+    assert len(paths) == sum(_TWO.values()) + 3
+    assert sum("/one/" in path for path in paths) == 3
+
+
 def test_links_that_lead_back_are_not_followed_again(make_folder: MakeFolder) -> None:
     """A class contained the images of all others, 41 times; with three such links the scan hung."""
     root = make_folder({"train": _TWO})

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from revzoo.data import DataError, Digits
-from revzoo.data.state import LARGEST_SIDE, check_state
+from revzoo.data.state import MAX_SIDE, check_state
 
 NUMBERS = {"mean": [4.9], "std": [6.0]}
 STATE = {
@@ -42,7 +42,7 @@ def test_states_of_this_and_of_older_versions_are_accepted() -> None:
         *[("normalisation", {**NUMBERS, "std": [v]}) for v in (0.0, -1.0, float("nan"), 1e-60)],
         *[("normalisation", {name: [1.0] * n for name in NUMBERS}) for n in (0, 3)],
         ("normalisation", {**NUMBERS, "std": [1.0, 1.0]}),
-        *[("image_size", v) for v in ("big", -5, 0, 8.5, True, [8], LARGEST_SIDE + 1)],
+        *[("image_size", v) for v in ("big", -5, 0, 8.5, True, [8], MAX_SIDE + 1)],
         *[("in_chans", v) for v in ("1", 0, 3, True, torch.ones(2))],
         *[("crop_pct", v) for v in ("x", 0, 1.5, float("nan"), 1e-6, True)],
         *[("order_seed", v) for v in ("x", -1, 0.5, torch.zeros(2))],
