@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_type_hints
 from urllib.parse import urlsplit
 
-from revzoo._checks import expected_type, is_count
+from revzoo._checks import expected_type, is_count, is_number
 from revzoo.weights.errors import EntryError
 
 if TYPE_CHECKING:
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 HUB = "hf-hub:"
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_NUMBERS = ("num_classes", "input_size", "crop_pct")  # their own checks say more than the type
-_NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")
+_CHECKED_BELOW = ("num_classes", "input_size", "crop_pct")  # in more detail than by their type
+_NAME = re.compile(r"([a-z]+:)?[A-Za-z0-9_]+(\.[A-Za-z0-9_-]+)?")  # timm:resnet50.tag
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,9 +80,8 @@ class WeightsEntry:
             value = getattr(self, name)
             # the class is frozen, and JSON has lists only
             object.__setattr__(self, name, tuple(value) if isinstance(value, list) else value)
-        wrong = list(self._faults())
-        if wrong:
-            raise EntryError(f"the entry of weights {self.name!r} is not valid: {'; '.join(wrong)}")
+        if faults := "; ".join(self._faults()):
+            raise EntryError(f"the entry of weights {self.name!r} is not valid: {faults}")
 
     @property
     def in_chans(self) -> int:
@@ -117,8 +116,9 @@ class WeightsEntry:
 
     def plain(self) -> dict[str, Any]:
         """The fields as plain containers for JSON, without empty ones."""
-        values = {k: v for k, v in asdict(self).items() if k != "folder"}
-        return {k: v for k, v in values.items() if v not in (None, {}, False)}
+        values = asdict(self).items()
+        # `in` compares with ==, so 0 would go, too; no field may be 0
+        return {k: v for k, v in values if k != "folder" and v not in (None, {}, False)}
 
     def _faults(self) -> Iterator[str]:
         wrong_types = list(self._faults_of_type())
@@ -131,7 +131,7 @@ class WeightsEntry:
             yield f"architecture={self.architecture!r} is not the first part of the name"
         if not _SHA256.fullmatch(self.sha256):
             yield f"sha256={self.sha256!r}, expected 64 hexadecimal digits in lower case"
-        if not all(map(_is_number, self.metrics.values())):
+        if not all(map(_is_finite, self.metrics.values())):
             yield f"metrics={dict(self.metrics)}, expected finite numbers"
         yield from self._faults_of_place()
         yield from self._faults_of_shape()
@@ -139,7 +139,7 @@ class WeightsEntry:
     def _faults_of_type(self) -> Iterator[str]:
         for name, hint in get_type_hints(WeightsEntry).items():
             value = getattr(self, name)
-            if name not in _NUMBERS and (expected := expected_type(value, hint)):
+            if name not in _CHECKED_BELOW and (expected := expected_type(value, hint)):
                 yield f"{name}={value!r}, expected {expected}"
         if not isinstance(self.input_size, tuple):
             yield f"input_size={self.input_size!r}, expected [channels, height, width]"
@@ -149,6 +149,7 @@ class WeightsEntry:
     def _faults_of_place(self) -> Iterator[str]:
         if self.file is None and self.url is None:
             yield "file and url are both missing: give one"
+        # an entry from the hub must not reach files outside its folder
         if self.file is not None and (
             Path(self.file).name != self.file or not self.file.endswith(".safetensors")
         ):
@@ -167,13 +168,13 @@ class WeightsEntry:
         for name in ("mean", "std"):
             values = getattr(self, name)
             if values is not None and (
-                len(values) != self.in_chans or not all(map(_is_number, values))
+                len(values) != self.in_chans or not all(map(_is_finite, values))
             ):
                 yield f"{name}={values}, expected {self.in_chans} numbers, one per channel"
             elif name == "std" and values is not None and min(values) <= 0:
                 yield f"std={values}, expected numbers above 0"
         crop = self.crop_pct
-        if crop is not None and not (_is_number(crop) and 0 < crop <= 1):
+        if crop is not None and not (_is_finite(crop) and 0 < crop <= 1):
             yield f"crop_pct={crop!r}, expected a share above 0, up to 1"
 
 
@@ -220,7 +221,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         return json.loads(text)
-    except RecursionError:
+    except RecursionError:  # a file of "[[[[..." raises it
         raise ValueError("its lists or objects are nested too deep") from None
 
 
@@ -233,6 +234,6 @@ def is_web_address(url: str) -> bool:
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
-def _is_number(value: object) -> bool:
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return is_number and abs(value) <= sys.float_info.max  # type: ignore[arg-type]
+def _is_finite(value: Any) -> bool:
+    # not math.isfinite, which raises for integers beyond the floats: JSON may hold any number
+    return is_number(value) and abs(value) <= sys.float_info.max

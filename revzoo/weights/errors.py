@@ -63,13 +63,13 @@ class StateMismatchError(WeightsError):
         self.missing = sorted(missing)
         self.unexpected = sorted(unexpected)
         self.misshapen = sorted(misshapen)
-        found = {
+        lists = {
             "missing": self.missing,
             "unexpected": self.unexpected,
             "of another shape or type": self.misshapen,
         }
         lines = [
-            f"  {len(names)} {what}: {', '.join(names)}" for what, names in found.items() if names
+            f"  {len(names)} {kind}: {', '.join(names)}" for kind, names in lists.items() if names
         ]
         super().__init__(
             f"the tensors of {where} do not fit the model; nothing was loaded. Create the model "

@@ -19,9 +19,9 @@ def cache_folder(cache_dir: str | Path | None = None) -> Path:
     """``cache_dir``, else ``$REVZOO_CACHE``, else ``revzoo`` in the user's cache folder (XDG)."""
     if cache_dir is not None:
         return Path(cache_dir)
-    if own := os.environ.get("REVZOO_CACHE"):
-        return Path(own)
-    base = os.environ.get("XDG_CACHE_HOME")
+    if folder := os.environ.get("REVZOO_CACHE"):
+        return Path(folder)
+    base = os.environ.get("XDG_CACHE_HOME")  # empty counts as unset, as XDG asks
     return (Path(base) if base else Path.home() / ".cache") / "revzoo"
 
 
@@ -35,11 +35,12 @@ def read_bytes(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> b
         HubError: the file is on the hub, and fetching it failed.
     """
     path = _locate(entry, cache_dir)
+    # the hash of the bytes that are used: the file may change between two reads
     data = path.read_bytes()
-    found = hashlib.sha256(data).hexdigest()
-    if found != entry.sha256:
+    sha256 = hashlib.sha256(data).hexdigest()
+    if sha256 != entry.sha256:
         raise HashMismatchError(
-            f"{path} ({len(data)} bytes) has sha256 {found}; {entry.name} expects {entry.sha256}: "
+            f"{path} ({len(data)} bytes) has sha256 {sha256}; {entry.name} expects {entry.sha256}: "
             "the file is damaged, incomplete or another one. Fetch it again"
         )
     return data
@@ -54,6 +55,7 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
         return fetch(entry.url, entry.file or "model.safetensors", cache_dir=cache_dir)
     # the hash in the name keeps versions of the weights apart
     cached = cache_folder(cache_dir) / f"{entry.name}-{entry.sha256[:16]}.safetensors"
+    # a damaged file in the cache is downloaded again
     if cached.is_file() and sha256_of(cached) == entry.sha256:
         return cached
     if entry.url is None:
@@ -86,9 +88,9 @@ def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> N
     try:
         with socket_timeout(timeout):
             download_url_to_file(url, str(target), hash_prefix=sha256, progress=False)
-    except (OSError, HTTPException, ValueError) as error:
+    except (OSError, HTTPException, ValueError) as error:  # not chained: a socket's traceback
         raise DownloadError(f"{url} cannot be downloaded ({error}): check the network") from None
-    except RuntimeError as error:  # a wrong hash
+    except RuntimeError as error:  # torch.hub's error for a wrong hash
         raise HashMismatchError(
             f"{url}: {error}. The connection ended early, or the server has another file; "
             "nothing was kept. Try again"

@@ -18,7 +18,8 @@ from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.hub import CONFIG_FILE
 
 KEY = "entry"
-_OF_THE_FILE = ("sha256", "file", "url", "default")
+# fields that the file cannot hold (its hash), or that change when someone renames or moves it
+_OUTSIDE = ("sha256", "file", "url", "default")
 
 
 def metadata_of(data: bytes, where: str) -> dict[str, str]:
@@ -32,22 +33,23 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
         # ValueError: no JSON; TypeError, AttributeError: JSON, but no object
         if len(data) < 8 + size:
             raise ValueError(f"{len(data)} bytes, but a header of {size}")
-        found = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
+        metadata = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
             f"{where} is no complete safetensors file: {error}. Fetch it again"
         ) from error
-    return {str(key): str(value) for key, value in found.items()}
+    return {str(key): str(value) for key, value in metadata.items()}
 
 
 def metadata_for(entry: WeightsEntry) -> dict[str, str]:
     """The header's strings for the file that ``entry`` will describe."""
-    known = {key: value for key, value in entry.plain().items() if key not in _OF_THE_FILE}
+    fields = {key: value for key, value in entry.plain().items() if key not in _OUTSIDE}
     return {
-        "format": "pt",
+        "format": "pt",  # as safetensors.torch writes it, for programs that ask
+        # apart from the entry: reading tensors needs these two, and no valid entry
         "architecture": entry.architecture,
         "in_chans": str(entry.in_chans),
-        KEY: json.dumps(known),
+        KEY: json.dumps(fields),
     }
 
 
@@ -62,16 +64,16 @@ def entry_of_file(path: Path) -> WeightsEntry:
         return entry
     data = path.read_bytes()
     try:
-        known = parse_json(metadata_of(data, str(path))[KEY])
+        fields = parse_json(metadata_of(data, str(path))[KEY])
     except (KeyError, ValueError):
-        known = None
-    if not isinstance(known, Mapping):
+        fields = None
+    if not isinstance(fields, Mapping):
         raise UnreadableWeightsError(
             f"{path} does not describe its model, and there is no {path.stem}.json beside it: put "
             "one there, or use create_model(ARCHITECTURE, checkpoint_path=...)"
         )
     fixed: dict[str, Any] = {"sha256": hashlib.sha256(data).hexdigest(), "file": path.name}
-    return entry_from({**known, **fixed}, where=str(path), folder=path.parent)
+    return entry_from({**fields, **fixed}, where=str(path), folder=path.parent)
 
 
 def entry_beside(path: Path) -> WeightsEntry | None:

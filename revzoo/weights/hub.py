@@ -6,6 +6,7 @@ A repository holds ``config.json`` (the entry), ``model.safetensors`` and ``READ
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def fetch(source: str, file: str, *, cache_dir: str | Path | None = None) -> Pat
         path = hub.hf_hub_download(
             repo_id=name, filename=file, revision=revision or None, cache_dir=cache_dir
         )
-    except (OSError, ValueError) as error:  # base classes of the hub's errors
+    except (OSError, ValueError) as error:  # base classes of the library's errors
         raise HubError(f"{source}: {file} could not be fetched from the hub: {error}") from error
     return Path(path)
 
@@ -41,7 +42,7 @@ def fetch_folder(source: str, *, cache_dir: str | Path | None = None, tensors: b
         HubError: as :func:`fetch`.
     """
     config = fetch(source, CONFIG_FILE, cache_dir=cache_dir)
-    if tensors:
+    if tensors:  # the library puts all files of one revision into one folder
         fetch(source, TENSORS_FILE, cache_dir=cache_dir)
     return config.parent
 
@@ -66,8 +67,7 @@ def push_folder(folder: Path, repository: str, *, private: bool, message: str) -
 
 
 def _check_repository(name: str) -> None:
-    owner, slash, rest = name.partition("/")
-    if not (owner and slash and rest) or "/" in rest:
+    if not re.fullmatch(r"[^/]+/[^/]+", name):
         raise HubError(f"{name!r} is no repository of the hub: expected owner/name")
 
 

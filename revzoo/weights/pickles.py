@@ -19,7 +19,7 @@ from revzoo.weights.errors import UnreadableWeightsError
 
 MAPPINGS = (dict, OrderedDict, Counter)
 CONTAINERS = (*MAPPINGS, list, tuple)
-DEEPEST, MOST = 50, 2_000_000  # levels and values; random states of 1,000 processes fit
+MAX_DEPTH, MAX_VALUES = 50, 2_000_000  # random states of 1,000 processes fit
 _STORAGE_OR_DTYPE = re.compile(r"\w+Storage|(b?float|complex|qu?int|u?int|bool)\w*")
 
 
@@ -30,24 +30,25 @@ def check_nesting(value: Any, name: str) -> None:
     10**40 values. We count the values of each container once.
 
     Raises:
-        UnreadableWeightsError: more than :data:`DEEPEST` levels or :data:`MOST` values; the
-            message gives ``name`` and the keys below it.
+        UnreadableWeightsError: more than :data:`MAX_DEPTH` levels or :data:`MAX_VALUES` values;
+            the message gives ``name`` and the keys below it.
     """
-    sizes: dict[int, int] = {}
+    sizes: dict[int, int] = {}  # values in each container, by its id
 
-    def size(value: Any, place: Sequence[Any]) -> int:
+    def size(value: Any, keys: Sequence[Any]) -> int:
         if id(value) not in sizes:
             items = value.items() if isinstance(value, MAPPINGS) else enumerate(value)
-            if len(place) < DEEPEST:
+            # recorded after its items: a container inside itself has no size yet and gets too deep
+            if len(keys) < MAX_DEPTH:
                 sizes[id(value)] = sum(
-                    size(item, (*place, key)) if isinstance(item, CONTAINERS) else 1
+                    size(item, (*keys, key)) if isinstance(item, CONTAINERS) else 1
                     for key, item in items
                 )
-            if sizes.get(id(value), MOST) >= MOST:
-                keys = "".join(f"[{key!r:.30}]" for key in place[:8])
+            if sizes.get(id(value), MAX_VALUES) >= MAX_VALUES:
+                place = "".join(f"[{key!r:.30}]" for key in keys[:8])
                 raise UnreadableWeightsError(
-                    f"{name}{keys} holds more than {MOST:,} values, or lists in lists more than "
-                    f"{DEEPEST} deep"
+                    f"{name}{place} holds more than {MAX_VALUES:,} values, or lists in lists more "
+                    f"than {MAX_DEPTH} deep"
                 )
         return sizes[id(value)]
 
@@ -101,9 +102,10 @@ def _checking(load: Callable[[Any], None], keys: slice) -> Callable[[Any], None]
 
 
 _dispatch = pickle._Unpickler.dispatch
+# for each instruction that hashes: where the hashed values lie on the unpickler's stack
 _HASHING = {
-    pickle.SETITEM: slice(-2, -1),
-    pickle.SETITEMS: slice(0, None, 2),
+    pickle.SETITEM: slice(-2, -1),  # key, value on top
+    pickle.SETITEMS: slice(0, None, 2),  # key, value, key, value, ... since the mark
     pickle.DICT: slice(0, None, 2),
     pickle.ADDITEMS: slice(None),
     pickle.FROZENSET: slice(None),
@@ -116,12 +118,12 @@ class BoundedUnpickler(pickle._Unpickler):
     The C unpickler allocates its memo for the largest index in the file.
     """
 
-    # every instruction that hashes a value from the file: nested tuples take exponential time
+    # tuples are hashed anew at each mention, so nested tuples take exponential time
     dispatch: ClassVar = {
         **_dispatch,
         **{op[0]: _checking(_dispatch[op[0]], keys) for op, keys in _HASHING.items()},
     }
-    # it would allocate a buffer of the size that the file announces
+    # bytearray: Python allocates the size that the file announces
     del dispatch[pickle.BYTEARRAY8[0]]
 
     def persistent_load(self, pid: Any) -> Any:
@@ -145,6 +147,8 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
+# All that torch.save writes for plain values and dense tensors. Nothing here is torch's: a
+# rehearsal must not allocate tensors.
 _KNOWN: Mapping[str, Any] = {
     "collections.OrderedDict": ordered,
     "collections.Counter": lambda values=(): hashable(list(listed(values))),
@@ -165,7 +169,7 @@ class _Rehearsal(BoundedUnpickler):
     """Knows only the names that ``torch.save`` writes for plain values and dense tensors."""
 
     def find_class(self, module: str, name: str) -> Any:
-        full = f"{module.replace('__builtin__', 'builtins')}.{name}"
+        full = f"{module.replace('__builtin__', 'builtins')}.{name}"  # Python 2 wrote __builtin__
         if full in _KNOWN:
             return _KNOWN[full]
         owner = re.fullmatch(r"torch|torch\.(cuda|storage)", module)

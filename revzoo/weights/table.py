@@ -39,19 +39,20 @@ class WeightsTable:
             EntryError: a folder is missing; a file is not valid, has another name than its entry,
                 or repeats a name; an architecture has two defaults.
         """
-        found: dict[str, WeightsEntry] = {}
+        entries: dict[str, WeightsEntry] = {}
         for path in self._files():
             entry = read_entry(path)
-            if path.stem != entry.name or entry.name in found:
+            # names() reads file names only, so they must be right
+            if path.stem != entry.name or entry.name in entries:
                 raise EntryError(
                     f"{path} describes {entry.name!r}: expected one file, named like its entry"
                 )
-            found[entry.name] = entry
-        for architecture in {entry.architecture for entry in found.values()}:
-            defaults = [e.name for e in _of(architecture, found.values()) if e.default]
+            entries[entry.name] = entry
+        for architecture in {entry.architecture for entry in entries.values()}:
+            defaults = [e.name for e in _of(architecture, entries.values()) if e.default]
             if len(defaults) > 1:
                 raise EntryError(f"{' and '.join(defaults)} are both the default: keep one")
-        return found
+        return entries
 
     def names(self, pattern: str = "*") -> list[str]:
         """Sorted names that match ``pattern`` as a whole or in their architecture.
@@ -71,9 +72,11 @@ class WeightsTable:
         architecture = name.partition(".")[0]
         candidates = _of(architecture, self.entries.values())
         if name == architecture and candidates:
+            # an architecture's only weights need no mark
             default = [e for e in candidates if e.default] or candidates
             if len(default) == 1:
                 return default[0]
+        # no weights have this name: find out what the user meant
         if name.endswith(".ckpt") or Path(name, "checkpoints").is_dir():
             raise UnknownWeightsError(
                 f"{name} is a run or its checkpoint, not weights: revzoo export CKPT --format "

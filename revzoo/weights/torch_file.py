@@ -58,6 +58,7 @@ def read_torch_file(
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
+    # without bare pickles, a file that does not begin like an archive is a damaged one
     is_archive = not bare_pickles or _is_archive(path)
     if not is_archive and tarfile.is_tarfile(path):
         raise UnreadableWeightsError(
@@ -90,6 +91,7 @@ def read_torch_file(
 
 def _load(path: Path, is_archive: bool, map_location: Any, fallback_pickle: Any) -> Any:
     try:
+        # torch.load would hang on a hostile pickle, so these go first
         if is_archive:
             with zipfile.ZipFile(path) as archive:
                 for content in _pickles_in(archive):
@@ -124,38 +126,39 @@ def check_archive(path: Path) -> bool:
     size = path.stat().st_size
     try:
         with zipfile.ZipFile(path) as archive:
-            summed = any(entry.CRC for entry in archive.infolist())
-            fault = _fault_of(archive, size, summed=summed)
+            # set_crc32_options(False) writes 0 for every part
+            has_checksums = any(entry.CRC for entry in archive.infolist())
+            fault = _fault_of(archive, size, has_checksums=has_checksums)
     except Exception as error:  # damaged archives raise many types
         fault = f"is cut off or no checkpoint at all ({size:,} bytes, {error})"
     if fault:
         raise UnreadableWeightsError(f"{path} {fault}: it was not loaded; {_REMEDY}")
-    return summed
+    return has_checksums
 
 
-def _fault_of(archive: zipfile.ZipFile, size: int, *, summed: bool) -> str | None:
+def _fault_of(archive: zipfile.ZipFile, size: int, *, has_checksums: bool) -> str | None:
     entries = archive.infolist()
     if any(entry.filename.endswith("/constants.pkl") for entry in entries):
         return "is a TorchScript archive, which holds a program; save the module's state_dict"
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
         return "is compressed, which files of torch.save never are"
-    if sum(entry.file_size for entry in entries) > size:  # entries share bytes
+    if sum(entry.file_size for entry in entries) > size:  # overlapping entries share bytes
         return f"would take more memory than its {size:,} bytes, unlike files of torch.save"
-    damaged = archive.testzip() if summed else None
+    damaged = archive.testzip() if has_checksums else None
     return damaged and f"is damaged: the checksum of {damaged} does not match"
 
 
 def _pickles_in(archive: zipfile.ZipFile) -> Iterator[bytes]:
     for entry in archive.infolist():
         if entry.filename.endswith(".pkl"):
-            if not entry.CRC:
-                entry.CRC = None  # type: ignore[assignment]  # no checksum in the file: read() must not verify
+            if not entry.CRC:  # no checksum in the file; with None, read() does not verify it
+                entry.CRC = None  # type: ignore[assignment]
             yield archive.read(entry)
 
 
 def _tensors_in(content: Any) -> Iterator[tuple[str, Tensor]]:
     """All tensors in the containers, with the nearest string key above each."""
-    pending, seen = [("", content)], set()
+    pending, seen = [("", content)], set()  # by id: check_nesting allows shared containers
     while pending:
         name, value = pending.pop()
         if isinstance(value, Tensor):
@@ -184,10 +187,10 @@ def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
             )
         storage = tensor.untyped_storage()
         held, needed = storage.nbytes(), tensor.numel() * tensor.element_size()
-        if storage._cdata not in seen:
+        if storage._cdata not in seen:  # tied weights share a storage, which counts once
             seen.add(storage._cdata)
             total += held
-        # expand() makes a tensor of any size from one number; a list may share a storage
+        # needed > held: expand() makes a tensor of any size from one number
         if needed > held or total > size:
             raise UnreadableWeightsError(
                 f"{path}: {name or 'a tensor'} of shape {tuple(tensor.shape)} takes {needed:,} "

@@ -35,10 +35,12 @@ def eval_transforms(
     return v2.Compose(
         [
             v2.RGB() if channels == 3 else v2.Grayscale(channels),
+            # resized before the conversion to floats, so Pillow images use Pillow's filter, as in
+            # training
             v2.Resize(shorter, antialias=True),
             v2.CenterCrop(side),
             v2.ToImage(),
-            v2.ToDtype(torch.float32, scale=True),
+            v2.ToDtype(torch.float32, scale=True),  # bytes to [0, 1]; floats stay as they are
             v2.Normalize(list(mean), list(std)),
             v2.ToPureTensor(),
         ]
