@@ -85,42 +85,44 @@ class Audit:
 
     def __init__(self, mode: str, trace: Trace, extra: int) -> None:
         self.mode, self._trace = mode, trace
-        kept = [made for made in trace.allocations if made.kind == "kept"]
-        kept.sort(key=lambda made: -made.size)
-        self.kept_bytes = sum(made.size for made in kept)
+        kept = [allocation for allocation in trace.allocations if allocation.kind == "kept"]
+        kept.sort(key=lambda allocation: -allocation.size)
+        self.kept_bytes = sum(allocation.size for allocation in kept)
         self.activation_bytes = trace.peak - trace.base
         self.peak_bytes = trace.peak + extra
         worst = max(range(trace.tick), key=trace.levels.__getitem__)
         self.kinds: dict[str, int] = {"optimiser": extra} if extra else {}
         self.stages: dict[str, int] = {}
-        for made in trace.allocations:
-            if made.alive(worst):
-                self.kinds[made.kind] = self.kinds.get(made.kind, 0) + made.size
-            if made.kind == "kept":
-                self.stages[made.stage] = self.stages.get(made.stage, 0) + made.size
+        for allocation in trace.allocations:
+            if allocation.alive(worst):
+                self.kinds[allocation.kind] = self.kinds.get(allocation.kind, 0) + allocation.size
+            if allocation.kind == "kept":
+                self.stages[allocation.stage] = (
+                    self.stages.get(allocation.stage, 0) + allocation.size
+                )
         self.rows = [
             Row(
                 mode,
-                made.stage,
-                made.module,
-                made.operation,
-                "x".join(map(str, made.shape)),
-                str(made.dtype).removeprefix("torch."),
-                made.size,
-                made.saved,
+                allocation.stage,
+                allocation.module,
+                allocation.operation,
+                "x".join(map(str, allocation.shape)),
+                str(allocation.dtype).removeprefix("torch."),
+                allocation.size,
+                allocation.saved,
             )
-            for made in kept
+            for allocation in kept
         ]
 
     def series(self) -> tuple[dict[str, list[int]], int]:
         """Bytes of activations by stage after each operator, and the first operator of backward."""
         changes: dict[str, list[int]] = {}
-        for made in self._trace.allocations:
-            if made.kind in ("kept", "temporary"):
-                row = changes.setdefault(made.stage, [0] * (self._trace.tick + 1))
-                row[min(made.born, self._trace.tick)] += made.size
-                if made.died is not None:
-                    row[min(made.died, self._trace.tick)] -= made.size
+        for allocation in self._trace.allocations:
+            if allocation.kind in ("kept", "temporary"):
+                row = changes.setdefault(allocation.stage, [0] * (self._trace.tick + 1))
+                row[min(allocation.born, self._trace.tick)] += allocation.size
+                if allocation.died is not None:
+                    row[min(allocation.died, self._trace.tick)] -= allocation.size
         levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
         return levels, self._trace.turn
 
@@ -162,17 +164,18 @@ class Report:
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
-        self._own = own = audits[0]
-        self.kept_bytes, self.activation_bytes = own.kept_bytes, own.activation_bytes
-        self.peak_bytes, self.rows = own.peak_bytes, own.rows
+        self._present = present = audits[0]
+        self.kept_bytes, self.activation_bytes = present.kept_bytes, present.activation_bytes
+        self.peak_bytes, self.rows = present.peak_bytes, present.rows
         self.converted = [
-            Converted(block, *(self._an_image(audit, block.path) for audit in (plain, self._own)))
+            Converted(block, *(self._bytes_per_image(a, block.path) for a in (plain, present)))
             for block in blocks
             if plain is not None
         ]
 
-    def _an_image(self, audit: Audit, path: str) -> int:
+    def _bytes_per_image(self, audit: Audit, path: str) -> int:
         """Bytes per image that the module at ``path`` keeps."""
+        # with a dot, so that "stages.1" does not match "stages.10"
         inside = (row.bytes for row in audit.rows if f"{row.module}.".startswith(f"{path}."))
         return sum(inside) // self.input_shape[0]
 
@@ -204,6 +207,7 @@ class Report:
         for axes, audit in zip(panels[0], self.audits.values(), strict=True):
             levels, turn = audit.series()
             length = max(map(len, levels.values()), default=0)
+            # every panel has the same names in the same order, so one legend serves all
             stacked = {name: levels.get(name, [0] * length) for name in shown}
             others = [levels[name] for name in levels if name not in shown]
             if others:
@@ -234,7 +238,7 @@ class Report:
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(folder)) as writer:
-            writer.add_figure("memory/step", self.figure())
+            writer.add_figure("memory/step", self.figure())  # also closes the figure
             for mode, audit in self.audits.items():
                 writer.add_scalar(f"memory/peak_bytes/{mode}", audit.peak_bytes)
 
@@ -246,29 +250,29 @@ class Report:
         yield f"{self.model}, one training step on {shape}"
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
-        own = self._own
+        present = self._present
         for audit in self.audits.values():
             kept, peak = in_units(audit.kept_bytes), in_units(audit.peak_bytes)
-            note = "  (the model's mode)" if audit is own and len(self.audits) > 1 else ""
+            note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
             yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
         yield ""
         yield "kept: activations between the forward and the backward pass"
         yield "peak: most bytes alive at once, with weights and gradients"
         if self.plain is not None:
             yield from self._converted_lines(self.plain)
-        yield from _sizes(f"{own.mode}, at the peak", own.kinds)
-        yield from _sizes(f"{own.mode}, kept by stage", own.stages)
-        if own.rows:
+        yield from _sizes(f"{present.mode}, at the peak", present.kinds)
+        yield from _sizes(f"{present.mode}, kept by stage", present.stages)
+        if present.rows:
             yield ""
-            yield f"{own.mode}, largest kept tensors, and what keeps them"
-        for row in own.rows[:_SHOWN]:
+            yield f"{present.mode}, largest kept tensors, and what keeps them"
+        for row in present.rows[:_SHOWN]:
             by = "autograd" if row.saved else "tape"
-            made = f"{row.module or 'model'} {row.operation}"
-            yield f"{in_units(row.bytes):>14}  {row.shape} {row.dtype}, {by}: {made}"
+            source = f"{row.module or 'model'} {row.operation}"
+            yield f"{in_units(row.bytes):>14}  {row.shape} {row.dtype}, {by}: {source}"
 
     def _converted_lines(self, plain: Audit) -> Iterator[str]:
         count = self.input_shape[0]
-        before, after = (in_units(a.kept_bytes // count) for a in (plain, self._own))
+        before, after = (in_units(a.kept_bytes // count) for a in (plain, self._present))
         yield ""
         yield f"reversible blocks; kept an image, before and after ({before} -> {after})"
         for path, rows in itertools.groupby(
@@ -308,7 +312,7 @@ def plotting() -> Any:
         import matplotlib
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")
+    matplotlib.use("Agg")  # before pyplot: other backends need a display
     from matplotlib import pyplot
 
     return pyplot
@@ -349,7 +353,7 @@ def audit(
         raise TypeError(f"input_shape is a tensor: give its shape, {tuple(input_shape.shape)}")
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
-    own = present_mode(model)
+    present = present_mode(model)
     wanted = modes_on([p.device for p in model.parameters()]) if modes is None else list(modes)
     blocks: list[BlockRow] = []
     for mode in wanted:
@@ -357,9 +361,9 @@ def audit(
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
     audits = []
-    for mode in dict.fromkeys([own, *wanted]):
+    for mode in dict.fromkeys([present, *wanted]):
         twin = real_twin(model) if real else fake_twin(model)
-        if mode != own:
+        if mode != present:
             try:
                 set_memory(twin, mode)
             except ValueError:
@@ -368,7 +372,7 @@ def audit(
                 raise
         trace = trace_step(twin, images_for(twin, input_shape))
         audits.append(Audit(mode, trace, extra))
-        if mode == own:
+        if mode == present:
             blocks = reversible_blocks(twin)
     plain = None
     if blocks:

@@ -74,6 +74,7 @@ def bench(
     device = torch.device("cpu")
     for mode in dict.fromkeys(modes):
         model = in_training(build())
+        # clock=False: a plan from a nominal processor, the same in every benchmark
         planned = (
             PLANNED[mode].plan(Planner(model, shape, clock=False)) if mode in PLANNED else mode
         )
@@ -97,6 +98,7 @@ def _measured(
     name: str, mode: str, seconds: Mapping[str, Sequence[float]], batch: int, peak: int
 ) -> Measured:
     first = next(iter(seconds.values()))
+    # by round: both times of a ratio come from the same seconds on the machine
     ratios = [own / base for own, base in zip(seconds[mode], first, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     median = statistics.median(seconds[mode])

@@ -114,6 +114,7 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
         if i and choices[i - 1].joins and not choice.joins:  # the run before ends
             held.update(choices[i - 1].state)
             kept += choices[i - 1].closes
+        # a union, as a stream that is held and enters counts once
         before = kept + chain.bytes_of(held.union(link.inputs))
         held |= choice.holds
         kept += choice.keeps
@@ -132,18 +133,19 @@ def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
 class _Label(NamedTuple):
     """Choices for the first links: bytes kept, cost, the last choice, and the label before."""
 
+    # a linked list: labels share their beginnings, so a new one costs no copy
     kept: int
     cost: int
     choice: Choice | None
     before: _Label | None
 
     def choices(self) -> list[Choice]:
-        found: list[Choice] = []
+        backwards: list[Choice] = []
         label: _Label | None = self
         while label is not None and label.choice is not None:
-            found.append(label.choice)
+            backwards.append(label.choice)
             label = label.before
-        return found[::-1]
+        return backwards[::-1]
 
 
 _State = tuple[Choice | None, frozenset[int]]  # the last choice, if its run is open; streams held
@@ -159,10 +161,9 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
         following: dict[_State, list[_Label]] = {}
         for (open_run, held), labels in states.items():
             for choice in link.choices:
-                closing = open_run is not None and not choice.joins
                 now = held
                 added = 0
-                if closing and open_run is not None:  # now the run before must keep its state
+                if open_run is not None and not choice.joins:  # the run ends and keeps its state
                     added = open_run.closes + chain.bytes_of(open_run.state - held)
                     now = held | open_run.state
                 entering = added + chain.bytes_of(frozenset(link.inputs) - now) + choice.forward
@@ -194,12 +195,12 @@ def leanest(chain: Chain) -> list[Choice]:
     low, high = chain.base, evaluate(free, first).peak
     while low < high:
         middle = (low + high) // 2
-        found = fastest(free, middle)
-        if found is None:
+        fitting = fastest(free, middle)
+        if fitting is None:
             low = middle + 1
         else:
-            # a found plan may lie far below its budget, so its own peak is the next upper end
-            high = evaluate(free, found).peak
+            # its peak may lie far below the budget: bisect below that peak
+            high = evaluate(free, fitting).peak
     choices = fastest(chain, high)
     assert choices is not None
     return choices
@@ -214,10 +215,10 @@ def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
 
 def _mentioned(links: Sequence[Link]) -> frozenset[int]:
     """The streams that links enter, leave or hold."""
-    found: set[int] = set()
+    streams: set[int] = set()
     for link in links:
-        found.update(link.inputs, link.outputs, *(c.holds | c.state for c in link.choices))
-    return frozenset(found)
+        streams.update(link.inputs, link.outputs, *(c.holds | c.state for c in link.choices))
+    return frozenset(streams)
 
 
 def _insert(front: list[_Label], label: _Label) -> None:
@@ -227,8 +228,8 @@ def _insert(front: list[_Label], label: _Label) -> None:
     if at and front[at - 1].cost <= label.cost:
         return
     start = at
-    while start and front[start - 1].kept == label.kept:
+    while start and front[start - 1].kept == label.kept:  # as many bytes, but dearer
         start -= 1
-    while at < len(front) and front[at].cost >= label.cost:
+    while at < len(front) and front[at].cost >= label.cost:  # more bytes, and no cheaper
         at += 1
     front[start:at] = [label]

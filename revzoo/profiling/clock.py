@@ -43,9 +43,10 @@ def timed(
     known: dict[object, _Rate] = {}
     links: list[Link] = []
     nominal = measured = 0
-    for link, call in zip(chain.links, calls, strict=False):
+    for link, call in zip(chain.links, calls, strict=False):  # the last link, the head, has no call
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
+        # repr shows layers and their options: equal steps take equal time
         key = (type(step), repr(step), call.layout)
         if key not in known:
             known[key] = _rate(step, call.layout, link.choices, rounds)
@@ -77,6 +78,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
     device = next((p.device for p in step.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
+    # the random images must not advance the caller's generators
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         # a copy: BatchNorm must not see these images, and the model may be on meta
         replica = _replica(step, device)
@@ -103,6 +105,7 @@ def _replica(step: Step, device: torch.device) -> Step:
     """A copy of the step with random weights."""
     memo: dict[int, object] = {}
     for t in (*step.parameters(), *step.buffers()):
+        # small and positive: variances are valid, and deep steps do not overflow
         value = torch.rand(t.shape, device=device).to(t.dtype) / 16
         memo[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
     replica = copy.deepcopy(step, memo)
@@ -111,6 +114,7 @@ def _replica(step: Step, device: torch.device) -> Step:
 
 def _sample(layout: Layout, count: int, device: torch.device) -> Tensor:
     """A stream of a few images in the layout of the whole batch."""
+    # dimensions by descending stride: a dense tensor in this order, permuted back, has the layout
     order = sorted(range(len(layout.shape)), key=lambda d: -layout.stride[d])
     shape = [count, *layout.shape[1:]]
     dense = torch.randn([shape[d] for d in order], device=device)
@@ -126,7 +130,7 @@ def _time(step: Step, state: State, device: torch.device) -> float:
         torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     seconds = now(device) - start
     for t in state:
-        t.grad = None
+        t.grad = None  # else the next timing would add to it
     return seconds
 
 
@@ -136,7 +140,7 @@ def now(device: torch.device) -> float:
     With one thread we use the thread's clock, which stops while other programs have the core.
     """
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)  # kernels run after their call returns
     elif torch.get_num_threads() == 1:
         return time.thread_time()
     return time.perf_counter()

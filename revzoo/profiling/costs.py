@@ -55,5 +55,5 @@ def activation_bytes(model: nn.Module, images: Tensor) -> int:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.
         images: a batch; in small batches, bytes that do not grow with the batch distort the result.
     """
-    run_step(model, images)  # allocates the gradients
+    run_step(model, images)  # allocates the gradients, which the second step only adds to
     return step_peak(model, images) // len(images)

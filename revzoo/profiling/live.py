@@ -40,6 +40,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator, then count the new storages among its outputs."""
+        # views and in-place operators return a storage of their arguments
         known = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
         outputs = func(*args, **(kwargs or {}))
         for t in tree_iter(outputs):
@@ -55,6 +56,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
+        # of the storage, not of the tensor: a view may outlive the tensor
         weakref.finalize(storage, self._forget, size)
 
     def _forget(self, size: int) -> None:
@@ -62,4 +64,5 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _key(t: Tensor) -> int:
+    # the address: untyped_storage() may return another Python object each time
     return t.untyped_storage()._cdata

@@ -60,8 +60,8 @@ def measure(
     if not mode_of(inverting).inverts:
         names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
         raise ValueError(f"inverting={inverting!r}: expected one of {names}")
-    places = [device] if device is not None else [p.device for p in model.parameters()]
-    modes = [name for name in modes_on(places) if not mode_of(name).inverts]
+    devices = [device] if device is not None else [p.device for p in model.parameters()]
+    modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
     if any(step.invertible for step in steps):
         modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
     return {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
@@ -84,14 +84,17 @@ def chain_of(traces: Mapping[str, Trace]) -> Chain:
     names = Counter(call.name for call in first.calls)
     links = []
     for i, call in enumerate(first.calls):
-        # a step may run in one mode in two traces: the first counts
+        # a step may run in one mode in two traces (a stem in "recompute" and in "invert"): reversed
+        # twice, so that the first trace counts
         by_mode = {piece.choices[i].mode: piece.choices[i] for piece in reversed(pieces.values())}
         choices = tuple(reversed(by_mode.values()))
-        if names[call.name] > 1:  # called several times: only the mode that keeps least
+        # A plan gives a step one mode, but its calls are separate links: leave no choice. The
+        # last mode keeps least.
+        if names[call.name] > 1:
             choices = choices[-1:]
         links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
     last = streams.outputs[-1]
-    links.append(Link("", last, (), (pieces["store"].choices[-1],)))
+    links.append(Link("", last, (), (pieces["store"].choices[-1],)))  # the head
     return Chain(tuple(links), streams.sizes, first.base)
 
 
@@ -107,18 +110,19 @@ class _Streams:
         numbers: dict[int, int] = {}
         self.sizes: dict[int, int] = {}
 
-        def number(made: Allocation) -> int:
-            key = numbers.setdefault(id(made), len(numbers))
-            self.sizes[key] = made.size
+        def number(allocation: Allocation) -> int:
+            key = numbers.setdefault(id(allocation), len(numbers))
+            self.sizes[key] = allocation.size
             return key
 
         self.inputs = [tuple(map(number, call.inputs)) for call in calls]
         self.outputs = [tuple(map(number, call.outputs)) for call in calls]
 
     def words_of(self, stream: int, size: int) -> int:
-        """The number of the words of a stream."""
-        self.sizes[-stream - 1] = size
-        return -stream - 1
+        """The number of a stream's words, whose ``size`` is recorded."""
+        words = -stream - 1  # negative, so no stream has it; equal in all traces
+        self.sizes[words] = size
+        return words
 
 
 class _Pieces:
@@ -132,18 +136,20 @@ class _Pieces:
         self.trace, calls = trace, trace.calls
         # by identity: a stream that passes a step unchanged is the same allocation
         self.numbers = {
-            id(made): number
+            id(allocation): number
             for i, call in enumerate(calls)
-            for made, number in (
+            for allocation, number in (
                 *zip(call.inputs, streams.inputs[i], strict=True),
                 *zip(call.outputs, streams.outputs[i], strict=True),
             )
         }
         self.words: dict[int, int] = {}  # stream's number -> number of its words
         for call in calls:
-            for stream, made in call.words.items():
+            for stream, allocation in call.words.items():
                 number = self.numbers[stream]
-                self.words[number] = self.numbers[id(made)] = streams.words_of(number, made.size)
+                self.words[number] = self.numbers[id(allocation)] = streams.words_of(
+                    number, allocation.size
+                )
         self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
         holds, keeps = self._kept()
         plain = [
@@ -163,7 +169,7 @@ class _Pieces:
             Link("", before, after, (choice,))
             for (before, after), choice in zip(ends, plain, strict=True)
         ]
-        # what the chain says is alive when a link starts; the rest of its peak is temporary
+        # the chain tells what is alive when a link starts; the rest of the link's peak is temporary
         alive = levels(Chain(tuple(links), streams.sizes, trace.base), plain)
         peaks = self._peaks_and_costs()
         self.choices = [
@@ -176,21 +182,23 @@ class _Pieces:
         calls = self.trace.calls
         holds: list[set[int]] = [set() for _ in range(len(calls) + 1)]
         keeps = [0] * len(holds)
-        kept = [made for made in self.trace.allocations if made.kind == "kept"]
-        for made in kept:
-            number = self.numbers.get(id(made))
-            savers = {i % len(holds) for i in made.savers}  # -1 is the head
+        kept = [allocation for allocation in self.trace.allocations if allocation.kind == "kept"]
+        for allocation in kept:
+            number = self.numbers.get(id(allocation))
+            savers = {i % len(holds) for i in allocation.savers}  # -1 is the head
             if number is None:
                 # the first saver frees it last: the backward pass walks back
-                keeps[min(savers, default=self._at(made.born))] += made.size
+                keeps[min(savers, default=self._at(allocation.born))] += allocation.size
             else:
                 for i in savers:
                     holds[i].add(number)
-        saving = {i for made in kept for i in made.savers}
-        alive = {self.numbers[id(made)] for made in kept if id(made) in self.numbers}
-        # no saved tensor and no run of inverses: then a tape keeps the inputs, to recompute from
+        saving = {i for allocation in kept for i in allocation.savers}
+        alive = {
+            self.numbers[id(allocation)] for allocation in kept if id(allocation) in self.numbers
+        }
         for i, call in enumerate(calls):
-            if i not in saving and not call.joins:  # a tape keeps its inputs
+            # no saved tensor and no run of inverses: a tape keeps the inputs, to recompute from
+            if i not in saving and not call.joins:
                 inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)
                 holds[i].update(alive.intersection(inputs))
         return holds, keeps
@@ -207,12 +215,12 @@ class _Pieces:
         """Bytes other than streams that a step leaves and the next one frees."""
         start, end = self.starts[i], self.trace.calls[i].end
         return sum(
-            made.size
-            for made in self.trace.allocations
-            if made.kind == "temporary"
-            and start <= made.born < end
-            and made.alive(self.starts[i + 1])
-            and id(made) not in self.numbers
+            allocation.size
+            for allocation in self.trace.allocations
+            if allocation.kind == "temporary"
+            and start <= allocation.born < end
+            and allocation.alive(self.starts[i + 1])
+            and id(allocation) not in self.numbers
         )
 
     def _peaks_and_costs(self) -> Iterator[tuple[int, int, int]]:

@@ -155,7 +155,8 @@ class Planner:
         """
         limit = bytes_from(budget)
         room = goal = limit - self._margin
-        # The chain predicts the peak of mixed modes to about 0.2 %, so each plan is counted.
+        # The chain predicts the peak of mixed modes to about 0.2 %, so we count each plan, and
+        # search again with less room if it exceeds the goal.
         for _ in range(8):
             choices = fastest(self.chain, room)
             if choices is None:
@@ -186,8 +187,8 @@ class Planner:
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that the plan may use, by mode."""
-        found = {mode: self.pure(mode) for mode in self.modes}
-        return {mode: outcome for mode, outcome in found.items() if outcome is not None}
+        outcomes = {mode: self.pure(mode) for mode in self.modes}
+        return {mode: outcome for mode, outcome in outcomes.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
         """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
@@ -212,23 +213,21 @@ class Planner:
         return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget)
 
     def _too_small(self, limit: int) -> str:
-        batch = self.shape[0]
-        need = self.least
-        fixed = self.chain.base
-        help_ = "use a smaller model"
+        need, fixed = self.least, self.chain.base
+        remedies = ["a smaller model"]
         if limit > fixed:
-            # activations grow with the number of images, and with their area
-            # what the budget leaves for activations, over what the leanest plan needs
+            # what the budget leaves for activations, over what the leanest plan needs for them;
+            # they grow with the number of images, and with their area
             share = (limit - fixed) / max(1, need - fixed)
-            fits = int(batch * share)
-            by_batch = f"a batch of about {fits}" if fits else ""
             side = int(self.shape[-1] * math.sqrt(share)) if len(self.shape) == 4 else 0
-            by_side = f"images of about {side} x {side} pixels" if side else ""
-            help_ = "use " + " or ".join(filter(None, (by_batch, by_side, "a smaller model")))
+            if side:
+                remedies.insert(0, f"images of about {side} x {side} pixels")
+            if fits := int(self.shape[0] * share):
+                remedies.insert(0, f"a batch of about {fits}")
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients and input; {help_}"
+            f"parameters, gradients and input; use {' or '.join(remedies)}"
         )
 
 
@@ -326,7 +325,7 @@ def state_bytes(optimizer: torch.optim.Optimizer) -> int:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad = torch.empty_like(p)
-    optimizer.step()
+    optimizer.step()  # optimisers create their state in the first step
     kept = (value for state in optimizer.state.values() for value in state.values())
     return sum(t.nbytes for t in kept if isinstance(t, torch.Tensor))
 
@@ -355,7 +354,7 @@ def largest(
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
         at, bytes_ = guess, need(guess)
-        while bytes_ is None and at > low + 1:
+        while bytes_ is None and at > low + 1:  # impossible: try the next smaller number
             at -= 1
             bytes_ = need(at)
         if bytes_ is None:  # no possible number between low and the guess
@@ -363,7 +362,7 @@ def largest(
             guess = (low + high) // 2 if high <= most else low + 1
         # proportional growth first; once a number does not fit, no further than the middle
         elif bytes_ <= budget:
-            best, low = at, max(guess, at)
+            best, low = at, guess  # the numbers between them are impossible
             growth = (budget / max(1, bytes_)) ** (1 / power)
             guess = max(low + 1, int(at * growth))
             if high <= most:

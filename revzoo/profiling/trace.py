@@ -40,6 +40,7 @@ from torch.nn.modules.module import (
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
+from revzoo._checks import counts_of
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import COUNTED, MODES, mode_of
@@ -154,14 +155,18 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.owners: list[int] = []
         self.costs: list[int] = []
         self.turn = 0
-        self._alive: dict[int, Allocation] = {}
+        self._alive: dict[int, Allocation] = {}  # by address of the storage
         self._names = {id(m): name for name, m in model.named_modules()}
+        # stacks: running modules by path, and the index in `calls` of their step (-1: none)
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
         self._left: list[weakref.ref[Tensor]] = []  # the last step's outputs
-        self._numbers: list[int] = [0]  # of nodes, ascending
-        self._places: list[tuple[str, int]] = [("", -1)]  # whose nodes begin at those numbers
-        self._node = self._place = ("", -1)
+        # A place is (module, index of its step). The nodes of _places[k] have the numbers from
+        # _numbers[k] to _numbers[k + 1].
+        self._numbers: list[int] = [0]
+        self._places: list[tuple[str, int]] = [("", -1)]
+        self._node = ("", -1)  # the place whose node runs, in the backward pass
+        self._place = ("", -1)  # the place of the running operator
         self._operation = ""
         self._hooks: list[Any] = []
 
@@ -179,7 +184,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def base(self) -> int:
         """Bytes alive before the step."""
         fixed = ("parameter", "buffer", "gradient", "input")
-        return sum(made.size for made in self.allocations if made.kind in fixed)
+        return sum(allocation.size for allocation in self.allocations if allocation.kind in fixed)
 
     @property
     def tick(self) -> int:
@@ -187,6 +192,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return len(self.levels)
 
     def __enter__(self) -> Trace:
+        # global hooks, which also see modules that are created during the pass;
+        # always_call: a replay that stops early leaves its modules by an exception
         pre = register_module_forward_pre_hook(self._enter_module)
         post = register_module_forward_hook(self._leave_module, always_call=True)
         self._hooks = [pre, post]
@@ -202,6 +209,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator and record its outputs."""
+        # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
         self.owners.append(self._place[1])
@@ -228,7 +236,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             return
         super()._count(t)
         module, step = self._place
-        made = Allocation(
+        allocation = Allocation(
             size=storage.nbytes(),
             kind="temporary",
             module=module,
@@ -238,14 +246,15 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             born=self.tick,
             step=step,
         )
-        self.allocations.append(made)
-        self._alive[storage._cdata] = made
-        weakref.finalize(storage, self._bury, storage._cdata, made)
+        self.allocations.append(allocation)
+        self._alive[storage._cdata] = allocation
+        # a reference from here would keep the storage alive
+        weakref.finalize(storage, self._bury, storage._cdata, allocation)
 
-    def _bury(self, key: int, made: Allocation) -> None:
-        made.died = self.tick
+    def _bury(self, key: int, allocation: Allocation) -> None:
+        allocation.died = self.tick
         # a new storage may have the address of the old one by now
-        if self._alive.get(key) is made:
+        if self._alive.get(key) is allocation:
             del self._alive[key]
 
     def _note_words(self, call: StepCall, state: Iterable[Tensor]) -> None:
@@ -260,8 +269,9 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
         name = self._names.get(id(module))
-        outer = self._modules[-1] if name is None else name
-        self._modules.append(outer)
+        # a module made during the pass has no name: its tensors belong to its caller
+        self._modules.append(self._modules[-1] if name is None else name)
+        # nodes and steps are counted in the forward pass only
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         # only the outermost step counts: steps inside a branch belong to it
@@ -284,8 +294,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         index = self._current.pop()
-        # the outermost step ends
-        if index >= 0 and self._current[-1] < 0:
+        if index >= 0 and self._current[-1] < 0:  # the outermost step ends
             call = self.calls[index]
             streams = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
             tensors = [t for t in streams if isinstance(t, Tensor)]
@@ -296,6 +305,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._mark()
 
     def _mark(self) -> None:
+        """From the next node on, nodes belong to the innermost running module."""
         self._numbers.append(torch._C._autograd._get_sequence_nr())
         self._places.append((self._modules[-1], self._current[-1]))
 
@@ -304,15 +314,15 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.turn = self.tick
         if self.calls:
             self._note_moved_words()
-        for made in self._alive.values():
-            if made.kind == "temporary":
-                made.kind = "kept"
+        for allocation in self._alive.values():
+            if allocation.kind == "temporary":
+                allocation.kind = "kept"
 
     def pack(self, t: Tensor) -> Tensor:
         """Record that autograd saves ``t``; the pack hook of the forward pass."""
-        found = self.allocation_of(t)
-        found.saved += 1
-        found.savers.add(self._current[-1])
+        allocation = self.allocation_of(t)
+        allocation.saved += 1
+        allocation.savers.add(self._current[-1])
         # detached: an output saved by its own node would keep that node alive
         return t if t.is_leaf else t.detach()
 
@@ -328,7 +338,7 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
     It serves to compare steps, is equal on every machine, and needs no data.
     """
     tensors = [t for t in tree_iter((args, kwargs, outputs)) if isinstance(t, Tensor)]
-    if func.is_view or not tensors:
+    if func.is_view or not tensors:  # a view moves no data
         return 0
     moved = sum(t.nbytes for t in tensors)
     counter = flop_registry.get(func.overloadpacket)
@@ -368,7 +378,8 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         with trace, _explained(model):
             with saved_tensors_hooks(trace.pack, lambda t: t):
                 loss = default_loss(model(images))
-            torch.clear_autocast_cache()  # as at the end of the autocast context
+            # training leaves the autocast context here, which frees the cast weights
+            torch.clear_autocast_cache()
             trace.turn_back()
             torch.autograd.backward(loss)
     return trace
@@ -394,12 +405,14 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         model: on any device, meta included.
         device: the copy's nominal device; None for the model's, or the CPU for the meta device.
     """
+    # allow_non_fake_inputs: a forward pass may use constants that are no buffers
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}
+    memo: dict[int, Any] = {}  # deepcopy takes these instead of copying the tensors
     with mode:
         for t in (*model.parameters(), *model.buffers()):
-            where = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
-            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=where)
+            on = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
+            # strides count, too: they decide whether operators copy
+            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
             memo[id(t)] = (
                 nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
             )
@@ -437,7 +450,7 @@ def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None 
     Raises:
         ValueError: the shape is not a sequence of positive integers.
     """
-    if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
+    if not counts_of(shape):
         raise ValueError(
             f"input_shape={tuple(shape)}: expected positive whole numbers, the batch first, such "
             "as (64, 3, 32, 32)"

@@ -19,8 +19,8 @@ def bytes_from(budget: int | str, *, name: str = "budget") -> int:
         ValueError: it is no positive number of bytes.
     """
     if isinstance(budget, str):
-        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
-        if found and 1 <= (count := float(found[1]) * _UNITS[found[2]]) < 2**63:
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
+        if match and 1 <= (count := float(match[1]) * _UNITS[match[2]]) < 2**63:
             return int(count)
     elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 1 <= budget < 2**63:
         return int(budget)
