@@ -6,9 +6,11 @@ A dictionary is a place as it is: attributes of modules and objects, parameters,
 from __future__ import annotations
 
 import collections
+import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import nn
@@ -46,8 +48,10 @@ class Cell:
         self.cell = cell
 
     def get(self, _: Any, /) -> Any:
-        # an empty cell equals a new one; reading its content raises
-        return None if self.cell == types.CellType() else self.cell.cell_contents
+        try:
+            return self.cell.cell_contents
+        except ValueError:  # empty
+            return None
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
         self.cell.cell_contents = value
@@ -125,6 +129,40 @@ class Attributes:
 
     def pop(self, key: str, /) -> Any:
         return None if (owner := self.owner()) is None else owner.__dict__.pop(key)
+
+
+Read = Callable[[], Sequence[Any]]
+
+
+def readers(entries: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Sequence[Any], Read]]:
+    """For each place its keys, and a function that reads all of them, in C where possible.
+
+    The function raises a LookupError if a key of a dictionary or list is gone.
+    """
+    keys_of: dict[int, tuple[Place, list[Any]]] = {}
+    for place, key in entries:
+        keys_of.setdefault(id(place), (place, []))[1].append(key)
+    return [(place, keys, _reader(place, keys)) for place, keys in keys_of.values()]
+
+
+def _reader(place: Place, keys: Sequence[Any]) -> Read:
+    table = _table_of(place)
+    # another kind of dictionary may insert a missing key when it is read
+    if len(keys) > 1 and type(table) in (dict, types.MappingProxyType, list):
+        return functools.partial(itemgetter(*keys), table)
+    return lambda: [place.get(key) for key in keys]
+
+
+def getter(place: Place) -> Callable[[Any], Any]:
+    """``place.get``, in C where possible."""
+    get: Callable[[Any], Any] = getattr(_table_of(place), "get", place.get)
+    return get
+
+
+def _table_of(place: Place) -> Any:
+    if isinstance(place, ClassAttributes):
+        return vars(place.cls)
+    return place.items if isinstance(place, Items) else place
 
 
 def refill(container: Any, items: Iterable[Any]) -> None:

@@ -6,9 +6,10 @@ See NOTE [ What counts as reached ] in :mod:`revzoo.core.search`.
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Iterable
-from operator import attrgetter, is_, itemgetter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter, call, is_, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
 
 from revzoo.core.invertible import Step
-from revzoo.core.places import ClassAttributes, Constant, Place
+from revzoo.core.places import Constant, Place, Read, getter, readers
 from revzoo.core.search import CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
 from revzoo.core.threads import locks_of
 
@@ -81,9 +82,23 @@ def _global_hooks() -> bool:
 _table_of_children = attrgetter("_modules")
 
 
-def _getter(place: Place) -> Callable[[Any], Any]:
-    """``place.get``, without a call of Python where that is possible."""
-    return vars(place.cls).get if isinstance(place, ClassAttributes) else place.get
+class _Seen:
+    """What a search saw in places: objects, or the types of values that may change."""
+
+    def __init__(self, entries: Sequence[tuple[Place, Any, Any]]) -> None:
+        known = {(id(place), key): seen for place, key, seen in entries}
+        found = readers((place, key) for place, key, _ in entries)
+        several = [(p, keys, read) for p, keys, read in found if len(keys) > 1]
+        single = [(p, keys[0]) for p, keys, _ in found if len(keys) == 1]
+        self.seen = [known[id(p), key] for p, keys, _ in several for key in keys]
+        self.seen += [known[id(p), key] for p, key in single]
+        self._reads = [read for _, _, read in several]
+        self._single = [(getter(p), key) for p, key in single]
+
+    def now(self) -> Iterator[Any]:
+        """The present values, in the order of ``seen``."""
+        several = itertools.chain.from_iterable(map(call, self._reads))
+        return itertools.chain(several, [get(key) for get, key in self._single])
 
 
 class Reach:
@@ -91,9 +106,11 @@ class Reach:
 
     __slots__ = (
         "_children",
+        "_kinds",
         "_lengths",
         "_members",
         "_nested",
+        "_objects",
         "_own",
         "_places",
         "_plain",
@@ -101,9 +118,6 @@ class Reach:
         "_sized",
         "_types",
         "_watched",
-        "_watched_getters",
-        "_watched_objects",
-        "_watched_types",
         "changes_unseen",
         "draws",
         "enclosing",
@@ -135,7 +149,7 @@ class Reach:
         self.lists = search.lists
         self._plain: list[Plain] = []
         spaces = {id(m.__dict__) for m in self._members} | set(map(id, self.namespaces))
-        self._places = [(place, key) for place, key in search.plain if id(place) not in spaces]
+        self._places = readers(p for p in search.plain if id(p[0]) not in spaces)
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(search.names | search.loaded)
@@ -157,11 +171,10 @@ class Reach:
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
-        watched = [(_getter(place), key, seen) for place, key, seen in search.watched]
-        self._watched_objects = [entry for entry in watched if not isinstance(entry[2], type)]
-        kinds = [entry for entry in watched if isinstance(entry[2], type)]
-        self._watched_getters = [(get, key) for get, key, _ in kinds]
-        self._watched_types = [kind for _, _, kind in kinds]
+        # a constant is always the same
+        watched = [entry for entry in self._watched if not isinstance(entry[0], Constant)]
+        self._objects = _Seen([entry for entry in watched if not isinstance(entry[2], type)])
+        self._kinds = _Seen([entry for entry in watched if isinstance(entry[2], type)])
         self._sized = search.sized
         self._lengths = list(map(len, self._sized))
 
@@ -191,13 +204,16 @@ class Reach:
         self._plain = known
         return list(zip(spaces, known, strict=True))
 
-    def outer_values(self) -> list[tuple[Place, Any, Any]]:
-        """Places, keys and present values of plain values in closures, globals and classes."""
-        return [(place, key, place.get(key)) for place, key in self._places]
+    def outer_values(self) -> list[tuple[Place, Sequence[Any], Read, Sequence[Any]]]:
+        """Plain values in closures, globals and classes: place, keys, reader, present values."""
+        return [(place, keys, read, read()) for place, keys, read in self._places]
 
     def containers(self) -> list[tuple[Any, tuple[Any, ...]]]:
         """Reached lists, sets and deques, with their items."""
         found = [(v, tuple(v)) for v in self.lists if len(v) <= MOST_ITEMS]
+        kinds = set(map(type, itertools.chain.from_iterable(items for _, items in found)))
+        if not any(issubclass(kind, Tensor) for kind in kinds):
+            return found
         # not those with a graph, of which the search uses copies (rule 4)
         return [(v, items) for v, items in found if all(map(_is_leaf, items))]
 
@@ -223,12 +239,12 @@ class Reach:
             return None
         if list(map(len, self._sized)) != self._lengths:
             return None
-        for get, key, seen in self._watched_objects:
-            if get(key) is not seen:
-                return None
-        if [type(get(key)) for get, key in self._watched_getters] != self._watched_types:
+        try:
+            same = all(map(is_, self._objects.now(), self._objects.seen))
+            same = same and all(map(is_, map(type, self._kinds.now()), self._kinds.seen))
+        except LookupError:
             return None
-        return modules
+        return modules if same else None
 
     @property
     def draws_nothing(self) -> bool:

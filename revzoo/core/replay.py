@@ -44,7 +44,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from operator import is_
 from typing import Any
 
@@ -63,7 +63,7 @@ from revzoo.core.ambient import (
     set_random_states,
 )
 from revzoo.core.held import StepTensors
-from revzoo.core.places import Place, Undo, refill, swap
+from revzoo.core.places import Place, Read, Undo, refill, swap
 from revzoo.core.reach import OWN_ATTRIBUTES, Reach, reached, reached_from
 
 _thread = threading.local()
@@ -214,11 +214,13 @@ class _PlainValues:
             if not _contains(container, items):
                 undo.append((_put_items_back, (container, items, tuple(container))))
                 refill(container, items)
-        for place, key, value in self._outer_values:
-            if place.get(key) is not value:
-                swap(undo, place, key, value)
-            else:
-                undo.append((_put_value_back, (place, key, value)))
+        for place, keys, read, values in self._outer_values:
+            if not _are_there(read, values):
+                for key, value in zip(keys, values, strict=True):
+                    if place.get(key) is not value:
+                        swap(undo, place, key, value)
+            # last, so that it runs before swap puts the caller's values back
+            undo.append((_put_values_back, (place, keys, read, values)))
         if reach.unchanged() is None:  # a child, a hook or an object was replaced
             for table, before in reach.tables:
                 if table != before:
@@ -325,9 +327,18 @@ def _restore_namespace(attributes: dict[str, Any], before: dict[str, Any]) -> No
             attributes[name] = value
 
 
-def _put_value_back(place: Place, key: Any, value: Any) -> None:
-    if place.get(key) is not value:  # the replay assigned there
-        place[key] = value
+def _are_there(read: Read, values: Sequence[Any]) -> bool:
+    try:
+        return all(map(is_, read(), values))
+    except LookupError:  # one is gone
+        return False
+
+
+def _put_values_back(place: Place, keys: Sequence[Any], read: Read, before: Sequence[Any]) -> None:
+    if not _are_there(read, before):  # the replay assigned there
+        for key, value in zip(keys, before, strict=True):
+            if place.get(key) is not value:
+                place[key] = value
 
 
 def _contains(container: Any, items: tuple[Any, ...]) -> bool:

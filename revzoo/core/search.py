@@ -91,6 +91,14 @@ _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "get_submodule",
     "_modules",
 }
+# what Python and data classes keep about a class; no branch computes with it
+_ABOUT_CLASS = frozenset(
+    (
+        *("__doc__", "__module__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
+        *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__", "__match_args__"),
+        *("__dataclass_fields__", "__dataclass_params__"),
+    )
+)
 # special methods that no operator calls in a branch
 _NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 
@@ -276,8 +284,9 @@ class Search:
             for key, item in list(v.items()):
                 self.value(item, v, key, f"{label}[{key!r}]")
         elif isinstance(v, (list, collections.deque)):
+            place = Items(v)
             for i, item in enumerate(v):
-                self.value(item, Items(v), i, f"{label}[{i}]")
+                self.value(item, place, i, f"{label}[{i}]")
         else:
             for item in v:
                 self.value(item, Constant(item), None, label)
@@ -326,7 +335,7 @@ class Search:
                         attributes,
                         ClassAttributes(c),
                         {},
-                        _STANDARD | _STEP_OPTIONS,
+                        _STANDARD | _STEP_OPTIONS | _ABOUT_CLASS,
                         all_names=False,
                     )
                 )
