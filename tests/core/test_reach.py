@@ -329,3 +329,27 @@ def test_a_step_is_searched_once(mode):
         net(torch.randn(3, 4)).sum().backward()
         found.append(reached(net[0])[0])
     assert found[0] is found[1] is found[2]
+
+
+@pytest.mark.parametrize("change", ["another value", "deleted"])
+@pytest.mark.parametrize("mode", MODES)
+def test_values_of_a_class_changed_before_the_backward(mode, change):
+    class Settings:
+        scale, shift = 2.0, 1.0
+
+    def scaled(x):
+        return torch.tanh(Settings.scale * x + Settings.shift)
+
+    x = vectors(3, 4)
+    y = ReversibleSequence([AdditiveCoupling(scaled)], memory=mode)(x.detach(), x)
+    plain = x.detach().requires_grad_()
+    (plain.sum() + scaled(plain).sum()).backward()
+    if change == "deleted":
+        del Settings.shift
+    else:
+        Settings.shift = 5.0
+    sum(t.sum() for t in y).backward()
+    assert error(x.grad, plain.grad) < 1e-12
+    # the caller's values are back
+    assert Settings.scale == 2.0
+    assert getattr(Settings, "shift", None) == (None if change == "deleted" else 5.0)
