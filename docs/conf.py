@@ -22,14 +22,20 @@ html_theme = "pydata_sphinx_theme"
 html_title = "revzoo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
-html_theme_options = {"show_toc_level": 2, "navigation_with_keys": False}
-html_sidebars = {"experiments": [], "design": []}
+html_theme_options = {
+    "show_toc_level": 2,
+    "navigation_with_keys": False,
+    "header_links_before_dropdown": 6,
+}
+ALONE = "experiments design tutorial guide/models questions changelog contributing"
+html_sidebars = {page: [] for page in ALONE.split()}  # their sections have no other page
 
 myst_enable_extensions = ["dollarmath", "colon_fence"]
 myst_heading_anchors = 3
 nb_execution_mode = "off"  # `make test` executes the notebooks; their outputs are in the files
 
 toc_object_entries = False
+add_module_names = False  # every name of the API is an attribute of revzoo
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"

@@ -51,13 +51,20 @@ def check_readme(names: dict[str, Any], printed: str) -> None:
 
 
 def check_weights(names: dict[str, Any], printed: str) -> None:
-    assert printed == "[32, 112] [1, 4]\n"
-    assert names["shallow"].shape == (2, 32, 32, 32)
-    assert names["deep"].shape == (2, 112, 8, 8)
     assert names["model"].spec[0] == "revnet38_memcnn"
 
 
+def check_features(names: dict[str, Any], printed: str) -> None:
+    assert printed == "[32, 112] [1, 4]\n"
+
+
+def check_tutorial(names: dict[str, Any], printed: str) -> None:
+    assert names["features"].shape == (2, 112)
+    assert len(names["found"]) == 3
+
+
 def check_fine_tuning(names: dict[str, Any], printed: str) -> None:
+    assert names["losses"][-1] < names["losses"][0]
     assert names["trainer"].state.finished
     assert names["trainer"].current_epoch == 3
     assert names["trainer"].optimizers[0].param_groups[-1]["name"] == "stem/pg2"
@@ -73,6 +80,8 @@ CHECKS = {
     HOW_TO / "move-from-torch-checkpoint.md": check_torch_checkpoint,
     README: check_readme,
     GUIDE / "weights.md": check_weights,
+    GUIDE / "features.md": check_features,
+    ROOT / "docs" / "tutorial.md": check_tutorial,
     GUIDE / "fine-tuning.md": check_fine_tuning,
 }
 

@@ -40,6 +40,8 @@ def pages(reference: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> di
 def test_every_public_name_has_a_section(pages: dict[str, str]) -> None:
     named = set(re.findall(r"^## (\w+)$", pages["api"], re.MULTILINE))
     assert named == set(revzoo.__all__)
+    overview = pages["api"].partition("\n## ")[0]
+    assert set(re.findall(r"\[`(\w+)`\]", overview)) == named
 
 
 def test_every_command_has_its_help(pages: dict[str, str]) -> None:

@@ -21,13 +21,7 @@ from revzoo.cli.main import COMMANDS, main
 FENCE = "```"
 INDEX = f"""# Reference
 
-The models with their figures, and what is made from the code itself.
-
-{FENCE}{{toctree}}
-:maxdepth: 1
-
-../guide/models
-{FENCE}
+What is made from the code itself. [Models](../guide/models.md) lists the networks.
 
 {FENCE}{{toctree}}
 :maxdepth: 1
@@ -39,9 +33,18 @@ configuration
 """
 API = """# API
 
-Every name below is an attribute of `revzoo`. The examples assume `import torch, revzoo` and
+Every name is an attribute of `revzoo`. The examples assume `import torch, revzoo` and
 `from torch import nn`.
 """
+ROOMS = {
+    "models": "models and weights",
+    "core": "memory modes, recomputation, checks",
+    "layers": "invertible layers",
+    "profiling": "measure and plan",
+    "training": "train and predict",
+    "data": "data",
+}
+SAME_ROOM = {"weights": "models", "interop": "models"}
 ROOT = Path(__file__).parents[2]
 CONFIGS, NOTEBOOKS = ROOT / "configs", ROOT / "notebooks"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -105,7 +108,7 @@ def _role(found: re.Match[str]) -> str:
 def api() -> str:
     """A section for each public name, from its docstring."""
     module = import_module("revzoo.api")
-    lines = [API]
+    lines = [API, *overview(), ""]
     for name in module.__all__:
         kind = "autoclass" if isinstance(getattr(module, name), type) else "autofunction"
         value = getattr(module, name)
@@ -116,6 +119,17 @@ def api() -> str:
             *(f"   {option}" for option in options), FENCE, "",
         ]  # fmt: skip
     return "\n".join(lines)
+
+
+def overview() -> list[str]:
+    """A table of the public names by subject; functions first, errors last."""
+    module = import_module("revzoo.api")
+    rooms: dict[str, list[str]] = {room: [] for room in ROOMS}
+    for name in sorted(module.__all__, key=lambda n: (n.endswith("Error"), n[0].isupper(), n)):
+        room = getattr(module, name).__module__.split(".")[1]
+        rooms[SAME_ROOM.get(room, room)].append(f"[`{name}`](#{name.lower()})")
+    rows = [(ROOMS[room], ", ".join(names)) for room, names in rooms.items()]
+    return table(("for", "names"), rows)
 
 
 def commands() -> str:

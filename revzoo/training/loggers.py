@@ -34,7 +34,8 @@ class TensorBoard(TensorBoardLogger):
     TensorBoard orders groups of charts by name and opens the first two. So all figures but those
     for training and validation are in a group ``watch``, after ``val``: test accuracy, memory,
     throughput, rates, and the largest drift (``metrics.csv`` has each step's). The test's other
-    figures get no chart: if each run has one point, TensorBoard's axis ends at 1, and hides a loss.
+    figures get no chart: with two points, TensorBoard's axis ends at 1, which hides the losses of
+    two runs.
 
     TensorBoard names a run by its folder, so the event files are in a folder ``MODEL-DATA``.
 

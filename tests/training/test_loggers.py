@@ -46,7 +46,7 @@ def test_different_rates_have_separate_charts(tmp_path: Path) -> None:
 
 
 def test_the_test_has_only_the_chart_that_hparams_needs(tmp_path: Path) -> None:
-    """The chart of test/loss was empty: TensorBoard's axis ends at 1 if each run has one point."""
+    """The chart of test/loss was empty: TensorBoard's axis ends at 1 if a chart has two points."""
     logger = TensorBoard(tmp_path, RUN, None)
     logger.log_metrics({"test/acc": 0.9, "test/acc5": 1.0, "test/loss": 1.2}, 3)
     logger.save()

@@ -94,9 +94,7 @@ class PrivateTraining(RestoresAfterFit):
         try:
             from revzoo.integrations import opacus
         except ImportError:
-            raise ValueError(
-                "callbacks.private needs Opacus: pip install 'revzoo[opacus]'"
-            ) from None
+            raise ValueError("callbacks.private needs Opacus: pip install opacus") from None
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         _check(trainer, data)
         pl_module.model.train()
