@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.config.compose import Source, compose_checked
-from revzoo.cli.main import parsed
+from revzoo.cli.main import parse
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -73,7 +73,7 @@ def commands() -> Iterator[tuple[Path, list[str]]]:
 )
 def test_a_command_has_these_options(page: Path, words: list[str]) -> None:
     """Nothing is run: the arguments are parsed, and a run's configuration is composed."""
-    _, args = parsed(words)
+    _, args = parse(words)
     if words[0] in PRIMARY and page != OWN and not getattr(args, "resume", None):
         compose_checked(args.overrides, Source(PRIMARY[words[0]]))
 

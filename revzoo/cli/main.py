@@ -50,6 +50,7 @@ COMMANDS: dict[str, Row] = {
     "eval": Row("commands.evaluate", "evaluate a trained model"),
     "predict": Row("commands.predict", "classify images"),
     "sweep": Row("sweep.command", "search for hyper-parameters"),
+    # builds=False: importing plugins would make these slow for nothing
     "list": Row("commands.list", "names of models, or of pretrained weights", builds=False),
     "options": Row("commands.options", "options of a run, with comments", builds=False),
     "info": Row("commands.info", "a model's weights, parameters, FLOPs and memory"),
@@ -76,16 +77,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         with user_errors():
-            command, args = parsed(sys.argv[1:] if arguments is None else list(arguments))
+            command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
+            # only commands that build something have --import
             if hasattr(args, "imports"):
                 load_plugins(args.imports)
             command.run(args)
     except KeyboardInterrupt:  # during imports; later, a run handles it
         sys.stderr.write("revzoo: interrupted\n")
-        sys.exit(130)
+        sys.exit(130)  # 128 + SIGINT, as in a shell
 
 
-def parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
+def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     """The subcommand and its arguments.
 
     Raises:
@@ -94,16 +96,19 @@ def parsed(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     name = _command(arguments[:1] or ["--help"])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")
+    # the module's docstring is the help; notes for developers come last in it. python -OO has none
     about = (getattr(command, "__doc__", None) or row.help).partition("\nNOTE")[0]
     parser = argparse.ArgumentParser(
         prog=f"revzoo {name}",
         description=about,
         formatter_class=_Help,
+        # an abbreviation would change its meaning with a new option
         allow_abbrev=False,
     )
     command.add_arguments(parser)
     if row.builds:
         add_import_option(parser)
+    # intermixed: options may stand between overrides, as in `train lr=1 --import m data=x`
     return command, parser.parse_intermixed_args(arguments[1:])
 
 
@@ -127,6 +132,7 @@ def _command(arguments: list[str]) -> str:
         epilog="commands:\n" + "\n".join(lines) + "\n\nrevzoo COMMAND --help shows its arguments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # no choices=...: argparse suggests no near name before Python 3.14
     overview.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)
     name: str = overview.parse_args(arguments).command
     if name not in COMMANDS:

@@ -44,15 +44,18 @@ def load_plugins(modules: Sequence[str]) -> None:
     Raises:
         ConfigError: a module cannot be imported.
     """
+    # metadata only: nothing is imported if no package has such an entry point
     plugins = entry_points(group=GROUP)
     for plugin in plugins:
         _load(plugin.load, f"the plugin {plugin.name} ({plugin.value})")
     if modules and sys.path[0] != "" and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # as with python -m
     for module in modules:
+        # `module=module`: a lambda would see the loop's last value
         _load(lambda module=module: import_module(module), f"--import {module}")
         if module not in imported:
             imported.append(module)
+    # otherwise the registries, which import torch, are not needed
     if modules or plugins:
         add_config_nodes()
 
@@ -87,18 +90,23 @@ def add_config_nodes() -> None:
     for name, entry in MODELS.items():
         if not (CONFIGS / "model" / f"{name}.yaml").exists():
             options = {**_keywords(entry.network), "pretrained": False}
+            # the run sets these from the data and the memory mode
             plain = {k: v for k, v in options.items() if k not in ("variant", *FITTED)}
             store.store(group="model", name=name, node={"name": name, **plain})
     for name, kind in DATA.items():
+        # ours have files; the table's keys of ours are import paths
         if not name.startswith("revzoo.data."):
+            # as in our files; the table alone turns the name into a class
             node = {"_target_": name, **_keywords(ImageData), **_keywords(kind)}
             store.store(group="data", name=name, node=node)
 
 
 def _keywords(kind: type) -> dict[str, Any]:
     """The keywords of a constructor and their defaults, if a configuration can hold them."""
+    from omegaconf import MISSING
+
     return {
-        p.name: "???" if p.default is p.empty else p.default
+        p.name: MISSING if p.default is p.empty else p.default
         for p in signature(kind).parameters.values()
         if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)
         and (p.default is p.empty or _is_plain(p.default))
@@ -125,6 +133,7 @@ def check_imports(run_dir: Path) -> None:
     check_regular(run_dir / SESSIONS_FILE)
     try:
         lines = (run_dir / SESSIONS_FILE).read_text().splitlines()
+        # the last session: a resumed run may have added a plugin
         recorded = json.loads(lines[-1]).get("imports", [])
     except (OSError, ValueError, IndexError, AttributeError):
         return  # without the record, an unknown name raises later

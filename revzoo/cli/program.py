@@ -17,12 +17,12 @@ def command_line(command: str, *arguments: object) -> str:
 
     It repeats this process's ``--import``.
     """
-    script, python = Path(sys.argv[0]).name, _as_typed("python", sys.executable)
-    if _module() is None and script == SCRIPT and command == "train":
+    script, python = _script(), _as_typed("python", sys.executable)
+    if script == SCRIPT and command == "train":
         words = [python, sys.argv[0]]
-    elif _module() is None and script == "revzoo":
+    elif script == "revzoo":
         words = [_as_typed("revzoo", sys.argv[0]), command]
-    elif _module() is None and shutil.which("revzoo"):
+    elif script is not None and shutil.which("revzoo"):  # in a notebook, or a script of the user
         words = ["revzoo", command]
     else:
         words = [python, "-m", "revzoo", command]
@@ -41,11 +41,11 @@ def _as_typed(name: str, path: str) -> str:
 
     Without an activated environment, ``name`` may be missing or another environment's program.
     """
+    # absolute, not resolved: a virtual environment's python is a link
     in_path, program = shutil.which(name), Path(path).absolute()
     if not program.name.startswith(name) or (in_path and Path(in_path).parent == program.parent):
         return name
-    here = Path.cwd()
-    return str(program.relative_to(here) if program.is_relative_to(here) else program)
+    return str(short_path(program))
 
 
 def process_of(command: str) -> list[str]:
@@ -53,17 +53,27 @@ def process_of(command: str) -> list[str]:
 
     They repeat this process's ``--import``.
     """
-    script = Path(sys.argv[0])
-    if _module() is None and script.name == SCRIPT and command == "train":
-        words = [sys.executable, str(script.absolute())]
-    elif _module() is None and script.name == "revzoo":
-        words = [sys.executable, str(script.absolute()), command]
+    script, path = _script(), str(Path(sys.argv[0]).absolute())  # it may start in another folder
+    if script == SCRIPT and command == "train":
+        words = [sys.executable, path]
+    elif script == "revzoo":
+        words = [sys.executable, path, command]
     else:
         words = [sys.executable, "-m", "revzoo", command]
     return [*words, *import_arguments()]
 
 
-def _module() -> str | None:
-    """The module of this package that ``python -m`` started, if any."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return str(spec.name) if spec is not None and spec.name.startswith("revzoo") else None
+def _script() -> str | None:
+    """The name of the script that runs; None after ``python -m revzoo``.
+
+    There ``sys.argv[0]`` is the path of a module, which may be ``.../commands/train.py``.
+    """
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # None for a script
+    by_module = spec is not None and spec.name.startswith("revzoo")
+    return None if by_module else Path(sys.argv[0]).name
+
+
+def short_path(path: str | Path) -> Path:
+    """The path relative to the working directory if it is below it; otherwise absolute."""
+    path, here = Path(path).absolute(), Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
@@ -41,7 +44,22 @@ def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None)
     """
     from revzoo.models import create_model
 
+    # None leaves the model's own number of classes and mode
     return create_model(name, num_classes=args.classes, memory=memory, **bits_of(args))
+
+
+@contextmanager
+def memory_chart(path: Path) -> Iterator[Any]:
+    """Yield matplotlib's axes for time against memory, and save the picture."""
+    from revzoo.profiling.audit import plotting
+
+    pyplot = plotting()
+    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    yield axes
+    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)  # pyplot keeps figures
 
 
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
@@ -52,5 +70,6 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     """
     check_count("--batch", args.batch)
     side = args.image or model.image_size
+    # before a step that may take minutes
     model.check_size(side, side)
     return args.batch, model.in_chans, side, side

@@ -37,8 +37,10 @@ def run(args: argparse.Namespace) -> None:
 
     from revzoo.profiling.audit import audit, plotting
 
+    # fails early without matplotlib, not after the count
     if args.plot or args.tensorboard:
         plotting()
+    # a model on meta takes no memory, however large it is
     with nullcontext() if args.real else torch.device("meta"):
         model = model_for(args, args.name, memory=args.memory)
     report = audit(model, shape_for(args, model), modes=[] if args.memory else None, real=args.real)

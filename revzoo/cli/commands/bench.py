@@ -17,7 +17,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+from revzoo._files import replacing_table
+from revzoo.cli.commands._models import add_batch_options, memory_chart, model_for, shape_for
 
 if TYPE_CHECKING:
     from revzoo.profiling.bench import Measured
@@ -59,10 +60,12 @@ def run(args: argparse.Namespace) -> None:
     rows: list[Measured] = []
     sys.stdout.write(HEADER)
     for name in names:
+        # the same weights and images at each call of the program
         torch.manual_seed(0)
         model = model_for(args, name)
         shape = shape_for(args, model)
         modes = [mode.strip() for mode in args.memory.split(",")]
+        # a function: each mode trains a new model
         for row in bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds):  # noqa: B023
             rows.append(row)
             ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
@@ -70,9 +73,10 @@ def run(args: argparse.Namespace) -> None:
                 f"{row.name:16}{row.memory:12}{row.seconds:>10.3f}{ratio:>22}"
                 f"{row.images_per_second:>11.1f}{in_units(row.peak_bytes):>14}\n"
             )
+            # a row may take minutes
             sys.stdout.flush()
     if args.csv:
-        with args.csv.open("w", newline="") as file:
+        with replacing_table(args.csv) as file:
             writer = csv.DictWriter(file, asdict(rows[0]))
             writer.writeheader()
             writer.writerows(map(asdict, rows))
@@ -91,24 +95,18 @@ def with_depths(name: str, depths: str | None) -> list[str]:
     numbers = [depth.strip() for depth in depths.split(",")]
     if not all(map(str.isdigit, numbers)):
         raise ValueError(f"--depths {depths}: expected whole numbers, such as 38,110,164")
+    # revnet38 and revnet name the same family
     family = re.sub(r"\d+$", "", name)
     return [f"{family}{number}" for number in numbers]
 
 
 def draw(rows: list[Measured], path: Path) -> None:
     """Draw time against memory, a line for each mode."""
-    from revzoo.profiling.audit import plotting
-
-    pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for mode in dict.fromkeys(row.memory for row in rows):
-        points = [(row.peak_bytes / 2**20, row.seconds) for row in rows if row.memory == mode]
-        axes.plot(*zip(*points, strict=True), "o-", label=mode)
-    for row in rows:
-        at = (row.peak_bytes / 2**20, row.seconds)
-        axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step")
-    axes.set(xlim=(0, None), ylim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    with memory_chart(path) as axes:
+        for mode in dict.fromkeys(row.memory for row in rows):  # in the order of the rows
+            points = [(row.peak_bytes / 2**20, row.seconds) for row in rows if row.memory == mode]
+            axes.plot(*zip(*points, strict=True), "o-", label=mode)
+        for row in rows:
+            at = (row.peak_bytes / 2**20, row.seconds)
+            axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
+        axes.set(ylim=(0, None))

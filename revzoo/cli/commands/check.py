@@ -19,17 +19,14 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         ValueError: an image cannot be read, or the folders are no data set.
+        DataError: there is no such folder, or it has no images.
     """
     from revzoo._checks import check_count
-    from revzoo.data.errors import DataError
     from revzoo.data.folders import check_folder
 
     if args.workers is not None:
         check_count("--workers", args.workers)
-    try:
-        report = check_folder(args.folder, workers=args.workers)
-    except DataError as error:
-        raise ValueError(error) from None
+    report = check_folder(args.folder, workers=args.workers)
     faults = report.bad + ([report.layout] if report.layout else [])
     sys.stdout.write("".join(f"{fault}\n" for fault in faults))
     if report.bad:

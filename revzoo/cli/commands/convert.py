@@ -50,6 +50,7 @@ def _override(text: str) -> tuple[str, Any]:
     if not equals:
         raise argparse.ArgumentTypeError(f"{text!r}: expected KEY=VALUE")
     try:
+        # numbers, tuples and None; any other text stays a string
         return key, ast.literal_eval(value)
     except (ValueError, SyntaxError):
         return key, value

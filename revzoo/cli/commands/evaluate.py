@@ -34,23 +34,30 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from omegaconf import MISSING
 
+    from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from revzoo.cli.config.yaml_files import run_of
+
+    # on standard error: standard output has only the figures
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     for override in args.overrides:
         key, _, value = override.partition("=")
+        # Hydra would suggest nothing: configs/eval.yaml has no such group
         if key == "model":
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
-    if config["ckpt"] not in (None, "", "???"):
+    if config["ckpt"] not in (None, "", MISSING):
+        # a wrong name or path is refused before torch is imported
         check_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
-    from revzoo.cli.run.evaluate import evaluate, run_of
+    from revzoo.cli.run.evaluate import evaluate
     from revzoo.training.advice import quiet
     from revzoo.training.distributed import is_first_process
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))
         figures = evaluate(config)
+    # the figures are means over all processes
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))

@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.interop.export import TOLERANCE, export
 
     stem = args.name.rstrip("/").rpartition("/")[2]
+    # names of weights contain a dot, too: Path.stem would cut revnet38.cifar10
     for suffix in (".ckpt", ".safetensors"):
         stem = stem.removesuffix(suffix)
     path = args.output or Path(f"{stem}.{args.format}")
@@ -78,8 +79,10 @@ def _job(args: argparse.Namespace) -> Export:
         restored = restore(args.name)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
+    # any name but a bare model's is of weights
     trained = args.pretrained or args.name not in MODELS
     model = create_model(args.name, pretrained=trained, table=weights_table(args))
+    # random weights have no classes and no normalisation
     if model.entry is None:
         return Export(network=model, image_size=args.image_size, **options)
     facts = {name: getattr(model.entry, name) for name in _FIELDS}

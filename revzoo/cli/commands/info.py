@@ -86,11 +86,14 @@ def _print(key: str, value: object) -> None:
     _show_status("")
     text = value if isinstance(value, str) else json.dumps(value)
     sys.stdout.write(f"{key:24}{text}\n")
+    # counting takes seconds, and the facts should not wait
     sys.stdout.flush()
 
 
 def _show_status(text: str) -> None:
     """Show the current computation on a terminal; the next call replaces the line."""
+    # on standard error: standard output may go into a file
     if sys.stderr.isatty():
+        # back to the first column, and clear the line
         sys.stderr.write(f"\r\033[K{text + ' ...' if text else ''}")
         sys.stderr.flush()

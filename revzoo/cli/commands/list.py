@@ -15,6 +15,7 @@ from revzoo.weights.table import SHIPPED, WeightsTable
 
 def model_names() -> list[str]:
     """The names of the models' configuration files: each model has one."""
+    # files, not the registry of models, which imports torch
     folder = files("revzoo.configs") / "model"
     return sorted(f.name[:-5] for f in folder.iterdir() if f.name.endswith(".yaml"))
 

@@ -15,8 +15,9 @@ import sys
 from importlib.resources import files
 from pathlib import Path
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import check_choice
 
+# most options of a model stand in the base file that it inherits
 BASES = re.compile(r"^defaults: \[(base/\w+)@_here_", re.MULTILINE)
 
 
@@ -60,18 +61,17 @@ def texts(folder: Path, name: str) -> list[str]:
         ValueError: there is no such group or choice; the message names the nearest.
     """
     known = choices(folder)
+    # data=cifar10 is what a user types elsewhere
     group, _, choice = name.replace("=", "/").partition("/")
-    if group not in known:
-        hint = did_you_mean(group, known)
-        raise ValueError(f"there is no group {group!r}, expected {', '.join(known)}{hint}")
-    if choice and choice not in known[group]:
-        hint = did_you_mean(choice, known[group])
-        raise ValueError(f"{group} has no {choice!r}, expected {', '.join(known[group])}{hint}")
+    check_choice("group", group, known)
+    if choice:
+        check_choice(group, choice, known[group])
     chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
     bases = {base for path in chosen for base in BASES.findall(path.read_text())}
     paths = [*sorted(folder / group / f"{base}.yaml" for base in bases), *chosen]
     return [
         f"== {path.relative_to(folder).with_suffix('')}\n"
+        # a directive of Hydra, no comment for readers
         + path.read_text().replace("# @package _global_\n", "")
         for path in paths
     ]

@@ -11,10 +11,9 @@ import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
-    from revzoo.weights.entry import WeightsEntry
+from revzoo._files import write_together
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -42,6 +41,7 @@ def run(args: argparse.Namespace) -> None:
     """
     fields = ("name", "license", "recipe", "measured_on", "url", "default")
     facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
+    # the user's figures replace the run's
     facts["metrics"] = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
     paths = publish(args.checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
@@ -62,32 +62,30 @@ def publish(
         CheckpointError: it is damaged, lacks its hyperparameters, or holds more than plain values.
         WeightsError: it has NaN or Inf, or a fact is not valid.
     """
-    from revzoo.models.save import pack
+    from revzoo.models.save import json_of, pack
     from revzoo.training.checkpoint.restore import restore
 
     restored = restore(checkpoint)
     model = restored.network
     side = size or restored.image_size or model.image_size
+    # the user's facts replace the checkpoint's
     facts = {**restored.facts, "input_size": (model.in_chans, side, side), **facts}
     data, entry = pack(model, file=f"{facts['name']}.safetensors", facts=facts)
-    return _write(folder, entry, data)
-
-
-def _write(folder: Path, entry: WeightsEntry, data: bytes) -> list[Path]:
-    from revzoo._files import write_together
-    from revzoo.models.save import json_of
-
-    paths = [folder / f"{entry.name}{suffix}" for suffix in (".safetensors", ".json")]
-    write_together(dict(zip(paths, (data, json_of(entry)), strict=True)))
-    return paths
+    contents = {".safetensors": data, ".json": json_of(entry)}
+    files = {folder / f"{entry.name}{suffix}": content for suffix, content in contents.items()}
+    write_together(files)
+    return list(files)
 
 
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test."""
-    path = checkpoint.absolute().parent.parent / "summary.json"
+    from revzoo.cli.config.yaml_files import run_of
+
+    path = run_of(checkpoint) / "summary.json"
     if not path.is_file():
         return {}
     figures = json.loads(path.read_text())["metrics"]
+    # validation chose the checkpoint, so its figures are too good
     return {k: v for k, v in figures.items() if k.startswith("test/")}
 
 

@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_atomically
-from revzoo.cli.commands._models import add_batch_options, bits_of, model_for, shape_for
+from revzoo.cli.commands._models import (
+    add_batch_options,
+    bits_of,
+    memory_chart,
+    model_for,
+    shape_for,
+)
 
 FITS = ("batch", "image", "depth")
 
@@ -70,6 +76,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_units
 
+    # `need` is None for values that the model refuses; the search skips them
     start, need = _needs(args, shape)
     value = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
     if value is None:
@@ -100,10 +107,12 @@ def _needs(
                 changed = create_model(
                     args.name, num_classes=args.classes, **bits_of(args), **options
                 )
+            # sides that the strides do not divide raise here
             changed.check_size(pixels, pixels)
         except ValueError:
             return None
         shape = (images, channels, pixels, pixels)
+        # clock=False: only bytes matter, so no step is timed
         return Planner(changed, shape, inverting=args.memory, clock=False).least
 
     if args.fit == "batch":
@@ -113,6 +122,7 @@ def _needs(
         return side, lambda n: least({"img_size": n} if fixed else {}, batch, n)
     if hasattr(row, "depth"):
         return row.depth, lambda n: least({"depth": n}, batch, side)
+    # all stages grow in proportion; the longest names the depth
     longest = max(row.units)
     return longest, lambda n: least(
         {"units": tuple(max(1, round(u * n / longest)) for u in row.units)}, batch, side
@@ -121,19 +131,14 @@ def _needs(
 
 def draw(planner: Any, plan: Any, path: Path) -> None:
     """Draw time against memory: the frontier of plans, the pure modes and the chosen plan."""
-    from revzoo.profiling.audit import plotting
-
-    pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
-    axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
-    for mode, pure in planner.pures().items():
-        at = pure.peak / 2**20, pure.cost / 1e9
-        axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
-        axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
-    axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", color="#d9485f", ms=14, label="chosen")
-    axes.axvline(plan.budget / 2**20, color="#d9485f", lw=1, ls=":", label="budget")
-    axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    chosen = {"color": "#d9485f"}
+    with memory_chart(path) as axes:
+        # neighbouring budgets often have the same plan
+        points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
+        axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
+        for mode, pure in planner.pures().items():
+            at = pure.peak / 2**20, pure.cost / 1e9  # costs are in ns
+            axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
+            axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
+        axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", **chosen, ms=14, label="chosen")
+        axes.axvline(plan.budget / 2**20, **chosen, lw=1, ls=":", label="budget")

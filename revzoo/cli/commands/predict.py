@@ -45,12 +45,14 @@ def run(args: argparse.Namespace) -> None:
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
     source = args.ckpt.removeprefix("ckpt=")
+    # before torch is imported, which takes seconds
     for path in args.images:
         if not Path(path).exists():
             raise ConfigError(f"there is no image or folder {path}")
     check_source(source)
     import torch
 
+    from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.predict import FORMS, predict
     from revzoo.training.advice import quiet
@@ -58,6 +60,7 @@ def run(args: argparse.Namespace) -> None:
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        # torch.device("cuda:7") raises nothing; a tensor there does
         device = torch.empty(0, device=args.device or default).device
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
@@ -65,8 +68,9 @@ def run(args: argparse.Namespace) -> None:
             f"--device {args.device} ({reason}): expected a device of this machine"
         ) from None
     with quiet():
-        check_imports(Path(source).absolute().parent.parent)
+        check_imports(run_of(source))
         restored = restore(source)
         options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}
+        # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options))
     sys.stdout.write(FORMS[args.form](predictions, args.top))

@@ -72,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _groups() -> list[str]:
+    # argparse wraps its own text, not an epilog
     width = shutil.get_terminal_size().columns - 2
     lines = groups(Path(str(files("revzoo.configs"))))
     return [textwrap.fill(f"  {line}", width, subsequent_indent=" " * 14) for line in lines]
@@ -84,6 +85,7 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: the run cannot work; no file is written.
         SystemExit: see :func:`revzoo.cli.run.train.train`.
     """
+    # Hydra's grammar has the option, so it is declared and refused
     if args.experimental_rerun is not None:
         raise ConfigError("--experimental-rerun reads a pickle, which can run code: use overrides")
     if args.resume is not None:
@@ -96,6 +98,7 @@ def run(args: argparse.Namespace) -> None:
         check_sweep(args.overrides, source)
         _multirun(args, source)
         return
+    # Hydra completes an unfinished command line, which cannot be composed
     if args.shell_completion:
         _show(args, source)
         return
@@ -105,11 +108,13 @@ def run(args: argparse.Namespace) -> None:
     elif args.cfg is not None:
         _print(whole if args.cfg == "all" else whole.hydra if args.cfg == "hydra" else cfg, args)
     elif whole.hydra.mode is not None and whole.hydra.mode.name == "MULTIRUN":
+        # hydra.mode=MULTIRUN, the same as -m
         _multirun(args, source)
     else:
         config = to_plain(cfg)
         from revzoo.cli.config.quick import check_quickly
 
+        # before Lightning is imported
         check_quickly(config)
         from revzoo.cli.run.train import begin
 
@@ -121,6 +126,7 @@ def _source(args: argparse.Namespace) -> Source:
     from revzoo.cli.config.compose import CONFIGS, Source
 
     path = args.config_path
+    # pkg://x would import x
     if path is not None and "://" in path:
         raise ConfigError(f"-cp {path}: expected a folder of configuration files")
     folder = CONFIGS if path is None else Path(path)
@@ -139,8 +145,9 @@ def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config.yaml_files import recorded_config
 
     check_changes(args.overrides)
+    # again in `resume`; here it answers a typo before torch is imported
     compose_checked(args.overrides)
-    recorded_config(args.resume.absolute())
+    recorded_config(args.resume.absolute())  # only for its errors
     from revzoo.cli.run.resume import resume
 
     resume(args.resume, args.overrides, allow_precision_change=args.allow_precision_change)
@@ -153,6 +160,7 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
     try:
         part = cfg if args.package in (None, "_global_") else OmegaConf.select(cfg, args.package)
     except OmegaConfBaseException:
+        # a missing key, or a section with references that cannot be resolved
         part = None
     if part is None:
         raise ConfigError(f"--package {args.package}: expected a section of the configuration")
@@ -162,6 +170,7 @@ def _print(cfg: DictConfig, args: argparse.Namespace) -> None:
 
 
 def _show(args: argparse.Namespace, source: Source) -> None:
+    # Hydra's own texts: these functions are private, and Hydra is pinned below 1.4
     from hydra._internal.utils import get_args_parser
     from hydra.types import RunMode
 

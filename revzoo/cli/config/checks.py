@@ -16,19 +16,8 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
-from revzoo._checks import (
-    check_choice,
-    check_names,
-    check_types,
-    did_you_mean,
-    keyword_names,
-)
-from revzoo.cli.config.build import (
-    CSV_ONLY,
-    MANAGED_BY_TRAIN,
-    PROFILERS,
-    build_data,
-)
+from revzoo._checks import check_choice, check_names, check_types, did_you_mean, keyword_names
+from revzoo.cli.config.build import CSV_ONLY, MANAGED_BY_TRAIN, PROFILERS, build_data
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import (
     TUNER,
@@ -78,6 +67,7 @@ def check_finetuning(config: Mapping[str, Any]) -> None:
     options = config["callbacks"].get("finetuning")
     if options is None:
         return
+    # raises for parts that the model does not have
     Finetuning(**options).first_trained(check_model(config), epoch=0)
     if not (config["model"].get("pretrained") or config["model"].get("checkpoint_path")):
         raise ConfigError(
@@ -90,6 +80,7 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
     """Check that each ``monitor`` is a figure of a run, and ``mode`` its direction."""
     for name, builder in CALLBACKS.items():
         parameters = signature(builder).parameters
+        # not in the run, or without a figure to watch
         if callbacks.get(name) is None or "monitor" not in parameters:
             continue
         options = {key: p.default for key, p in parameters.items()} | dict(callbacks[name] or {})
@@ -97,6 +88,7 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
         if figure not in MONITORED:
             raise ConfigError(
                 f"callbacks.{name}.monitor={figure}: expected one of {', '.join(MONITORED)}"
+                # val_acc is the name in other programs
                 + did_you_mean(str(figure).replace("_", "/"), MONITORED)
             )
         if mode != (better := MONITORED[figure]):
@@ -110,6 +102,7 @@ def check_data(data: Mapping[str, Any]) -> None:
     """Check the data set's name, the names of its options and, by its constructor, their values."""
     target = data.get("_target_")
     check_choice("data._target_", target, DATA)
+    # data sets pass **options on to ImageData
     kinds = (ImageData, DATA[str(target)])
     parameters = {n: p for kind in kinds for n, p in signature(kind).parameters.items()}
     names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
@@ -118,6 +111,7 @@ def check_data(data: Mapping[str, Any]) -> None:
     check_complete(options)
     hints = {n: hint for kind in kinds for n, hint in get_type_hints(kind.__init__).items()}
     check_types(options, hints, where="data")
+    # the constructor checks the values; it reads no files
     build_data(data)
 
 
@@ -156,22 +150,20 @@ def check_precision(precision: Mapping[str, Any], device: str) -> None:
     """Check that the device supports the precision, and that its options do not contradict."""
     check_words(precision)
     name, tf32 = precision["trainer"], precision["tf32"]
-    refused = {
-        "precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16": (
-            name == "16-mixed" and device == "cpu"
-        ),
-        "precision=fp64 is not supported on mps: use trainer=cpu": (
-            name == "64-true" and device == "mps"
-        ),
-        f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use precision=fp32": (
-            tf32 and device != "cuda"
-        ),
-        f"precision.tf32=true changes float32 only, but precision.trainer={name}: "
-        "use precision=tf32 only": tf32 and name != "32-true",
-    }
-    for message, applies in refused.items():
-        if applies:
-            raise ConfigError(message)
+    if name == "16-mixed" and device == "cpu":
+        raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")
+    if name == "64-true" and device == "mps":
+        raise ConfigError("precision=fp64 is not supported on mps: use trainer=cpu")
+    if tf32 and device != "cuda":
+        raise ConfigError(
+            f"precision=tf32 is a format of NVIDIA GPUs, this run is on {device}: use "
+            "precision=fp32"
+        )
+    if tf32 and name != "32-true":
+        raise ConfigError(
+            f"precision.tf32=true changes float32 only, but precision.trainer={name}: use "
+            "precision=tf32 only"
+        )
 
 
 def check_logger(logger: Mapping[str, Any]) -> None:

@@ -90,9 +90,11 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
     for folder in (source.folder, source.extra):
         if folder not in (CONFIGS, None):
             _check_folder(folder)
+    # otherwise Hydra warns, and keeps habits of version 1.1
     version.setbase(HYDRA_VERSION)
     search_path = create_config_search_path(f"file://{source.folder.resolve()}")
     if source.extra is not None:
+        # as Hydra does for its --config-dir: after the primary folder
         search_path.prepend(
             provider="command-line",
             path=f"file://{source.extra.resolve()}",
@@ -100,6 +102,7 @@ def hydra_of(source: Source) -> Iterator[Hydra]:
         )
     GlobalHydra.instance().clear()  # Hydra refuses a second initialisation in a process
     try:
+        # private in Hydra 1.3; the public initialize_config_dir() takes one folder only
         hydra = Hydra.create_main_hydra2("train", search_path)
         _check_search_path(hydra, source)
         yield hydra
@@ -111,6 +114,7 @@ def _check_folder(folder: Path) -> None:
     """Check that a user's folder exists, and that no file in it would fill the memory."""
     if not folder.is_dir():
         raise ConfigError(f"there is no folder {folder}: expected a folder of configurations")
+    # islice: someone may give / as the folder
     paths = list(islice(folder.rglob("*"), MOST_FILES + 1))
     if len(paths) > MOST_FILES:
         raise ConfigError(
@@ -161,10 +165,11 @@ def compose_whole(
     """
     overrides = with_libraries(overrides)
     with hydra_of(source) as hydra:
-        _, base = _checked(overrides, source.name, hydra.config_loader)
+        _, base = _check_overrides(overrides, source.name, hydra.config_loader)
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
     cfg = whole.copy()
+    # Hydra locks the configuration against new and removed keys
     with flag_override(cfg, ["struct", "readonly"], [False, False]):
         del cfg["hydra"]
     check_value_types(cfg, base)
@@ -177,23 +182,24 @@ def with_libraries(overrides: Sequence[str]) -> list[str]:
     Raises:
         ValueError: the library is not installed, or has no such network.
     """
-    found = []
+    expanded = []
     for override in overrides:
+        # no comma: a list of models is a multirun
         library = re.match(r"model=(\w+):[^,]+$", override)
         named = override.replace("model=", "model.name=", 1)
         if library is not None and library[1] in LIBRARIES:
             check_library_name(override.removeprefix("model="))
-        found += [override] if library is None else [f"model={library[1]}", named]
-    return found
+        expanded += [override] if library is None else [f"model={library[1]}", named]
+    return expanded
 
 
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
     try:
         return compose(name, list(overrides), return_hydra_config=with_hydra)
-    except Exception as error:  # Hydra does not validate files, so any error can occur
-        if not isinstance(error, HydraException | OmegaConfBaseException):
-            raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
+    except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(one_line(error)) from None
+    except Exception as error:  # Hydra does not validate files, so any error can occur
+        raise ConfigError(f"{name}: {type(error).__name__}: {one_line(error)}") from None
 
 
 def _check_hydra_section(cfg: DictConfig) -> None:
@@ -211,6 +217,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
     for key, value in _differing(packaged, composed, "hydra"):
         if key in FREE or key.startswith(("hydra.help.", "hydra.hydra_help.")):
             continue
+        # the trailing dots keep hydra.job.numbers apart from hydra.job.num
         if any(f"{key}.".startswith(f"{name}.") for name in SET_BY_HYDRA):
             continue
         raise ConfigError(
@@ -218,9 +225,11 @@ def _check_hydra_section(cfg: DictConfig) -> None:
             f"Hydra: {', '.join(FREE)}"
         )
     name, folder, verbose = cfg.hydra.job.name, cfg.hydra.output_subdir, cfg.hydra.verbose
+    # FREE keys are free in value too, so the dangerous ones are checked here
     if not isinstance(verbose, bool | str | ListConfig):
         raise ConfigError(f"hydra.verbose={verbose}: expected true, false, or names of loggers")
     name = str(name)
+    # it becomes a file name
     if not re.fullmatch(r"[\w.-]+", name) or name.startswith("."):
         raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
     if folder not in (".hydra", None):
@@ -230,6 +239,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
 def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Yield each dotted key at which two plain values differ, and the value of ``got``."""
     if isinstance(expected, dict) and isinstance(got, dict):
+        # in the order of the files, each name once
         for name in {**expected, **got}:
             yield from _differing(expected.get(name), got.get(name), f"{key}.{name}")
     elif expected != got:
@@ -259,19 +269,21 @@ def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Overri
         ConfigError: naming the nearest valid key or option.
     """
     with hydra_of(source) as hydra:
-        return _checked(overrides, source.name, hydra.config_loader)[0]
+        return _check_overrides(overrides, source.name, hydra.config_loader)[0]
 
 
-def _checked(
+def _check_overrides(
     overrides: Sequence[str], name: str, loader: ConfigLoader
 ) -> tuple[list[Override], DictConfig]:
-    """Check names; return the overrides, and the configuration with only the chosen options."""
+    """Check all names; return the overrides, and the configuration with only the options chosen."""
     parsed = parse(overrides, loader)
+    # hydra/job_logging and so on are compared by value later
     groups = [group for group in loader.list_groups("") if group != "hydra"]
     ours = [override for override in parsed if not override.is_hydra_override()]
     choices = [override for override in ours if override.key_or_group in groups]
     for override in choices:
         check_option(override, loader)
+    # without the values of keys: types are compared with the defaults
     chosen = [str(o.input_line) for o in choices if not o.is_sweep_override()]
     base = _composed(name, chosen, with_hydra=False)
     for override in ours:

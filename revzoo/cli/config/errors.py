@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 from revzoo._checks import UserError
 
+# our checks raise ValueErrors, and the system OSErrors that name a file
 USER_ERRORS = (ValueError, OSError, UserError)
 
 
@@ -19,6 +20,7 @@ class ConfigError(ValueError):
 def one_line(error: BaseException, *, lines: int = 2) -> str:
     """The first lines of an error's message, joined."""
     texts = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # some errors have no message
     return " ".join(texts[:lines]) or type(error).__name__
 
 

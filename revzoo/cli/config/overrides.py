@@ -54,12 +54,14 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
     try:
         parsed = OverridesParser.create(config_loader=loader).parse_overrides(list(overrides))
     except HydraException as error:
+        # other errors do not say which override they mean
         text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
         raise ConfigError(_parse_error(text, one_line(error, lines=1))) from None
     for override in parsed:
         if isinstance(values := override.value(), RangeSweep):
             _check_range(override, values)
         key, known = override.key_or_group, [*FREE, *HYDRA_GROUPS]
+        # group@hydra.job=x would put a group's content into Hydra's section
         places = [re.split("[./]", place)[0] for place in (key, override.package or "")]
         if "hydra" in places and (key not in known or override.package):
             raise ConfigError(
@@ -84,6 +86,7 @@ def _parse_error(text: str, reason: str) -> str:
     """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
     if text and "=" not in text:
         return f"{text}: expected KEY=VALUE"
+    # an unquoted space: the shell passes the rest as another argument
     if any(text.count(a) > text.count(b) for a, b in ("{}", "[]", "()")):
         return f"{text} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
     if text.count("=") > 1 and '"' not in text:
@@ -105,8 +108,10 @@ def check_option(override: Override, loader: ConfigLoader) -> None:
     for option in chosen:
         if option is not None and str(option) not in options:
             group = override.key_or_group
+            # model=resnet18 is torchvision's or timm's
             hint = library_hint(str(option)) if group == "model" else ""
             hint = hint or _meant(str(option), options)
+            # a long list would hide the hint
             listed = f" (there is {', '.join(options)})" if not hint or len(options) <= 12 else ""
             plugin = "; --import MODULE adds yours" if group in ("model", "data") else ""
             raise ConfigError(f"{group}={option}: no such option{listed}{hint or plugin}")
@@ -182,6 +187,7 @@ def check_value_types(cfg: DictConfig, base: DictConfig) -> None:
     for key, (before, after) in pairs.items():
         if after is None or key in WORD_OR_NUMBER or type(before) not in (bool, int, float):
             continue
+        # equal values are right even with another type, such as 1 for 1.0
         if before != after and (expected := expected_type(after, type(before))):
             raise ConfigError(f"{key}={after}: expected {expected}, such as {before}")
 
@@ -193,6 +199,7 @@ def _keys(node: Any, prefix: str = "") -> Iterable[str]:
     for key in map(str, node):
         name = f"{prefix}{key}"
         yield name
+        # reading a missing value or a reference to one would raise
         if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, key):
             yield from _keys(node[key], f"{name}.")
 
@@ -202,6 +209,7 @@ def _meant(key: str, known: Sequence[str]) -> str:
     same_leaf = [name for name in known if name.rpartition(".")[2] == key.rpartition(".")[2]]
     near = same_leaf[:1] or nearest(key, known, cutoff=0.6)
     if not near:
+        # a misspelt last part alone: `lrr`
         leaves = {name.rpartition(".")[2]: name for name in known}
         near = [leaves[leaf] for leaf in nearest(key, leaves, cutoff=0.6)]
     return f"; did you mean {near[0]!r}?" if near else ""

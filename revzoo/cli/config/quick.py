@@ -11,6 +11,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from omegaconf import MISSING
+
 from revzoo._checks import (
     check_choice,
     check_count,
@@ -55,15 +57,18 @@ def check_quickly(config: Mapping[str, Any]) -> None:
         for key in needed:
             if key not in config:
                 raise ConfigError(f"{key} is missing from the configuration")
+        # NumPy's seeds have 32 bits
         if not is_count(config["seed"], 0) or config["seed"] >= 2**32:
             raise ConfigError(f"seed={config['seed']}: expected a whole number from 0 to 2**32 - 1")
         if config.get("threads") is not None:
             check_count("threads", config["threads"])
+        # model=null, say, makes a section empty
         check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
         check_numbers(config["trainer"])
         check_words(config["precision"])
         check_complete(config["data"])
         check_callback_names(config["callbacks"])
+        # here and not above: it imports torch
         from revzoo.training.optim.optimizers import OptimSpec
 
         OptimSpec.of(config["optim"])
@@ -95,6 +100,7 @@ def check_numbers(trainer: Mapping[str, Any]) -> None:
         if value is not None and not (is_count(value) or (value == -1 and key in ENDLESS)):
             endless = ", or -1" if key in ENDLESS else ""
             raise ConfigError(f"trainer.{key}={value}: expected a whole number >= 1{endless}")
+    # without max_epochs Lightning's default of 1000 applies; that is an end
     ends = (trainer.get("max_epochs") != -1, trainer.get("max_steps", -1) != -1)
     if not any(ends) and trainer.get("max_time") is None:
         raise ConfigError(
@@ -103,6 +109,7 @@ def check_numbers(trainer: Mapping[str, Any]) -> None:
     if (clip := trainer.get("gradient_clip_val")) is not None:
         check_number("trainer.gradient_clip_val", clip)
     for key, instead in {"train": "allow some", "test": "test=false skips the test"}.items():
+        # limit_val_batches=0 is allowed: it trains without validation
         if trainer.get(f"limit_{key}_batches") == 0:
             raise ConfigError(f"trainer.limit_{key}_batches=0: there would be no batch; {instead}")
     if trainer.get("val_check_interval") == 0:
@@ -119,7 +126,7 @@ def check_words(precision: Mapping[str, Any]) -> None:
 def check_complete(data: Mapping[str, Any]) -> None:
     """Check that no option of the data is missing."""
     for key, value in data.items():
-        if value == "???":
+        if value == MISSING:
             raise ConfigError(f"data.{key} is needed: give data.{key}=...")
 
 
@@ -162,7 +169,9 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
     for key, source in FITTED.items():
         if key in config["model"]:
             raise ConfigError(f"model.{key} cannot be set: it is {source}")
+    # any numbers: the data are not read yet
     spec = model_spec(config, num_classes=10, in_chans=3)
+    # on meta there are no values to load
     start = {key: spec.pop(key) for key in WEIGHTS if key in spec}
     check_types(start, {"checkpoint_path": str | None, "pretrained": bool}, where="model")
     with torch.device("meta"):
@@ -181,7 +190,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
     budget = memory.get("bytes")
     planned = PLANNED.get(memory["mode"])
     if planned is not None and planned.bounded:
-        if budget in (None, "???"):
+        if budget in (None, MISSING):
             raise ConfigError("memory.bytes is needed: give memory.bytes=4GiB, say")
         bytes_from(budget, name="memory.bytes")
     elif budget is not None:

@@ -18,6 +18,11 @@ MAX_NODES = 100_000  # of a document with all aliases expanded
 MAX_DEPTH = 50
 
 
+def run_of(checkpoint: str | Path) -> Path:
+    """The folder of a checkpoint's run, if it is in one: ``RUN_DIR/checkpoints/best.ckpt``."""
+    return Path(checkpoint).absolute().parent.parent
+
+
 def write_yaml(values: Mapping[str, Any], path: Path) -> None:
     """Write plain containers as YAML, atomically."""
     write_atomically(path, OmegaConf.to_yaml(OmegaConf.create(dict(values))).encode())
@@ -29,6 +34,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is no YAML, no mapping, too deep or too large.
     """
+    # before OmegaConf reads it
     check_growth(path)
     try:
         plain = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -42,6 +48,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no configuration: restore it from a copy")
+    # YAML has keys such as 1 and true; the checks expect names
     return {str(key): value for key, value in plain.items()}
 
 
@@ -60,9 +67,11 @@ def check_growth(path: Path) -> None:
     open_nodes: list[tuple[str | None, int]] = []  # anchor, and the nodes counted before it
     count = 0
     try:
+        # the parser would hold a file of gigabytes
         if path.stat().st_size > MAX_BYTES:
             raise ConfigError(f"{path} has more than {MAX_BYTES} bytes: expected a configuration")
         with path.open("rb") as stream:
+            # the C parser is much faster, and missing where PyYAML was built without libyaml
             for event in yaml.parse(stream, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
                 if isinstance(event, yaml.AliasEvent):
                     if event.anchor not in sizes:
@@ -70,6 +79,7 @@ def check_growth(path: Path) -> None:
                     # OmegaConf copies the node, so an alias counts as much as its anchor
                     count += sizes[event.anchor]
                 elif isinstance(event, yaml.NodeEvent):
+                    # on a stack: the size of a node is known at its end
                     open_nodes.append((event.anchor, count))
                     count += 1
                 if isinstance(event, yaml.ScalarEvent | yaml.CollectionEndEvent):

@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo.cli.program import command_line, tool_line
+from revzoo.cli.program import command_line, short_path, tool_line
 from revzoo.data import ImageData
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
@@ -41,6 +41,7 @@ class LogFormat(logging.Formatter):
     def __init__(self, *, date: bool) -> None:
         super().__init__("%(asctime)s", "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S")
 
+    # Formatter.format appends tracebacks to this
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
         return f"{record.asctime} {level}{record.message}"
@@ -48,6 +49,7 @@ class LogFormat(logging.Formatter):
 
 def shorten_log() -> None:
     """Set :class:`LogFormat` on the handlers of the root logger, which Hydra has created."""
+    # no handler of our own: Hydra's levels and files stay
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
 
@@ -60,36 +62,32 @@ def log_opening(
     run_dir: Path,
 ) -> None:
     """Log the model, the data, the memory mode, the device, the recipe and the folder."""
-    for name, text in _opening(config, trainer, module, data, run_dir):
+    count = sum(p.numel() for p in module.model.parameters())
+    start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
+    root = f" {config['data']['root']}" if "root" in config["data"] else ""
+    shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
+    kept = kept_bytes(module, data)
+    size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
+    epochs = trainer.max_epochs or -1  # -1 or None if max_steps ends the run
+    length = _epochs(epochs) if epochs > 0 else f"{config['trainer']['max_steps']} steps"
+    # of all processes, for one update of the weights
+    batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
+    rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
+    lines = [
+        ("model", f"{config['model']['name']}, {count:,} parameters{start}"),
+        ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
+        ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
+        ("memory", f"{_modes(config, module)}{size}"),
+        ("device", ", ".join(_device(config, trainer))),
+        ("train", f"{length}, {batch} images per step, {rate}, seed {config['seed']}"),
+        ("folder", str(short_path(run_dir))),
+    ]
+    for name, text in lines:
         log.info("%-8s %s", name, text)
 
 
-def _opening(
-    config: Mapping[str, Any],
-    trainer: pl.Trainer,
-    module: Classifier,
-    data: ImageData,
-    run_dir: Path,
-) -> Iterator[tuple[str, str]]:
-    count = sum(p.numel() for p in module.model.parameters())
-    start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
-    yield "model", f"{config['model']['name']}, {count:,} parameters{start}"
-    root = f" {config['data']['root']}" if "root" in config["data"] else ""
-    shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
-    yield "data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"
-    yield "", f"{data.train_count:,} to train, {data.val_count:,} to validate"
-    kept = kept_bytes(module, data)
-    size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
-    yield "memory", f"{_modes(config, module)}{size}"
-    yield "device", ", ".join(_device(config, trainer))
-    steps = f"{config['trainer']['max_steps']} steps"
-    count_of = trainer.max_epochs or -1
-    epochs = f"{count_of} epoch{'s' * (count_of != 1)}" if count_of > 0 else steps
-    batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
-    optim = config["optim"]
-    rate = f"{optim['name']} with lr {optim['lr']:g}"
-    yield "train", f"{epochs}, {batch} images per step, {rate}, seed {config['seed']}"
-    yield "folder", str(short_path(run_dir))
+def _epochs(count: int) -> str:
+    return f"{count} epoch{'s' * (count != 1)}"
 
 
 def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
@@ -97,6 +95,7 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
     yield (
+        # tf32 goes with float32 only, see check_precision
         "TensorFloat-32" if config["precision"]["tf32"] else NUMBERS[config["precision"]["trainer"]]
     )
     threads = torch.get_num_threads()
@@ -105,6 +104,7 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
 
 def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     """The memory mode; for a plan, the number of steps in each mode."""
+    # a mode such as auto says little; the plan that came out says more
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
         return memory_of(module)
@@ -117,6 +117,7 @@ def kept_bytes(module: Classifier, data: ImageData) -> int | None:
     Counts with a float32 copy on torch's ``meta`` device: shapes are enough.
     """
     try:
+        # a copy: .to() changes a module in place
         model = copy.deepcopy(module.model).to("meta", torch.float32)
         with torch.device("meta"):
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
@@ -129,9 +130,9 @@ def log_result(
     trainer: pl.Trainer, figures: Mapping[str, float], *, seconds: float, run_dir: Path, best: Any
 ) -> None:
     """Log the figures, and the commands that a user wants next."""
-    epochs = trainer.current_epoch
-    length = f"{epochs} epoch{'s' * (epochs != 1)}, {trainer.global_step:,} steps"
+    length = f"{_epochs(trainer.current_epoch)}, {trainer.global_step:,} steps"
     log.info("%-8s %s in %s", "trained", length, clock(seconds))
+    # the last validation is of the last weights, the test of the best
     for split, weights in {"val": "last", "test": "best checkpoint" if best else "last"}.items():
         of_split = in_order({k: v for k, v in figures.items() if k.startswith(f"{split}/")})
         texts = [f"{name.partition('/')[2]} {value:.4f}" for name, value in of_split.items()]
@@ -147,9 +148,3 @@ def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[s
     if best:
         yield "predict", f"{command_line('predict', short_path(best))} IMAGES"
         yield "evaluate", command_line("eval", f"ckpt={short_path(best)}")
-
-
-def short_path(path: Path) -> Path:
-    """The path relative to the working directory if it is below it; otherwise absolute."""
-    path, here = Path(path).absolute(), Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path

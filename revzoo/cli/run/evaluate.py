@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
+
+from omegaconf import MISSING
 
 from revzoo._checks import check_choice, check_count, check_names
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config
+from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
 from revzoo.training.callbacks.progress import Progress
@@ -38,6 +39,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         DataError: the data cannot be used, or have other classes than the checkpoint.
         NoMemoryError: a batch does not fit into memory.
     """
+    # everything that needs no files, before any is read
     check_eval(config)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
@@ -52,6 +54,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
                 f"{config['ckpt']} is not in the folder of a run, so its data are unknown: give "
                 "data=NAME, such as data=cifar10, or data=imagefolder data.root=DIR"
             )
+        # the section comes from a file that the user has not named
         with errors_naming(run_of(config["ckpt"]) / CONFIG_FILE):
             check_data(data_config)
     if config["batch_size"] is not None:
@@ -63,7 +66,9 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     if not data.has(config["split"]):
         if testing:
             raise DataError("the data have no test split: use split=val")
+        # before the images are read
         check_held_back(config["ckpt"], data_config)
+    # before `setup`, which would measure mean and deviation of these images
     data.load_state_dict(restored.data_state)
     if is_first_process():
         place = f" in {data_config['root']}" if "root" in data_config else ""
@@ -71,10 +76,12 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
         log.info("reading the %s images of %s%s", split, type(data).__name__, place)
     data.setup("test" if testing else "validate")
     _check_images(restored, in_chans=data.in_chans)
+    # this run's precision section, not the checkpoint's: the layout changes speed and rounding
     restored.module.lay_out(channels_last=config["precision"]["channels_last"])
     trainer = make_trainer(
         **config["trainer"],
         precision=config["precision"]["trainer"],
+        # an evaluation writes no files
         logger=False,
         enable_checkpointing=False,
         callbacks=[Progress()],
@@ -92,7 +99,7 @@ def check_eval(config: Mapping[str, Any]) -> None:
         ConfigError: naming the option.
     """
     check_names(config, KEYS, where="config")
-    if config["ckpt"] in (None, "", "???"):
+    if config["ckpt"] in (None, "", MISSING):
         raise ConfigError(
             "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
             "ckpt=revnet38.cifar10"
@@ -102,11 +109,6 @@ def check_eval(config: Mapping[str, Any]) -> None:
         check_count("batch_size", config["batch_size"])
     check_trainer(config["trainer"])
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
-
-
-def run_of(checkpoint: str) -> Path:
-    """The folder of a checkpoint's run, if the checkpoint is in one."""
-    return Path(checkpoint).absolute().parent.parent
 
 
 def run_data(checkpoint: str) -> dict[str, Any] | None:
@@ -141,6 +143,7 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
                 checkpoint,
             )
         return
+    # of another data set, no image was a training image
     same = all(data.get(key) == trained.get(key) for key in ("_target_", "root"))
     differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
     if same and differing:

@@ -36,6 +36,7 @@ def locked(folder: Path) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if is_first_process():
+            # "a+" creates the file and does not empty it: it names a holder
             file = stack.enter_context((folder / LOCK_FILE).open("a+"))
             with user_errors():
                 _lock(file, folder)
@@ -46,11 +47,13 @@ def locked(folder: Path) -> Iterator[None]:
 
 def _lock(file: IO[str], folder: Path) -> None:
     try:
+        # flock, not lockf: POSIX locks end when any file of the process is closed
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         file.seek(0)
         raise ConfigError(in_use(folder, file.read().strip())) from None
     except OSError as error:
+        # some network file systems have no locks; a run should not fail for this
         log.warning("cannot lock %s (%s): do not start a second program there", folder, error)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -69,6 +72,7 @@ os.register_at_fork(after_in_child=_forget_locks)
 
 def in_use(folder: Path, holder: str) -> str:
     """The message for a second program in a folder."""
+    # empty if the holder is just writing its name
     pid = holder.split()[1] if holder else "PID"
     return (
         f"{folder} is in use by {holder or 'another process'}: wait until it ends, stop it "

@@ -35,12 +35,14 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
     """
     check_started_together(overrides, several=True)
+    # before the first job starts, so a wrong value of the last one is found now
     jobs, shared = split_jobs(overrides, source)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     log.info("Launching %d jobs, one after the other", len(jobs))
     failed, sweep_dir = [], None
     for number, job in enumerate(jobs):
         log.info("  #%d: %s", number, " ".join(job))
+        # not among the keys that users may set
         trusted = [f"hydra.job.num={number}"]
         try:
             _, whole = compose_whole([*job, *shared], source, trusted=trusted)
@@ -62,6 +64,7 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         if status:
             failed.append(f"{run_dir}: the run failed with status {status}")
     if failed:
+        # a list of all, since the first message has scrolled away
         sys.exit("\n".join(f"revzoo: {message}" for message in failed))
 
 
@@ -73,8 +76,10 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
     """
     parsed = check_sweep(overrides, source)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
+    # a job is no multirun, and gets its folder from here
     shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
     try:
+        # max_batch_size=None: one batch with all jobs
         (jobs,) = BasicSweeper.split_arguments(
             [o for o in parsed if not o.is_hydra_override()], max_batch_size=None
         )
@@ -85,6 +90,7 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
 
 def source_arguments(source: Source) -> list[str]:
     """The command-line options that select ``source``."""
+    # only what differs from the default, so that logged commands stay short
     options = {
         "--config-name": source.name if source.name != TRAIN.name else None,
         "--config-path": source.folder if source.folder != CONFIGS else None,

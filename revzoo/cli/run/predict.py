@@ -43,8 +43,10 @@ def predict(
         CheckpointError: the network's output is NaN or Inf.
         DataError: a path does not exist or is no image, or a folder has no images.
     """
+    # before the first image is read
     if image_size is None and restored.image_size is None:
         raise DataError("the checkpoint has no image size: give --size PIXELS")
+    # a list: all paths are checked before the first result
     files = [str(path) for path in image_files(paths)]
     images = (open_image(path, restored.in_chans) for path in files)
     network = restored.network.to(device)
@@ -62,6 +64,7 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
+            # sorted: the order of a file system is arbitrary
             images = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMG_EXTENSIONS]
             if not images:
                 raise DataError(f"no images in {path}: expected {', '.join(IMG_EXTENSIONS)}")
@@ -92,7 +95,9 @@ def as_json(predictions: Sequence[Prediction], top: int) -> str:
 def as_csv(predictions: Sequence[Prediction], top: int) -> str:
     """Columns path, class, and the probability of each class by its name."""
     text = io.StringIO()
+    # each image orders its classes by probability; columns need one order
     names = sorted(predictions[0][1])
+    # csv's default is \r\n, which many tools show as ^M
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(["path", "class", *names])
     for path, classes in predictions:

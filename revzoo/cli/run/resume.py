@@ -55,12 +55,16 @@ def resume(
     Raises:
         SystemExit: the run cannot resume, or not with these changes; the message says why.
     """
+    # messages and records name it, and the process may change its folder
     run_dir = run_dir.absolute()
     path = run_dir / CONFIG_FILE
     with user_errors():
+        # before any file is opened: a FIFO would block
         check_files(run_dir)
+        # before the configuration: it may name what a plugin registers
         check_imports(run_dir)
         config = recorded_config(run_dir)
+        # a file that someone may have edited
         with errors_naming(path):
             check_config(config)
         if overrides:
@@ -68,6 +72,7 @@ def resume(
             check_config(config)
     with locked(run_dir), logged_to(run_dir):
         arguments = ["--resume", str(run_dir), *overrides]
+        # under the lock: it may rename a damaged file
         checkpoint = last_state(run_dir, config)
         return train(config, run_dir=run_dir, overrides=arguments, resume=checkpoint)
 
@@ -96,6 +101,7 @@ def check_state(config: Mapping[str, Any], state: Mapping[str, Any], run_dir: Pa
         CheckpointError: it comes from another run, or its hyperparameters are refused.
     """
     check_parts(state)
+    # before check_contents, which builds the model that they describe
     check_hyperparameters(state["hyper_parameters"])
     check_same_run(config, state, run_dir)
     callbacks = build_callbacks(config["callbacks"], run_dir=run_dir)
@@ -109,6 +115,7 @@ def _changes(
     check_changes(overrides)
     sections = {override.partition("=")[0] for override in overrides}
     composed = to_plain(compose_checked(overrides))
+    # whole sections: memory=budget brings its own keys
     changed = {section: composed[section] for section in sections}
     precision = changed.get("precision", config["precision"])
     if precision != config["precision"] and not allow_precision_change:
@@ -128,10 +135,12 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     """
     hyper = state["hyper_parameters"]
     model = hyper["model"]
+    # these come from the data, which are compared by themselves
     same_size = {name: model[name] for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
     # a checkpoint contains the weights and does not record the source of the initial ones
     spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
+    # revnet38.cifar10 names weights of revnet38
     spec["name"] = spec["name"].partition(".")[0]
     # OptimSpec adds the defaults of options that are newer than the checkpoint
     expected: dict[str, Any] = {"model": spec, "optim": OptimSpec.of(config["optim"]).plain()}
@@ -152,6 +161,7 @@ def logged_to(run_dir: Path) -> Iterator[None]:
     """Log to the terminal and to the run's log file, as Hydra does for a new run."""
     handlers: tuple[logging.Handler, ...] = (
         logging.StreamHandler(sys.stdout),
+        # names of files may hold any bytes
         logging.FileHandler(run_dir / LOG_FILE, errors="backslashreplace"),
     )
     root = logging.getLogger()
@@ -163,6 +173,7 @@ def logged_to(run_dir: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # in a notebook, more may follow in this process
         root.setLevel(level)
         for handler in handlers:
             root.removeHandler(handler)

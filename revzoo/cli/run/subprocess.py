@@ -47,8 +47,10 @@ def run_program(
         if process is not None:
             process.terminate()
 
+    # before the process starts: a signal in between must not leave it alone
     before = {signum: signal.signal(signum, pass_on) for signum in SIGNALS}
     try:
+        # both streams in one file, in their order
         errors = subprocess.STDOUT if output is not None else None
         process = subprocess.Popen(list(command), stdout=output, stderr=errors)
         if received:  # between the first line of this function and now
@@ -58,6 +60,7 @@ def run_program(
                 process.wait(poll)
             if should_end is not None and process.returncode is None and should_end():
                 process.terminate()
+                # ask once; saving may take several polls
                 should_end = None
         if received:
             raise RunStopped(received[0])
@@ -72,5 +75,6 @@ def run_program(
 
 def quoted(value: object) -> str:
     """Quote a value of an override, so that Hydra reads it as plain text."""
+    # Hydra's escape inside single quotes
     text = str(value).replace("'", "\\'")
     return f"'{text}'"

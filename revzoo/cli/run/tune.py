@@ -64,8 +64,10 @@ def tune(config: Mapping[str, Any], run_dir: Path) -> dict[str, Any]:
     module = build_module(config, data)
     if config["callbacks"].get("finetuning") is not None:
         finetuning = Finetuning(**config["callbacks"]["finetuning"])
+        # the last entry unfreezes most
         epoch = max(finetuning.unfreeze, default=0) if kind.all_unfrozen else 0
         finetuning.freeze(module.model, epoch=epoch)
+    # the first file of the run, if it is only a search
     run_dir.mkdir(parents=True, exist_ok=True)
     trainer = {**config["trainer"], "precision": config["precision"]["trainer"]}
     value, files = kind.search(module, data, trainer=trainer, folder=run_dir, **options)
@@ -90,6 +92,7 @@ def search_lr(
     if curve.suggestion is None:
         log.warning("optim.lr: the loss falls at no rate (%s)", span)
         return None, curve.write(folder)
+    # more digits would suggest a precision that the test does not have
     value = float(f"{curve.suggestion:.3g}")
     log.info("optim.lr: the loss falls fastest at %g (%s)", value, span)
     return value, curve.write(folder)
@@ -136,6 +139,7 @@ def check_tuner(config: Mapping[str, Any]) -> None:
         if options["max_bytes"] is not None:
             check_number("tuner.max_bytes", options["max_bytes"], open_low=True, open_high=True)
     trainer = config["trainer"]
+    # trials run in this process alone
     if (trainer.get("devices", 1), trainer.get("strategy", "auto")) != (1, "auto"):
         raise ConfigError(
             f"tuner={kind} searches on one device: give trainer.devices=1 trainer.strategy=auto, "

@@ -50,6 +50,7 @@ def run(args: argparse.Namespace) -> None:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S-%f")
     folder, plan = read_plan(args.overrides, default=Path("outputs", "sweep", now))
+    # before optuna and torch are imported: most mistakes are in the ranges
     check_space(plan.fixed, plan.space)
     load_optuna()
     from revzoo.cli.run.lock import locked
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> None:
     check_started_together(args.overrides, several=True)
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        # first: with this file, `revzoo sweep dir=DIR` can continue
         plan.write(folder)
         search = Search(plan, folder)
         try:

@@ -29,11 +29,12 @@ def load_optuna() -> Any:
         optuna = import_module("optuna")
     except ImportError:
         raise ConfigError("revzoo sweep needs optuna: pip install optuna") from None
+    # it logs each trial at INFO, as we do
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     return optuna
 
 
-@dataclass(frozen=True)
+@dataclass
 class Plan:
     """A search; ``revzoo sweep --help`` describes the options.
 
@@ -51,12 +52,9 @@ class Plan:
     space: list[Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
-        fixed, space = split_space(self.arguments)
-        object.__setattr__(self, "fixed", fixed)
-        object.__setattr__(self, "space", space)
+        self.fixed, self.space = split_space(self.arguments)
         if not self.direction:
-            direction = "minimize" if self.metric.endswith("loss") else "maximize"
-            object.__setattr__(self, "direction", direction)
+            self.direction = "minimize" if self.metric.endswith("loss") else "maximize"
         check_count("trials", self.trials)
         check_count("sampler_seed", self.sampler_seed, least=0)
         check_choice("direction", self.direction, DIRECTIONS)
@@ -67,7 +65,7 @@ class Plan:
                 f"metric={self.metric}: a model chosen on the test split cannot be evaluated on "
                 "it; use a figure of the validation, such as val/acc"
             )
-        if not space:
+        if not self.space:
             raise ConfigError(
                 "the sweep has no range: add one, such as optim.lr='tag(log,interval(0.01,1))'"
             )
@@ -100,10 +98,13 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     searched: list[str] = []
     for override in parse(arguments):
         if override.key_or_group in names and not override.is_sweep_override():
+            # parsed by Hydra: trials=5 is an int, prune=true a bool
             value = override.value()
+            # dir=2026 would be a number
             is_text = override.key_or_group in ("dir", "metric", "direction")
             options[override.key_or_group] = str(value) if is_text else value
         elif meant := nearest(override.key_or_group, names, cutoff=0.75):
+            # closer than elsewhere: the other words are keys of revzoo train
             raise ConfigError(
                 f"{override.input_line}: there is no key {override.key_or_group!r}; "
                 f"did you mean {meant[0]!r}?"
@@ -115,14 +116,15 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     if not path.exists():
         return folder, Plan(searched, **options)
     recorded = _recorded(path)
-    before = {**recorded, "overrides": searched or recorded["overrides"], **options}
-    for name, value in before.items():
+    wanted = {**recorded, "overrides": searched or recorded["overrides"], **options}
+    # the results so far would not compare
+    for name, value in wanted.items():
         if name != "trials" and value != recorded.get(name):
             raise ConfigError(
                 f"{folder} is a sweep with {name}={recorded.get(name)}, got {value}: only trials "
                 "may change; use another dir for another search"
             )
-    return folder, Plan(before.pop("overrides"), **before)
+    return folder, Plan(wanted.pop("overrides"), **wanted)
 
 
 def _recorded(path: Path) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def _recorded(path: Path) -> dict[str, Any]:
     plain = read_yaml(path)
     overrides = plain.get("overrides")
     is_list = isinstance(overrides, list) and all(isinstance(o, str) for o in overrides)
+    # someone may have edited it
     if not is_list or not set(plain) <= {"overrides", *OPTIONS}:
         raise ConfigError(f"{path} is damaged: restore it from a copy")
     return plain

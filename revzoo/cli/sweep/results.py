@@ -27,6 +27,7 @@ def figure_of(run_dir: Path, metric: str) -> float:
     if metric not in figures:
         raise ValueError(f"there is no figure {metric}, expected {', '.join(sorted(figures))}")
     value = float(figures[metric])
+    # optuna would fail such a trial without a reason
     if not math.isfinite(value):
         raise ValueError(f"{metric} is {value}")
     return value
@@ -34,6 +35,7 @@ def figure_of(run_dir: Path, metric: str) -> float:
 
 def last_line(log: Path, status: int) -> str:
     """The exit status and the last line of a program's output, for a message."""
+    # the last line of a traceback, or our one-line message
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return f"status {status}: {lines[-1].strip()}" if lines else f"status {status}"
 
@@ -47,6 +49,7 @@ class Curve:
 
     def __init__(self, run_dir: Path, metric: str, trial: Any) -> None:
         self.path, self.metric, self.trial = run_dir / METRICS_FILE, metric, trial
+        # a resumed trial has reported some; optuna refuses the same step twice
         self.reported = len(trial.study.trials[trial.number].intermediate_values)
         self.pruned = False
 
@@ -54,6 +57,7 @@ class Curve:
         """The figure's values so far, without an unfinished last row."""
         if not self.path.exists():
             return []
+        # the run may be writing the last row at this moment
         whole = self.path.read_text().rpartition("\n")[0].splitlines()
         return [float(row[self.metric]) for row in csv.DictReader(whole) if row.get(self.metric)]
 
@@ -66,6 +70,7 @@ class Curve:
     def should_prune(self) -> bool:
         """Report new values; return whether the pruner stops the trial."""
         self.report()
+        # optuna compares the last reported value, so there must be one
         self.pruned = self.reported > 0 and self.trial.should_prune()
         return self.pruned
 
@@ -86,17 +91,14 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
     if done:
         sign = 1 if plan.direction == "maximize" else -1
         best = max(done, key=lambda trial: sign * trial.value)
-        write_yaml(_described(best, plan), folder / "best.yaml")
-
-
-def _described(best: Any, plan: Plan) -> dict[str, Any]:
-    return {
-        "trial": best.number,
-        "metric": plan.metric,
-        "value": best.value,
-        "parameters": dict(best.params),
-        "command": best_command(best, plan),
-    }
+        description = {
+            "trial": best.number,
+            "metric": plan.metric,
+            "value": best.value,
+            "parameters": dict(best.params),
+            "command": best_command(best, plan),
+        }
+        write_yaml(description, folder / "best.yaml")
 
 
 def best_command(best: Any, plan: Plan) -> str:

@@ -50,9 +50,11 @@ class Search:
                 storage=f"sqlite:///{file}",
                 study_name="revzoo",
                 direction=plan.direction,
+                # used only with prune=true, which reports values
                 pruner=self.optuna.pruners.MedianPruner(),
                 load_if_exists=True,
             )
+            # a damaged file may open and fail here
             self.study.get_trials(deepcopy=False)
         except (sql.SQLAlchemyError, self.optuna.exceptions.OptunaError, RuntimeError) as error:
             reason = str(error).splitlines()[0]
@@ -73,6 +75,7 @@ class Search:
             trials = self.study.get_trials(deepcopy=False)
             write_results(trials, self.plan, self.folder)
             failed = failed + 1 if state == self.states.FAIL else 0
+            # later failures may come from unlucky values; at the start, everything is wrong
             if failed >= GIVE_UP and not any(t.value is not None for t in trials):
                 error = trials[-1].user_attrs["error"]
                 sys.exit(f"revzoo: the first {failed} trials have failed, the last with: {error}")
@@ -80,6 +83,7 @@ class Search:
     def next_trial(self) -> Any:
         """An interrupted trial, or a new one; None if there are enough."""
         trials = self.study.get_trials(deepcopy=False)
+        # this process holds the folder's lock, so no trial is really running
         interrupted = [trial for trial in trials if trial.state == self.states.RUNNING]
         if not interrupted and len(trials) >= self.plan.trials:
             return None
@@ -88,6 +92,7 @@ class Search:
         self.study.sampler = self.optuna.samplers.TPESampler(seed=self.plan.sampler_seed + number)
         if interrupted:
             # suggest() then returns the values that the trial has drawn already
+            # private in optuna 5: there is no public way to take up a trial again
             trial = self.optuna.trial.Trial(self.study, interrupted[0]._trial_id)
         else:
             trial = self.study.ask()
@@ -104,6 +109,7 @@ class Search:
         run_dir = self.folder / f"{trial.number:04d}"
         curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
         output = run_dir.with_suffix(".log")
+        # a resumed trial appends
         with output.open("a") as file:
             prune = curve.should_prune if curve is not None else None
             status = run_program(self.command(trial, run_dir), output=file, should_end=prune)

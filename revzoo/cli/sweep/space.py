@@ -74,6 +74,7 @@ def split_space(overrides: Sequence[str]) -> tuple[list[str], list[Parameter]]:
 def _parameter(override: Override) -> Parameter:
     key = str(override.input_line).partition("=")[0]
     sweep = override.value()
+    # Hydra expands a glob with the names of a group's files, which may change
     if isinstance(sweep, Glob):
         raise ConfigError(f"{override.input_line}: name the options, such as choice(a, b)")
     assert isinstance(sweep, Sweep)
@@ -83,6 +84,7 @@ def _parameter(override: Override) -> Parameter:
     if isinstance(sweep, ChoiceSweep):
         if log:
             raise ConfigError(f"{override.input_line}: tag(log, ...) goes with interval and range")
+        # text: the values go into a command line again
         return Parameter(key, choices=tuple(override.sweep_string_iterator()))
     if isinstance(sweep, IntervalSweep):
         assert sweep.start is not None
@@ -99,9 +101,11 @@ def _parameter(override: Override) -> Parameter:
 def _stepped(key: str, sweep: RangeSweep, *, log: bool) -> Parameter:
     if log:
         raise ConfigError(f"{key}: a range has steps: use tag(log, int(interval(1, 64)))")
+    # `parse` has limited the number of values
     count = len(list(sweep.range()))
     assert sweep.start is not None
     last = sweep.start + sweep.step * max(0, count - 1)
+    # a falling range searches the same numbers
     low, high = sorted((sweep.start, last))
     return Parameter(key, low=low, high=high, step=abs(sweep.step))
 
@@ -112,6 +116,7 @@ def check_space(fixed: Sequence[str], space: Sequence[Parameter]) -> None:
     Raises:
         ValueError: no trial could run; names the key or the value.
     """
+    # one parameter at a time: all combinations would be too many
     composed = [to_plain(compose_checked([*fixed, *trial])) for trial in _samples(space)]
     # torch is imported after the keys have been checked
     from revzoo.cli.config.checks import check_config

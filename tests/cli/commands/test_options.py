@@ -45,8 +45,8 @@ def test_a_choice_shows_the_options_of_its_base(capsys: pytest.CaptureFixture[st
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("calbacks", "no group 'calbacks'.*did you mean 'callbacks'"),
-        ("data/cifar", "data has no 'cifar'.*did you mean 'cifar1"),
+        ("calbacks", "group=calbacks: expected one of .*did you mean 'callbacks'"),
+        ("data/cifar", "data=cifar: expected one of .*did you mean 'cifar1"),
     ],
 )
 def test_unknown_names_suggest_the_nearest(name: str, message: str) -> None:
