@@ -243,7 +243,7 @@ class Classifier(pl.LightningModule):
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
         always = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
         if (trainer := trainer_of(self)) is not None:
-            # remove those of an earlier fit; Lightning would replace them, with a message each time
+            # an earlier fit left such callbacks; Lightning would log that it replaces them
             types, present = {type(c) for c in always}, trainer.callbacks  # type: ignore[attr-defined]
             trainer.callbacks = [c for c in present if type(c) not in types]  # type: ignore[attr-defined]
         return always

@@ -61,7 +61,7 @@ class TensorBoard(TensorBoardLogger):
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         """Log the description of the run; ignore the module's options that Lightning passes."""
         self.hparams = self.run
-        # torch's add_hparams would write these summaries into a run of its own
+        # torch's add_hparams would write these summaries into another run
         writer = self.experiment._get_file_writer()
         figures = dict.fromkeys(COMPARED, 0.0)  # HPARAMS uses only the names
         for summary in hparams(self.run, figures):  # type: ignore[no-untyped-call]

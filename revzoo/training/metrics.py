@@ -120,7 +120,7 @@ class EpochFigures(pl.Callback):
         # once per epoch: Lightning computes the logged metrics at its end
         if self._logged:
             return
-        # also in vain: a module that does not use the metrics does so at no batch
+        # before the check: a module that does not use the metrics never will
         self._logged = True
         metrics: MetricCollection = pl_module.metrics_of("train")  # type: ignore[operator]
         if all(metric.update_called for metric in metrics.values()):

@@ -177,7 +177,7 @@ def build_trainer(
         callbacks=callbacks,
         logger=loggers,
         default_root_dir=run_dir,
-        # otherwise Lightning adds a callback of its own, or refuses ours
+        # otherwise Lightning adds a checkpoint callback, or refuses ours
         enable_checkpointing=any(isinstance(c, Checkpoint) for c in callbacks),
         enable_progress_bar=any(isinstance(c, ProgressBar) for c in callbacks),
     )

@@ -49,7 +49,7 @@ class LogFormat(logging.Formatter):
 
 def shorten_log() -> None:
     """Set :class:`LogFormat` on the handlers of the root logger, which Hydra has created."""
-    # no handler of our own: Hydra's levels and files stay
+    # Hydra's handlers with another format: their levels and files stay
     for handler in logging.getLogger().handlers:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
 

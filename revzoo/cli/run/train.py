@@ -127,7 +127,7 @@ def begin(
 
 
 def without_hydra(overrides: Sequence[str]) -> list[str]:
-    """The overrides without those of Hydra's section."""
+    """The overrides of our keys, without Hydra's section."""
     return [o for o in overrides if not o.lstrip("+~").startswith(("hydra.", "hydra/"))]
 
 

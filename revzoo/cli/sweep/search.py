@@ -113,10 +113,10 @@ class Search:
         with output.open("a") as file:
             prune = curve.should_prune if curve is not None else None
             status = run_program(self.command(trial, run_dir), output=file, should_end=prune)
-        # we stopped the run ourselves, so its status is no failure
-        if curve is not None and curve.pruned:
-            return self.end(trial, self.states.PRUNED)
         if curve is not None:
+            # we stopped the run ourselves, so its status is no failure
+            if curve.pruned:
+                return self.end(trial, self.states.PRUNED)
             curve.report()  # values since the last poll: the median of later trials needs them
         if status:
             return self.end(trial, self.states.FAIL, error=last_line(output, status))

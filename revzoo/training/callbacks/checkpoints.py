@@ -19,7 +19,7 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.checkpoint.files import LAST, was_saved
+from revzoo.training.checkpoint.files import CHECKPOINTS, LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
@@ -36,16 +36,16 @@ class LastCheckpoint(Checkpoint):
     waits (:data:`~revzoo.training.callbacks.graceful_stop.PATIENCE`).
 
     Args:
-        folder: the folder of the checkpoints.
+        run_dir: the run's folder; the file is ``checkpoints/last.ckpt``.
         minutes: a killed run loses at most about this much training.
 
     Raises:
         ValueError: ``minutes`` is not above 0.
     """
 
-    def __init__(self, folder: Path, *, minutes: float = 10.0) -> None:
+    def __init__(self, run_dir: Path, *, minutes: float = 10.0) -> None:
         check_number("minutes", minutes, open_low=True)
-        self.path = folder / LAST
+        self.path = run_dir / CHECKPOINTS / LAST
         self.minutes = minutes
         self._saved_at = self._step_began = time.monotonic()  # of a clock that never jumps
 

@@ -50,8 +50,8 @@ class PrivateTraining(RestoresAfterFit):
         epsilon: the budget that the whole run may spend.
         delta: the probability with which the guarantee may fail; below one over the images.
         max_grad_norm: C.
-        noise_multiplier: s; None for the smallest that keeps the budget. A value of yours may
-            exceed the budget: ``private/epsilon`` says what is spent.
+        noise_multiplier: s; None for the smallest that keeps the budget. Another value may
+            exceed the budget; ``private/epsilon`` shows what is spent.
         accountant: ``"rdp"``; ``"prv"`` allows some 5 % less noise and takes a minute to find it.
 
     Raises:

@@ -88,7 +88,7 @@ class Progress(ProgressBar):
             )
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        # a run's clock goes on: the time left includes later validations
+        # only for the rate: the time left includes validations
         self._paused = time.perf_counter()
 
     def on_validation_batch_end(

@@ -54,11 +54,6 @@ def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max
     )
 
 
-def last_checkpoint(run_dir: Path, *, minutes: float = 10.0) -> pl.Callback:
-    """``checkpoints/last.ckpt``: the state to resume from; a kill costs at most ``minutes``."""
-    return LastCheckpoint(run_dir / CHECKPOINTS, minutes=minutes)
-
-
 def learning_rate() -> pl.Callback:
     """The learning rate of every logged step."""
     return LearningRateMonitor(logging_interval="step")
@@ -80,7 +75,7 @@ def early_stopping(
 # runs call the hooks in this order; Lightning moves callbacks that save to the end
 CALLBACKS: dict[str, Callable[..., pl.Callback]] = {
     "best_checkpoint": best_checkpoint,
-    "last_checkpoint": last_checkpoint,
+    "last_checkpoint": LastCheckpoint,
     "learning_rate": learning_rate,
     "progress_bar": Progress,
     "footprint": Footprint,
@@ -131,9 +126,7 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
         >>> revzoo.register_callback("timer", timer)  # then: 'callbacks.timer={hours: 2}'
     """
     if name in CALLBACKS:
-        raise ValueError(
-            f"a callback {name!r} exists already: choose another name than {', '.join(CALLBACKS)}"
-        )
+        raise ValueError(f"callback {name!r} is registered already: choose another name")
     CALLBACKS[name] = factory
 
 

@@ -106,7 +106,7 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
             _write(state, path)
             return
         except (OSError, RuntimeError) as error:
-            # an error of our own, which another attempt would repeat
+            # not the disk: another attempt would fail in the same way
             if not isinstance(error, OSError) and not _is_from_writer(error):
                 raise
             if seconds is None:

@@ -198,10 +198,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
         >>> revzoo.register_optimizer("nadam", torch.optim.NAdam)  # then: optim.name=nadam
     """
     if name in OPTIMIZERS:
-        raise ValueError(
-            f"an optimiser {name!r} exists already: choose another name than "
-            f"{', '.join(OPTIMIZERS)}"
-        )
+        raise ValueError(f"optimiser {name!r} is registered already: choose another name")
     OPTIMIZERS[name] = (groups, builder)
 
 
