@@ -93,6 +93,7 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     Raises:
         SystemExit: for help, or for arguments that it does not have.
     """
+    # `revzoo` alone shows the help
     name = _command(arguments[:1] or ["--help"])
     row = COMMANDS[name]
     command: Command = import_module(f"revzoo.cli.{row.module}")

@@ -43,6 +43,7 @@ def run(args: argparse.Namespace) -> None:
     # a model on meta takes no memory, however large it is
     with nullcontext() if args.real else torch.device("meta"):
         model = model_for(args, args.name, memory=args.memory)
+    # an empty list of modes: only the model's own
     report = audit(model, shape_for(args, model), modes=[] if args.memory else None, real=args.real)
     sys.stdout.write(f"{report}\n")
     if args.csv:

@@ -27,6 +27,7 @@ def run(args: argparse.Namespace) -> None:
     if args.workers is not None:
         check_count("--workers", args.workers)
     report = check_folder(args.folder, workers=args.workers)
+    # unreadable images first, then the fault of the folders
     faults = report.bad + ([report.layout] if report.layout else [])
     sys.stdout.write("".join(f"{fault}\n" for fault in faults))
     if report.bad:

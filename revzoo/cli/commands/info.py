@@ -83,6 +83,7 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
 
 def _print(key: str, value: object) -> None:
+    # clear the status before the row that it announced
     _show_status("")
     text = value if isinstance(value, str) else json.dumps(value)
     sys.stdout.write(f"{key:24}{text}\n")

@@ -51,6 +51,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.profiling.plan import Planner
     from revzoo.profiling.units import bytes_from, in_units
 
+    # a wrong budget is refused before the model is built
     budget = bytes_from(args.budget)
     if args.plot:
         plotting()
@@ -62,7 +63,7 @@ def run(args: argparse.Namespace) -> None:
         return
     planner = Planner(model, shape, inverting=args.memory)
     plan = planner.plan(budget)
-    sys.stdout.write(f"{plan}\n\n{'for comparison':12}\n")
+    sys.stdout.write(f"{plan}\n\nfor comparison\n")
     for mode, pure in planner.pures().items():
         sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s\n")
     if args.save:

@@ -44,6 +44,7 @@ def run(args: argparse.Namespace) -> None:
     for name in ("top", "size", "batch_size"):
         if getattr(args, name) is not None:
             check_count(f"--{name.replace('_', '-')}", getattr(args, name))
+    # as users write it for revzoo eval
     source = args.ckpt.removeprefix("ckpt=")
     # before torch is imported, which takes seconds
     for path in args.images:

@@ -103,6 +103,7 @@ def run(args: argparse.Namespace) -> None:
         _show(args, source)
         return
     cfg, whole = compose_whole(args.overrides, source)
+    # after composing: a wrong override is refused here, too
     if args.info or args.hydra_help:
         _show(args, source)
     elif args.cfg is not None:
