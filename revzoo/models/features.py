@@ -50,6 +50,7 @@ class FeatureNet(nn.Module):
         if len(set(self.out_indices)) != len(self.out_indices):
             raise ValueError(f"out_indices={out_indices}: expected each stage at most once")
         self.feature_info = FeatureInfos(infos[i] for i in self.out_indices)
+        # DistributedDataParallel raises for parameters that get no gradient
         network.keep_stages(max(self.out_indices) + 1)
         self.network = network
 
@@ -59,8 +60,9 @@ class FeatureNet(nn.Module):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        maps: dict[int, Tensor] = {}
-        for i, state in enumerate(self.network.stage_states(x)):
-            if i in self.out_indices:
-                maps[i] = self.network.feature_map(state)
+        maps = {
+            i: self.network.feature_map(state)
+            for i, state in enumerate(self.network.stage_states(x))
+            if i in self.out_indices
+        }
         return [maps[i] for i in self.out_indices]

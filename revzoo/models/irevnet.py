@@ -83,6 +83,7 @@ class IRevNetVariant:
     def __post_init__(self) -> None:
         for name in ("units", "strides", "channels"):
             if getattr(self, name) is not None or name != "channels":
+                # a configuration gives lists; the class is frozen, and rows must be hashable
                 object.__setattr__(self, name, check_counts(name, getattr(self, name)))
         check_count("squeeze", self.squeeze)
         check_count("image_size", self.image_size)
@@ -113,10 +114,10 @@ class IRevNetVariant:
         Raises:
             ValueError: the channels do not fit the image, or the stage before.
         """
-        found = []
+        widths = []
         width = in_chans * self.squeeze**2
         for stage, stride in enumerate(self.strides):
-            width *= stride**2
+            width *= stride**2  # the squeeze of the first block
             after = width if self.channels is None else 2 * self.channels[stage]
             if after < width or (stride > 1 and after != width):
                 raise ValueError(
@@ -137,9 +138,9 @@ class IRevNetVariant:
                     f"bottleneck={self.bottleneck} leaves no channel inside the branches of stage "
                     f"{stage}, whose streams have {after // 2}: choose a smaller one."
                 )
-            found.append((width, after))
+            widths.append((width, after))
             width = after
-        return found
+        return widths
 
 
 # The release's networks, named after their depth: three convolutions per block, one linear layer.
@@ -205,6 +206,7 @@ class IRevNet(ConvolutionalClassifier):
         self.num_features = widths[-1][1]
         self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
         rates = drop_path_rates(drop_path_rate, sum(variant.units))
+        # one iterator over the blocks of all stages, from which _stage takes its share
         blocks = zip(_since_padding(variant, widths), rates, strict=True)
         self.stages = nn.ModuleList(
             ReversibleSequence(_stage(variant, i, widths, blocks), memory=self.default_memory)
@@ -253,7 +255,7 @@ def _stage(
 ) -> Iterator[Step]:
     before, width = widths[index]
     stream = width // 2
-    if width > before and index > 0:
+    if width > before and index > 0:  # the stem pads for the first stage
         yield from (Merge(), ChannelPadding(width - before), Split())
     if variant.strides[index] > 1:
         yield Squeeze(2, order="irevnet")
@@ -265,12 +267,13 @@ def _stage(
             out_channels=stream,
             inner=stream // variant.bottleneck,
             stride=stride,
-            activate_first=bool(index or block),
+            activate_first=bool(index or block),  # the first block reads the image itself
             dropout=variant.dropout,
             norm_act=variant.norm_act(MOMENTUM),
         )
         add_drop_path(branch, drop_path)
         residual = branch if stride == 1 else _before_squeeze(branch)
+        # streams that are still partly zero take less memory, see revzoo.layers.padding
         if since_padding < RECOMPUTED:
             filled = max(0, before - stream) if since_padding == 0 else None
             yield PaddedCoupling(residual, filled=filled)

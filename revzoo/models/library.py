@@ -30,6 +30,7 @@ from revzoo.core.modes import set_memory
 from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
 
+# no slashes or dots: timm's create_model would fetch "hf-hub:..." and read "local-dir:..."
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
 _CLASSES = 1000  # ImageNet, for which both libraries publish weights
 
@@ -57,11 +58,11 @@ def find_library_model(name: str) -> tuple[str, str]:
     Raises:
         ValueError: the library does not list it, or is not installed.
     """
-    check_library_name(name)
-    library, _, own = name.partition(":")
-    if not _NAME.fullmatch(name) or own not in library_models(library):
+    check_library_name(name)  # first: it finds most wrong names without importing the library
+    library, _, network = name.partition(":")
+    if not _NAME.fullmatch(name) or network not in library_models(library):
         raise ValueError(unknown_name(name))
-    return library, own
+    return library, network
 
 
 @dataclass(frozen=True)
@@ -109,19 +110,21 @@ class LibraryNetwork(ImageNetwork):
         library, name = find_library_model(variant.network)
         try:
             self.net = _built(library, name, img_size, pretrained)
-        except NotImplementedError:  # some read values in the constructor, which fails on meta
+        except NotImplementedError:
+            # some constructors read values of tensors, which the meta device does not hold
             with torch.device("cpu"):
                 net = _built(library, name, img_size, pretrained)
             self.net = net.to(torch.get_default_device())
-        self._heads = list(_linear_heads(self.net))
+        self._heads = list(_linear_heads(self.net))  # distilled networks have two
         if not self._heads:
             raise ValueError(
                 f"{variant.network} has no linear classifier to replace: choose another network"
             )
         self.classifier = self._heads[0]  # type: ignore[misc]
-        convolutions = {n: m for n, m in self.net.named_modules() if isinstance(m, nn.Conv2d)}
-        if convolutions:
-            path, first = next(iter(convolutions.items()))
+        named = self.net.named_modules()
+        # both libraries register the layer that reads the image first
+        path, first = next(((n, m) for n, m in named if isinstance(m, nn.Conv2d)), ("", None))
+        if first is not None:
             self.input_layer = f"net.{path}"  # type: ignore[misc]
             if first.in_channels != in_chans:
                 self._replace(self.input_layer, _with_channels(first, in_chans))
@@ -132,7 +135,7 @@ class LibraryNetwork(ImageNetwork):
             self.reset_classifier(num_classes)
         self.num_classes = num_classes
         if memory not in (None, "store"):
-            set_memory(self, memory)
+            set_memory(self, memory)  # raises: the network has no steps
 
     @property
     def image_size(self) -> int:
@@ -179,15 +182,16 @@ class LibraryNetwork(ImageNetwork):
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Pooled features ``(B, num_features)``: the classifier's input."""
-        found: list[Tensor] = []
+        # a hook: torchvision's networks have no method for these features
+        inputs: list[Tensor] = []
         hook = self.get_classifier().register_forward_pre_hook(
-            lambda _, args: found.append(args[0])
+            lambda _, args: inputs.append(args[0])
         )
         try:
             self(x)
         finally:
             hook.remove()
-        return found[-1]
+        return inputs[-1]
 
     def forward_head(self, features: Tensor, pre_logits: bool = False) -> Tensor:
         """Logits of the features of :meth:`forward_features`."""
@@ -203,8 +207,8 @@ class LibraryNetwork(ImageNetwork):
             )
         for path in self._heads:
             old = self.get_submodule(path)
-            where = next(self.net.parameters()).device
-            new = nn.Linear(self.num_features, num_classes, device=where)
+            device = next(self.net.parameters()).device  # `old` may be an Identity without any
+            new = nn.Linear(self.num_features, num_classes, device=device)
             self._replace(path, new.train(old.training) if num_classes else nn.Identity())
         self.num_classes, self.fresh_head = num_classes, True
 
@@ -239,7 +243,7 @@ class LibraryNetwork(ImageNetwork):
     ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
         """The last features, not pooled, and intermediate feature maps, from one pass.
 
-        Arguments and results are those of timm's method.
+        Arguments and results are timm's.
 
         Raises:
             ValueError: the network gives no feature maps, or not in this format.
@@ -250,10 +254,9 @@ class LibraryNetwork(ImageNetwork):
         options |= {"output_fmt": output_fmt, "intermediates_only": intermediates_only}
         net: Any = self.net
         try:
-            found: Any = net.forward_intermediates(x, indices=taken, **options)
+            return net.forward_intermediates(x, indices=taken, **options)
         except AssertionError as error:  # timm's check of formats
             raise ValueError(f"output_fmt={output_fmt!r}: {error}") from error
-        return found
 
     def stage_states(self, x: Tensor) -> Iterator[State]:
         """The feature maps in order, each ``(B, C, H, W)``, computed in one pass.
@@ -264,20 +267,19 @@ class LibraryNetwork(ImageNetwork):
         maps = self.forward_intermediates(
             x, range(self._stages), stop_early=True, intermediates_only=True
         )
-        for each in maps:
-            assert isinstance(each, Tensor)
-            yield (each,)
+        for z in maps:
+            assert isinstance(z, Tensor)
+            yield (z,)
 
     @property
     def _stages(self) -> int:
         return self._kept or len(self.feature_info)
 
-    _kept = 0
-    """The number of stages before the last feature map that is used; 0 for all."""
+    _kept = 0  # by keep_stages, whose network still lists all maps; 0 for all
 
     def keep_stages(self, count: int) -> None:
         """Remove the head and all layers after the first ``count`` feature maps."""
-        net: Any = self.net
+        net: Any = self.net  # a network of timm: feature_info has refused others
         net.prune_intermediate_layers(list(range(count)), prune_norm=True, prune_head=True)
         self._kept = count
 
@@ -292,15 +294,16 @@ class LibraryNetwork(ImageNetwork):
     def parts(self) -> Iterator[tuple[str, list[nn.Module], list[nn.Parameter]]]:
         """The parts in order: name, modules, and further parameters."""
         children = dict(self.net.named_children())
-        trained = [name for name, m in children.items() if next(m.parameters(), None) is not None]
-        ends = {path.split(".")[1] for path in self._heads}
-        body = {name: children[name] for name in trained if name not in ends}
+        ends = {path.split(".")[1] for path in self._heads}  # the children that hold classifiers
+        body = {n: m for n, m in children.items() if n not in ends and list(m.parameters())}
         lists = [name for name, module in body.items() if isinstance(module, nn.Sequential)]
         named: dict[str, nn.Module] = {}
         for name, module in body.items():
-            inside = module.named_children() if lists == [name] else []  # torchvision's features
-            named |= {f"net.{name}.{n}": m for n, m in inside} or {f"net.{name}": module}
+            # torchvision's VGG and others hold all layers in one list "features": take its items
+            items = module.named_children() if lists == [name] else []
+            named |= {f"net.{name}.{n}": m for n, m in items} or {f"net.{name}": module}
         for number, (name, module) in enumerate(named.items()):
+            # class tokens and positions belong to the first part
             yield name, [module], [] if number else list(self.net.parameters(recurse=False))
         yield self.classifier, [m for n, m in children.items() if n in ends], []
 
@@ -321,11 +324,11 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
 
         weights = "DEFAULT" if pretrained else None
         return models.get_model(name, weights=weights, **sizes)
-    except TypeError as error:
+    except TypeError as error:  # an unexpected keyword: convolutional networks take any size
         raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
 
 
-_SIZE = {"torchvision": "image_size", "timm": "img_size"}
+_SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
 
 
 def _trained_size(net: nn.Module) -> int:
@@ -341,8 +344,9 @@ def _linear_heads(net: nn.Module) -> Iterator[str]:
 
 def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
     """A copy of the first convolution, adapted to another number of image channels."""
-    fresh = copy.copy(conv)
-    fresh._parameters = dict(conv._parameters)
-    fresh.in_channels = channels
-    fresh.weight = nn.Parameter(adapt_channels(conv.weight.detach(), channels))
-    return fresh
+    # a copy keeps a subclass, such as timm's StdConv2d; its own dict leaves `conv` unchanged
+    adapted = copy.copy(conv)
+    adapted._parameters = dict(conv._parameters)
+    adapted.in_channels = channels
+    adapted.weight = nn.Parameter(adapt_channels(conv.weight.detach(), channels))
+    return adapted

@@ -117,7 +117,8 @@ class ImageNetwork(Saved, ABC):
         self._merge = (Merge(self.channel_dim),)
         self.reset_classifier(num_classes)
         label_steps(self)
-        if memory is not None:  # raises for modes that do not fit; the default fits
+        # the subclass has built its sequences in default_memory, which fits; others may raise
+        if memory is not None:
             set_memory(self, memory)
 
     @property
@@ -134,9 +135,7 @@ class ImageNetwork(Saved, ABC):
         """The features of images ``(B, in_chans, H, W)`` that :meth:`forward_head` pools."""
 
     def normed(self, z: Tensor, index: int) -> Tensor:
-        """The merged ``index``-th state ``z`` after the head's normalisation, or ``z`` unchanged if
-        its width differs.
-        """
+        """``z``, the merged ``index``-th state, normalised as before the head if the widths fit."""
         return z
 
     def pooled(self, features: Tensor) -> Tensor:
@@ -222,13 +221,13 @@ class ImageNetwork(Saved, ABC):
         last = max(taken) if stop_early else count - 1
         maps: list[Tensor] = []
         for i, state in enumerate(self.stage_states(x)):
-            if i in taken or i == last:
+            if i in taken or i == last:  # merging copies the streams, so not after every stage
                 z = torch.cat(state, dim=self.channel_dim)
                 if i in taken:
-                    shown = self.normed(z, i) if norm else z
-                    maps.append(self.as_map(shown) if output_fmt == "NCHW" else shown)
+                    normed = self.normed(z, i) if norm else z
+                    maps.append(self.as_map(normed) if output_fmt == "NCHW" else normed)
             if i == last:
-                break
+                break  # stage_states is lazy: later stages do not run
         return maps if intermediates_only else (self.normed(z, last), maps)
 
     def get_classifier(self) -> nn.Module:
@@ -254,13 +253,13 @@ class ImageNetwork(Saved, ABC):
                 "features; give num_classes=0 for features that are not pooled"
             )
         self.num_classes, self.fresh_head, self.pool = num_classes, True, pool
-        if global_pool is not None and self.spec is not None:
+        if global_pool is not None and self.spec is not None:  # a saved model must be rebuilt alike
             options = {**self.spec.options, "global_pool": global_pool}
             self.spec = Spec(self.spec.architecture, options)
         if not num_classes:
             self.fc: nn.Module = nn.Identity()
             return
-        like = next(self.parameters())
+        like = next(self.parameters())  # device and precision may have changed since creation
         classifier = _linear(self.num_features * pool.widening, num_classes).train(self.training)
         self.fc = classifier.to(like.device, like.dtype)
 
@@ -279,11 +278,12 @@ class ImageNetwork(Saved, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
+        # a deque of one: a list would keep the states of all stages in memory
         state = deque(self.stage_states(x), maxlen=1).pop()
         if len(state) > 1:
             *_, last = self._steps()
             (merge,) = self._merge
-            state = merged(state, last, merge)
+            state = merged(state, last, merge)  # in the memory mode of the last step
         return state[0]
 
     def inverse(self, z: Tensor) -> Tensor:
@@ -301,7 +301,7 @@ class ImageNetwork(Saved, ABC):
                 f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns. "
                 "Logits and pooled features have lost the rest of the image."
             )
-        # as dense as in the forward pass: kernels sum views in another order
+        # split into dense streams, as in the forward pass: kernels sum views in another order
         state: State = (z,)
         if self.streams == 2:
             state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
@@ -381,7 +381,7 @@ class ImageNetwork(Saved, ABC):
             )
         channels, height, width = x.shape[1:]
         if channels != self.in_chans:
-            if width == self.in_chans:
+            if width == self.in_chans:  # NumPy's and Pillow's order, (B, H, W, C)
                 raise ValueError(
                     f"Got images of shape {tuple(x.shape)}; expected (B, {self.in_chans}, H, W). "
                     "Put the channels first: x.permute(0, 3, 1, 2)."

@@ -50,12 +50,13 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
             "stem, stages and classifier; freeze other models and group their parameters by hand"
         )
     if isinstance(network, LibraryNetwork):
-        return tuple(Part(name, tuple(ms), tuple(own)) for name, ms, own in network.parts())
+        return tuple(Part(name, tuple(ms), tuple(ts)) for name, ms, ts in network.parts())
     named = dict(network.named_children())
-    stem, stages = named.pop("stem"), list(network.stages)
-    del named["stages"]
+    stem, stages = named.pop("stem"), named.pop("stages")
     classifier = named.pop(network.classifier)
+    assert isinstance(stages, nn.ModuleList)
     *earlier, last = stages
+    # what is left in `named`, the normalisation and layers without parameters, reads the last stage
     return (
         Part("stem", (stem,)),
         *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),

@@ -73,24 +73,23 @@ def find_source(
         WeightsError: the weights are unknown, or their entry is not valid.
     """
     text = str(name)
+    is_known = text.partition(".")[0] in known
     if text.endswith(SUFFIX) and Path(name).is_file():
-        return _of(entry_of_file(Path(name)))
-    if text.startswith(HUB):
+        entry = entry_of_file(Path(name))
+    elif text.startswith(HUB):
         folder = fetch_folder(text, cache_dir=cache_dir, tensors=pretrained)
-    elif text.partition(".")[0] not in known and (Path(name) / CONFIG_FILE).is_file():
-        folder = Path(name)
+        entry = read_entry(folder / CONFIG_FILE)
+    # a folder "revnet38" in the working directory must not hide the architecture
+    elif not is_known and (Path(name) / CONFIG_FILE).is_file():
+        entry = read_entry(Path(name) / CONFIG_FILE)
     elif is_library_name(text) or (not pretrained and "." not in text):
         return Source(text)
     else:
         try:
-            return _of((SHIPPED if table is None else table).find(text))
+            entry = (SHIPPED if table is None else table).find(text)
         except UnknownWeightsError as error:
-            hint = "" if text.partition(".")[0] in known else library_hint(text)
+            hint = "" if is_known else library_hint(text)
             raise UnknownWeightsError(f"{error}{hint}") from None
-    return _of(read_entry(folder / CONFIG_FILE))
-
-
-def _of(entry: WeightsEntry) -> Source:
     return Source(entry.architecture, entry, entry.options)
 
 
@@ -121,11 +120,12 @@ def load_weights(
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
+    # a file that the library wrote has its keys without our prefix
     if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
-        tensors = {f"net.{key}": t for key, t in tensors.items()}  # a file of the library's
+        tensors = {f"net.{key}": t for key, t in tensors.items()}
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)
-    if not network.num_classes:
+    if not network.num_classes:  # no classifier: drop the file's
         prefix = f"{network.classifier}."
         tensors = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
     head = _fresh_head(network, own, tensors)
@@ -135,11 +135,12 @@ def load_weights(
             file.where,
             network.num_classes,
         )
-    fitted = {**tensors, **head}
-    check_fit(own, fitted, file.where)
+    tensors |= head
+    check_fit(own, tensors, file.where)
+    # after the shapes: it needs memory, and a wrong file may be large
     if not allow_nonfinite:
-        check_finite(file.tensors, file.where)  # after the shapes: it needs memory
-    network.load_state_dict(fitted)
+        check_finite(file.tensors, file.where)
+    network.load_state_dict(tensors)
 
 
 def check_channels(network: ImageNetwork, trained: int | None, where: str) -> None:
@@ -173,9 +174,8 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
     key = f"{network.input_layer}.weight"
     weight = tensors.get(key)
-    if weight is None or weight.dim() != 4:
-        return
-    if weight.shape[1] not in (0, network.in_chans):
+    # other shapes stay as they are: check_fit names them
+    if weight is not None and weight.dim() == 4 and weight.shape[1] not in (0, network.in_chans):
         tensors[key] = adapt_channels(weight, network.in_chans)
 
 
@@ -197,10 +197,12 @@ def _adapt_positions(
     key = network.positions
     if key is None or key not in own or key not in tensors:
         return
-    found, (_, count, width) = tensors[key], own[key].shape
-    square = found.dim() == 3 and found.shape[1] and math.isqrt(found.shape[1]) ** 2
-    if square == found.shape[1] != count and (found.shape[0], found.shape[2]) == (1, width):
-        tensors[key] = adapt_positions(found, count)
+    positions, (_, count, width) = tensors[key], own[key].shape
+    if positions.dim() != 3 or (positions.shape[0], positions.shape[2]) != (1, width):
+        return
+    old = positions.shape[1]
+    if old not in (0, count) and math.isqrt(old) ** 2 == old:  # a square image of patches
+        tensors[key] = adapt_positions(positions, count)
 
 
 def _fresh_head(

@@ -155,8 +155,10 @@ def list_models(
     return sorted(included.difference(*map(matching, _patterns(exclude_filters))))
 
 
-def _patterns(given: str | Sequence[str]) -> list[str]:
-    return [pattern for pattern in ([given] if isinstance(given, str) else given) if pattern]
+def _patterns(patterns: str | Sequence[str]) -> list[str]:
+    return [
+        pattern for pattern in ([patterns] if isinstance(patterns, str) else patterns) if pattern
+    ]
 
 
 @overload
@@ -231,9 +233,9 @@ def create_model(
     """
     if out_indices is not None and not features_only:
         raise ValueError(f"out_indices={out_indices} selects feature maps: add features_only=True")
-    if reversible_bits is not None:
+    if reversible_bits is not None:  # among the keywords, as saved models list it in their options
         keywords["reversible_bits"] = reversible_bits
-    pretrained = pretrained and checkpoint_path is None
+    pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
     source = find_source(
         name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
     )
@@ -243,14 +245,15 @@ def create_model(
     elif pretrained and source.entry is not None:
         file = read_weights(source.entry, cache_dir=cache_dir)
     if pretrained and source.entry is None and is_library_name(source.architecture):
-        keywords["pretrained"] = True
-    own = bool(keywords) or num_classes is not None or in_chans is not None
+        keywords["pretrained"] = True  # the library fetches and loads its own weights
+    changed = bool(keywords) or num_classes is not None or in_chans is not None
     try:
         model = _build(
             source, num_classes=num_classes, in_chans=in_chans, file=file, keywords=keywords
         )
     except (ValueError, TypeError) as error:
-        if own or file is None or not source.options:
+        # without arguments of the caller, only the entry's options can be wrong
+        if changed or file is None or not source.options:
             raise
         raise EntryError(f"{name}: its entry describes no network: {error}") from error
     if file is not None:
@@ -286,12 +289,13 @@ def _build(
 ) -> ImageNetwork:
     """The network; the weights decide numbers that are None."""
     entry = _entry_of(source.architecture)
+    # the caller's numbers, else the file's, else the entry's, else the defaults
     known = (num_classes, in_chans)
     if file is not None:
-        known = _first(known, shape_of_weights(entry.network, file))
+        known = _filled(known, shape_of_weights(entry.network, file))
     if source.entry is not None:
-        known = _first(known, (source.entry.num_classes, source.entry.in_chans))
-    num_classes, in_chans = _first(known, (10, 3))
+        known = _filled(known, (source.entry.num_classes, source.entry.in_chans))
+    num_classes, in_chans = _filled(known, (10, 3))
     options = {**source.options, **keywords}
     _check_keywords(source.architecture, options)
     changes = {key: options[key] for key in entry.variant_keywords if key in options}
@@ -326,8 +330,9 @@ def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfin
     load_weights(model, file, architecture=source.architecture, allow_nonfinite=allow_nonfinite)
 
 
-def _first(given: tuple[Any, ...], others: tuple[Any, ...]) -> tuple[Any, ...]:
-    return tuple(b if a is None else a for a, b in zip(given, others, strict=True))
+def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
+    """``values``, with defaults for None; 0 classes are a choice, so ``or`` would not do."""
+    return tuple(b if a is None else a for a, b in zip(values, defaults, strict=True))
 
 
 def _entry_of(name: str) -> Entry:
@@ -351,18 +356,19 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
             )
 
 
-def arguments_of(variant: Any, names: Iterable[str], **given: Any) -> dict[str, Any]:
+def arguments_of(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:
     """Arguments of :func:`create_model` for a network like ``variant``.
 
     Args:
         variant: a row, as in a model's table.
         names: models of the same table. The result names the first one with an equal row; otherwise
             the first of all, with the fields that differ.
-        given: further arguments, passed on.
+        arguments: further arguments, passed on.
     """
     names = list(names)
     name = next((name for name in names if MODELS[name].variant == variant), names[0])
     row = MODELS[name].variant
-    changes = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
-    differing = {key: value for key, value in changes.items() if value != getattr(row, key)}
-    return {"name": name, **given, **differing}
+    # fields without compare, such as an i-RevNet's image_size, do not shape the network
+    values = {f.name: getattr(variant, f.name) for f in fields(variant) if f.compare}
+    differing = {key: value for key, value in values.items() if value != getattr(row, key)}
+    return {"name": name, **arguments, **differing}

@@ -31,7 +31,8 @@ def _imagenet(units: tuple[int, ...]) -> Variant:
     )
 
 
-# The baselines of arXiv 1707.04585 (CIFAR and ImageNet), as in its TensorFlow release.
+# The baselines of arXiv 1707.04585 (CIFAR and ImageNet), as in its TensorFlow release. The names
+# count layers: resnet32 has 15 units of 2 convolutions, the stem and the classifier.
 RESNETS: dict[str, Variant] = {
     "resnet32": Variant(stem_width=16, widths=(16, 32, 64), units=(5, 5, 5)),
     "resnet56": Variant(stem_width=16, widths=(16, 32, 64), units=(9, 9, 9)),

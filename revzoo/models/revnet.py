@@ -70,9 +70,11 @@ class RevNet(StagedNetwork):
         if plan.convention.merges and not plan.keeps_shape:
             return MergedUnit(branch(plan), shortcut=shortcut(plan))
         f = branch(half)
-        # G reads the new first stream: it has the output shape, and no BN-ReLU came before it
-        first = plan.activate_first or not plan.convention.g_skips_too
-        g = branch(replace(half, in_channels=half.out_channels, stride=1, activate_first=first))
+        # G reads y1, which already has the output's shape and has not passed the stem's BN-ReLU
+        activate_first = plan.activate_first or not plan.convention.g_skips_too
+        g = branch(
+            replace(half, in_channels=half.out_channels, stride=1, activate_first=activate_first)
+        )
         if plan.keeps_shape:
             return ReversibleBlock(f, g)
         return Transition(f, g=g, shortcuts=(shortcut(half), shortcut(half)))

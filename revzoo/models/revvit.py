@@ -124,8 +124,9 @@ class PatchEmbedding(Step):
 
     def forward(self, *state: Tensor) -> State:
         (x,) = state
+        # (B, D, H / P, W / P) -> (B, N, D)
         tokens = self.conv(x).flatten(2).transpose(1, 2) + self.positions
-        return (tokens,) * self.copies
+        return (tokens,) * self.copies  # one tensor twice: steps do not change their inputs
 
 
 class RevViT(ImageNetwork):
@@ -175,6 +176,7 @@ class RevViT(ImageNetwork):
         self.stem = ReversibleSequence([embedding], memory=self.default_memory)
         rates = drop_path_rates(variant.drop_path_rate, variant.depth)
         blocks = [self.build_block(*_branches(variant, rate)) for rate in rates]
+        # one stage: the width is the same throughout, so all blocks form one reversible run
         self.stages = nn.ModuleList(
             [ReversibleSequence(blocks, memory=self.default_memory, dim=-1)]
         )
@@ -213,7 +215,7 @@ class RevViT(ImageNetwork):
         state = as_state(self.stem(x))
         (blocks,) = self.stages
         assert isinstance(blocks, ReversibleSequence)
-        for block in blocks:
+        for block in blocks:  # after each block, as timm's ViTs do, not only after the one stage
             state = as_state(block(*state))
             yield state
 
@@ -259,6 +261,7 @@ class ViT(RevViT):
 
     @staticmethod
     def build_block(attention: Attention, mlp: MLP) -> Step:
+        # one step for both, so that block i is stages.0.steps.i, as in a RevViT
         units = [ResidualUnit(branch, shortcut=nn.Identity()) for branch in (attention, mlp)]
         return ReversibleSequence(units, memory="store")
 

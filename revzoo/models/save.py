@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torchvision.transforms import v2
 
 # fields of an entry that describe the data; true for a network until its data changes
-_OF_DATA = ("classes", "mean", "std", "crop_pct", "input_size")
+_DATA_FIELDS = ("classes", "mean", "std", "crop_pct", "input_size")
+# of these, the fields without which nobody can use the weights
 _NEEDED = ("classes", "mean", "std")
 
 
@@ -101,16 +102,19 @@ class Saved(nn.Module):
                 f"{len(facts['mean'])}: normalise the images yourself"
             )
         side = size or facts.get("input_size", (self.image_size,))[-1]
-        shape = (self.in_chans, side, side)
-        kept = {name: facts.get(name) for name in ("mean", "std", "crop_pct")}
-        return eval_transforms(input_size=shape, **kept)  # type: ignore[arg-type]
+        return eval_transforms(
+            input_size=(self.in_chans, side, side),
+            mean=facts["mean"],
+            std=facts["std"],
+            crop_pct=facts.get("crop_pct"),
+        )
 
     @property
     def facts(self) -> Mapping[str, Any]:
         """The known facts about the data of the weights: fields of an entry."""
         if self.trained_on is not None:
             return self.trained_on
-        return {} if self.entry is None else {n: getattr(self.entry, n) for n in _OF_DATA}
+        return {} if self.entry is None else {n: getattr(self.entry, n) for n in _DATA_FIELDS}
 
     def save_pretrained(self, folder: str | Path, **facts: Any) -> WeightsEntry:
         """Write ``model.safetensors``, ``config.json`` and ``README.md``; returns the entry.
@@ -170,6 +174,7 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
         **_known(network, given=facts),
         **facts,
     }
+    # no fact may change these; the header holds the entry, so the hash comes after the file
     fixed = {"architecture": architecture, "sha256": "0" * 64, "file": file}
     try:
         entry = WeightsEntry(**{**described, **fixed})
@@ -192,16 +197,17 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
     """
     entry, trained_on = network.entry, network.trained_on
     facts = dict(network.facts)
-    untrue: tuple[str, ...] = ()
+    stale: tuple[str, ...] = ()
     if trained_on is not None:
-        untrue = () if trained_on or entry is None else _NEEDED
+        # {}: trained, but on unknown data, so the entry's facts are no longer true
+        stale = () if trained_on or entry is None else _NEEDED
     elif entry is not None and entry.num_classes != network.num_classes:
-        untrue = _NEEDED
+        stale = _NEEDED
     elif entry is not None and entry.in_chans != network.in_chans:
-        untrue = ("mean", "std")
-    if network.fresh_head and facts:
-        untrue = _NEEDED
-    if missing := [name for name in untrue if name not in given]:
+        stale = ("mean", "std")  # one value per channel; the classes are the same
+    if network.fresh_head and facts:  # the number of classes may be the same, the classes are not
+        stale = _NEEDED
+    if missing := [name for name in stale if name not in given]:
         raise EntryError(
             f"the network was changed or trained after its weights were loaded, so their "
             f"{', '.join(missing)} may be wrong: pass "

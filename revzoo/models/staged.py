@@ -63,7 +63,7 @@ class Stem(Step):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1) if downsample else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor | State:
-        y = run((self.conv, self.norm, self.relu, self.pool), x)
+        y = run((self.conv, self.norm, self.relu, self.pool), x)  # keeps less, see layers.lean
         return y if self.out_streams == 1 else halves(y)
 
 

@@ -45,6 +45,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
+    # any program may write this string; a network of 10**9 channels would fill the memory
     in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
@@ -61,7 +62,7 @@ def read_checkpoint(path: Path) -> TensorFile:
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: check checkpoint_path")
     if path.suffix == ".safetensors":
-        entry = entry_beside(path)
+        entry = entry_beside(path)  # with it, the hash can be verified
         data = path.read_bytes() if entry is None else read_bytes(entry)
         return parse_safetensors(data, str(path))
     if path.suffix not in PICKLED:
@@ -80,13 +81,12 @@ def read_checkpoint(path: Path) -> TensorFile:
 
 def _model_in(content: Mapping[str, Any], where: str) -> tuple[str | None, int | None]:
     """Architecture and image channels in a training checkpoint; None in other files."""
-    kept = content.get("hyper_parameters")
-    spec = kept.get("model") if isinstance(kept, Mapping) else None
+    parameters = content.get("hyper_parameters")  # Lightning's key
+    spec = parameters.get("model") if isinstance(parameters, Mapping) else None
     if not isinstance(spec, Mapping):
         return None, None
     name, in_chans = spec.get("name"), spec.get("in_chans")
-    named = name is None or isinstance(name, str)
-    if not named or not (in_chans is None or is_count(in_chans)):
+    if not (name is None or isinstance(name, str)) or not (in_chans is None or is_count(in_chans)):
         raise UnreadableWeightsError(
             f"{where} is of a model with name={name!r:.80} and in_chans={in_chans!r:.80}; expected "
             "a word and a positive whole number: save model.state_dict() alone"
@@ -105,9 +105,11 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
         raise UnreadableWeightsError(
             f"{where} holds no tensors by name: expected a state_dict, as model.state_dict() gives"
         )
-    if "hyper_parameters" in content:  # from Lightning: also holds states of metrics
-        tensors = {k: v for k, v in tensors.items() if k.startswith("model.")}
-        tensors = {k.removeprefix("model."): v for k, v in tensors.items()}
+    if "hyper_parameters" in content:  # a Classifier's checkpoint: model.*, and states of metrics
+        tensors = {
+            k.removeprefix("model."): v for k, v in tensors.items() if k.startswith("model.")
+        }
+    # module. from DistributedDataParallel, _orig_mod. from torch.compile, on any level
     tensors = {k.removeprefix("module.").replace("_orig_mod.", ""): v for k, v in tensors.items()}
     check_dense(tensors, where)
     return tensors
@@ -148,8 +150,9 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`)."""
-    own = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    return save(own, metadata=dict(metadata))
+    # clones: safetensors refuses tensors that share memory
+    copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
+    return save(copies, metadata=dict(metadata))
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:
@@ -161,5 +164,5 @@ def adapt_channels(weight: Tensor, channels: int) -> Tensor:
     old = weight.shape[1]
     if channels == 1:
         return weight.sum(dim=1, keepdim=True)
-    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]
+    repeated = weight.repeat(1, -(-channels // old), 1, 1)[:, :channels]  # rounded up, cut off
     return repeated * (old / channels)

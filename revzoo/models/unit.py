@@ -90,7 +90,7 @@ class Transition(Step):
     def forward(self, *state: Tensor) -> State:
         x1, x2 = state
         y1 = run((self.shortcut1,), x1) + self.f(x2)
-        y2 = run((self.shortcut2,), x2) + self.g(y1)
+        y2 = run((self.shortcut2,), x2) + self.g(y1)  # y1 as in a coupling, not x1
         return y1, y2
 
 
@@ -135,7 +135,7 @@ class PoolAndPad(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.stride > 1:
             x = avg_pool2d(x, self.stride)
-        return F.pad(x, (0, 0, 0, 0, *self.padding))
+        return F.pad(x, (0, 0, 0, 0, *self.padding))  # last dimension first: W, H, C
 
     def extra_repr(self) -> str:
         return f"stride={self.stride}, padding={self.padding}"

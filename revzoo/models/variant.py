@@ -120,6 +120,7 @@ class Variant:
 
     def __post_init__(self) -> None:
         for field in ("widths", "units", "strides"):
+            # configurations give lists; the class is frozen, and rows are compared as tuples
             object.__setattr__(self, field, check_counts(field, getattr(self, field)))
         check_count("stem_width", self.stem_width)
         lengths = len(self.widths), len(self.units), len(self.strides)
@@ -171,7 +172,7 @@ class Variant:
         channels = self.stem_width
         rates = iter(drop_path_rates(drop_path_rate, sum(self.units)))
         for width, units, stride in zip(self.stage_channels, self.units, self.strides, strict=True):
-            # the stem ends in BN-ReLU, so the first branch of all skips it
+            # bool(plans): the stem ends in BN-ReLU, so the first branch of all skips it
             first = UnitPlan(channels, width, stride, self.branch, bool(plans), *shared)
             rest = UnitPlan(width, width, 1, self.branch, True, *shared)
             stage = [first] + [rest] * (units - 1)
