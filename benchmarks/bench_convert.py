@@ -39,7 +39,8 @@ from torchvision.io import ImageReadMode, decode_image
 import revzoo
 from revzoo.profiling.live import LiveMemory
 
-# Page faults cost more than the operators on some machines; peaks are measured without these.
+# For timing: malloc keeps freed memory, as page faults cost more than the operators on some
+# machines. Peaks are measured without these settings, in processes that return freed memory.
 FAST_MALLOC = {
     "MALLOC_TRIM_THRESHOLD_": "8000000000",
     "MALLOC_MMAP_MAX_": "0",
@@ -112,7 +113,7 @@ def train(
     net.train()
     for m in net.modules():
         if isinstance(m, nn.BatchNorm2d):
-            m.momentum = 0.1  # few steps
+            m.momentum = 0.1  # so few steps would hardly move the statistics at the zoo's 0.01
     generator = torch.Generator().manual_seed(seed)
     optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=1e-4)
     steps = len(images) // batch
@@ -208,9 +209,9 @@ def output_of(net: nn.Module, x: Tensor) -> Tensor:
 
 
 def kept(name: str, kind: str, *, left_out: int = 0) -> int:
-    """Bytes that stand between forward and backward pass."""
+    """Bytes alive between forward and backward pass."""
     net, x = prepared(name, kind, left_out=left_out)
-    output_of(net, x).backward()  # what a first pass makes and keeps for good
+    output_of(net, x).backward()  # a first pass makes things that stay, such as caches
     net.zero_grad()
     with LiveMemory() as memory:
         loss = output_of(net, x)
@@ -238,11 +239,11 @@ def measured(args: argparse.Namespace) -> Iterator[str]:
         return
     step = training_step(*prepared(args.network, args.figure))
     if args.peak:
-        step()  # gradients' memory and kernels' own
+        step()  # the first step allocates gradients and workspaces
         yield json.dumps(growth(step))
     else:
-        both = [kept(args.network, args.figure, left_out=n) for n in (0, 2)]
-        yield json.dumps(both)
+        # the difference of the two is the bytes of two blocks
+        yield json.dumps([kept(args.network, args.figure, left_out=n) for n in (0, 2)])
 
 
 def steps(args: argparse.Namespace) -> Iterator[str]:

@@ -119,7 +119,7 @@ class Turns(pl.Callback):
         self._count += 1
 
     def on_train_epoch_end(self, *args: Any) -> None:
-        self._count = 0  # discard a cycle that contains the end of an epoch
+        self._count = 0  # discard a cycle with the end of an epoch, which includes validation
 
 
 def now() -> Times:
