@@ -177,6 +177,13 @@ def nearest(
     return [lower[key] for key in get_close_matches(str(word).lower(), lower, n=n, cutoff=cutoff)]
 
 
+def shortened(names: Iterable[object], most: int = 5) -> str:
+    """``"a, b and 3 more"``: the first ``most`` names and the number of others; ``"none"``."""
+    listed = list(map(str, names))
+    more = f" and {len(listed) - most} more" if len(listed) > most else ""
+    return (", ".join(listed[:most]) or "none") + more
+
+
 def did_you_mean(word: object, choices: Iterable[object], *, n: int = 1) -> str:
     """``"; did you mean 'x'?"`` for the choices nearest to ``word``, or an empty string."""
     matches = nearest(word, choices, n=n)

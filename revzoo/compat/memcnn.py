@@ -232,7 +232,7 @@ class InvertibleModuleWrapper(nn.Module):
             # as a sequence it inverts and replays one branch at a time, not both
             fn._check(fn.implementation_fwd)
             return fn.block(self.memory)(*xin)
-        if self.keep_input:
+        if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
         return _unpacked(invertible_checkpoint(fn, self._inverse(), *xin))
 
@@ -242,7 +242,7 @@ class InvertibleModuleWrapper(nn.Module):
             return _unpacked(inverse(*yin))
         if self.keep_input_inverse:
             return _unpacked(checkpoint(inverse, *yin))
-        return _unpacked(invertible_checkpoint(inverse, self._fn, *yin))
+        return _unpacked(invertible_checkpoint(inverse, self._fn, *yin))  # roles exchanged
 
 
 class ReversibleBlock(InvertibleModuleWrapper):
@@ -312,7 +312,7 @@ def is_invertible_module(
     """
     fn: Any = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
     if not hasattr(fn, "inverse"):
-        return False
+        return False  # as MemCNN does; the wrapper itself raises
     shapes = _shapes(test_input_shape)
     generator = torch.Generator().manual_seed(random_seed)
     inputs = tuple(torch.rand(s, dtype=test_input_dtype, generator=generator) for s in shapes)
@@ -322,6 +322,7 @@ def is_invertible_module(
         back = _packed(fn.inverse(*outputs))
         if not _close(back, inputs, atol) or not _close(_packed(fn(*back)), outputs, atol):
             return False
+    # such a wrapper works, so the answer is True
     _warn_of_shared(inputs, outputs, "forward")
     _warn_of_shared(outputs, back, "inverse")
     return True

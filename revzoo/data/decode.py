@@ -19,6 +19,7 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms.v2 import functional as v2f
 
+from revzoo._checks import shortened
 from revzoo.data.errors import DataError
 
 IMAGENET_CROP_PCT = 224 / 256
@@ -28,7 +29,6 @@ FORMATS = ("JPEG", "PNG", "PPM", "BMP", "TIFF", "WEBP", "GIF", "ICO")
 """Formats that Pillow may detect. Not PostScript, for which it runs Ghostscript."""
 
 _BLOCK = 256  # images per task of a thread
-_LISTED = 5  # files in an error message
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +83,10 @@ class SkippedFiles:
         log.warning("skipped: %s", error)
         files = self.files()
         if len(files) > self._at_most:
-            more = ", ..." if len(files) > _LISTED else ""
             raise DataError(
                 f"more than data.max_errors={self._at_most} images cannot be read: "
-                f"{', '.join(files[:_LISTED])}{more}. Replace or remove them (`revzoo check data "
-                "DIR` lists all), or raise data.max_errors"
+                f"{shortened(files)}. Replace or remove them (`revzoo check data DIR` lists all), "
+                "or raise data.max_errors"
             )
 
     def files(self) -> list[str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from lightning_fabric.utilities.data import suggested_max_num_workers
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from revzoo._checks import shortened
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 
@@ -67,8 +68,8 @@ def scan(root: Path) -> Tree:
 
 def no_training(root: Path) -> DataError:
     """The error for a folder without training images."""
-    found = ", ".join(sorted(path.name for path in root.iterdir())[:8]) or "nothing"
-    return DataError(f"no folder {root.absolute() / 'train'} (found: {found}): {_LAYOUT}")
+    names = shortened(sorted(path.name for path in root.iterdir()), 8)
+    return DataError(f"no folder {root.absolute() / 'train'} (found: {names}): {_LAYOUT}")
 
 
 def _class_names(folder: Path) -> list[str]:
@@ -95,8 +96,7 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
     if missing or extra:
         raise DataError(
             f"{root.absolute() / split} and {root.absolute() / first} have different classes; "
-            f"missing from {split}: {', '.join(missing) or 'none'}; "
-            f"only in {split}: {', '.join(extra) or 'none'}. "
+            f"missing from {split}: {shortened(missing)}; only in {split}: {shortened(extra)}. "
             "Give every split the same class folders"
         )
 
@@ -110,7 +110,7 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
     ]
     if empty:
         raise DataError(
-            f"no images in {', '.join(empty[:5])}: put images there ({', '.join(IMG_EXTENSIONS)}) "
+            f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "
             "or remove the folder from every split"
         )
     labels = [label for label, paths in enumerate(by_class) for _ in paths]

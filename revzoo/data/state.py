@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from revzoo._checks import is_count, is_number
+from revzoo._checks import is_count, is_number, shortened
 from revzoo.data.decode import IMAGENET_CROP_PCT
 from revzoo.data.errors import DataError
 
 BYTE_MAX = 255  # of pixels in image files, and of states that lack pixel_max
 MAX_SIDE = 2**14  # pixels; a batch of one such RGB image is 3 GiB in float32
 MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised pixels fit in float32
-_LISTED = 20  # names of a long list of classes
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
@@ -115,16 +114,12 @@ def check_same_classes(trained: Sequence[str], found: Sequence[str]) -> None:
         return
     lacking, new = sorted({*trained} - {*found}), sorted({*found} - {*trained})
     differ = (
-        f"only trained on: {_brief(lacking)}; only in the data: {_brief(new)}"
+        f"only trained on: {shortened(lacking, 20)}; only in the data: {shortened(new, 20)}"
         if lacking or new
         else "the same names in another order"
     )
     raise DataError(
-        f"the model was trained on {len(trained)} classes {_brief(trained)}, "
-        f"this data has {len(found)}: {_brief(found)}; {differ}. Use data with the same "
+        f"the model was trained on {len(trained)} classes {shortened(trained, 20)}; "
+        f"this data has {len(found)}: {shortened(found, 20)}; {differ}. Use data with the same "
         "class names"
     )
-
-
-def _brief(names: Sequence[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (", ..." if len(names) > _LISTED else "") or "none"

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, shortened
 from revzoo.interop import irevnet, memcnn
 from revzoo.interop.foreign import ConversionError, Weights, read_tensors
 from revzoo.models.network import ImageNetwork
@@ -74,7 +74,7 @@ def load_published(
         spec = SOURCES[source].spec(weights)
     except (KeyError, IndexError, ValueError) as error:  # names or shapes of another program
         raise ConversionError(
-            f"{path} is no checkpoint of {source!r}: its tensors are {_some(weights)}"
+            f"{path} is no checkpoint of {source!r}: its tensors are {_listed(weights)}"
         ) from error
     if name is not None:
         spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}
@@ -99,8 +99,8 @@ def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: 
     ]
     if missing or unknown or misfits:
         raise ConversionError(
-            f"{path} does not fit {type(model).__name__}: missing {_some(missing)}; not expected "
-            f"{_some(unknown)}; of another shape {_some(misfits)}. Name its network "
+            f"{path} does not fit {type(model).__name__}: missing {_listed(missing)}; not expected "
+            f"{_listed(unknown)}; of another shape {_listed(misfits)}. Name its network "
             "(name=...), or pass the differing options as keywords"
         )
     model.load_state_dict(renamed)
@@ -112,7 +112,5 @@ def _rename(key: str, keys: Mapping[str, str]) -> str:
     return f"{keys[module]}.{leaf}" if module in keys else f"{key} (as in the file)"
 
 
-def _some(names: Iterable[str], most: int = 3) -> str:
-    listed = sorted(names)
-    more = f" and {len(listed) - most} more" if len(listed) > most else ""
-    return (", ".join(listed[:most]) or "none") + more
+def _listed(names: Iterable[str]) -> str:
+    return shortened(sorted(names), 3)

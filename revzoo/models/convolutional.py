@@ -38,6 +38,7 @@ class ConvolutionalClassifier(ImageNetwork):
         return self._activated(self.encode(x))
 
     def normed(self, z: Tensor, index: int) -> Tensor:
+        # the head's normalisation has the width of the last stage
         return self._activated(z) if index == len(self.stages) - 1 else z
 
     def check_size(self, height: int, width: int) -> None:
@@ -50,4 +51,5 @@ class ConvolutionalClassifier(ImageNetwork):
             )
 
     def _activated(self, z: Tensor) -> Tensor:
+        # run lets the ReLU work in place, so autograd keeps one tensor, not two
         return run((self.norm, self.relu), z)

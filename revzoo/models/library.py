@@ -115,7 +115,11 @@ class LibraryNetwork(ImageNetwork):
             with torch.device("cpu"):
                 net = _built(library, name, img_size, pretrained)
             self.net = net.to(torch.get_default_device())
-        self._heads = list(_linear_heads(self.net))  # distilled networks have two
+        self._heads = [  # distilled networks have two
+            f"net.{path}"
+            for path, m in self.net.named_modules()
+            if isinstance(m, nn.Linear) and m.out_features == _CLASSES
+        ]
         if not self._heads:
             raise ValueError(
                 f"{variant.network} has no linear classifier to replace: choose another network"
@@ -140,7 +144,8 @@ class LibraryNetwork(ImageNetwork):
     @property
     def image_size(self) -> int:
         """Side in pixels that the weights need, or that the library used in training."""
-        return self._fixed_size or _trained_size(self.net)
+        config = getattr(self.net, "pretrained_cfg", {})  # timm's; torchvision trains with 224
+        return self._fixed_size or int(config.get("input_size", (224,))[-1])
 
     @property
     def _fixed_size(self) -> int | None:
@@ -264,18 +269,13 @@ class LibraryNetwork(ImageNetwork):
         Raises:
             ValueError: as :meth:`forward_intermediates`.
         """
-        maps = self.forward_intermediates(
-            x, range(self._stages), stop_early=True, intermediates_only=True
-        )
+        stages = range(self._kept or len(self.feature_info))
+        maps = self.forward_intermediates(x, stages, stop_early=True, intermediates_only=True)
         for z in maps:
             assert isinstance(z, Tensor)
             yield (z,)
 
-    @property
-    def _stages(self) -> int:
-        return self._kept or len(self.feature_info)
-
-    _kept = 0  # by keep_stages, whose network still lists all maps; 0 for all
+    _kept = 0  # by keep_stages, after which timm still lists all maps; 0 for all
 
     def keep_stages(self, count: int) -> None:
         """Remove the head and all layers after the first ``count`` feature maps."""
@@ -329,17 +329,6 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
 
 
 _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword
-
-
-def _trained_size(net: nn.Module) -> int:
-    """Side in pixels of the images for timm's weights; 224 for other networks."""
-    return int(getattr(net, "pretrained_cfg", {}).get("input_size", (224,))[-1])
-
-
-def _linear_heads(net: nn.Module) -> Iterator[str]:
-    for path, module in net.named_modules():
-        if isinstance(module, nn.Linear) and module.out_features == _CLASSES:
-            yield f"net.{path}"
 
 
 def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:

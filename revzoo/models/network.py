@@ -332,7 +332,7 @@ class ImageNetwork(Saved, ABC):
 
     def keep_stages(self, count: int) -> None:
         """Remove the head and all stages after the first ``count``."""
-        self.stages = self.stages[:count]
+        self.stages = self.stages[:count]  # a slice of a ModuleList keeps its keys
         self._remove_head()
 
     def _remove_head(self) -> None:
@@ -346,7 +346,7 @@ class ImageNetwork(Saved, ABC):
 
     def _check_invertible(self) -> None:
         lossy = [name_of(step) for step in self._steps() if not step.invertible]
-        if lossy:
+        if lossy:  # name all of them: a user may replace some by invertible steps
             raise NotInvertibleError(
                 f"{type(self).__name__} cannot be inverted: {', '.join(lossy)} "
                 f"{'loses' if len(lossy) == 1 else 'lose'} information. Use an i-RevNet, which is "

@@ -185,6 +185,7 @@ def adapt_positions(positions: Tensor, count: int) -> Tensor:
     Bicubic and antialiased, like timm's ``resample_abs_pos_embed``.
     """
     _, old, width = positions.shape
+    # (1, N, D) -> (1, D, side, side), as interpolate expects images; float for half precision
     grid = positions.float().reshape(1, math.isqrt(old), math.isqrt(old), width).permute(0, 3, 1, 2)
     side = math.isqrt(count)
     resized = functional.interpolate(grid, size=(side, side), mode="bicubic", antialias=True)
@@ -210,6 +211,7 @@ def _fresh_head(
 ) -> dict[str, Tensor]:
     """The network's initial classifier, if the file's has another number of classes; else none."""
     weight = tensors.get(f"{network.classifier}.weight")
+    # a missing or misshapen classifier is an error of the file, which check_fit reports
     if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
         return {}
     prefix = f"{network.classifier}."
@@ -223,6 +225,7 @@ def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: s
         StateMismatchError: lists them.
     """
     shared = own.keys() & tensors.keys()
+    # load_state_dict would convert integers to floats silently
     misshapen = [
         f"{key} (file: {_kind(tensors[key])}, model: {_kind(own[key])})"
         for key in shared

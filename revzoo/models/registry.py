@@ -64,13 +64,14 @@ class Entry(NamedTuple):
 class _Models(dict[str, Entry]):
     """The zoo's networks, and networks of libraries by name (``torchvision:resnet50``)."""
 
+    # by form alone: asking the library would import it, which takes seconds
     def __contains__(self, name: object) -> bool:
         return super().__contains__(name) or is_library_name(name)
 
     def __missing__(self, name: str) -> Entry:
         if not is_library_name(name):
             raise KeyError(name)
-        find_library_model(name)
+        find_library_model(name)  # raises for a name that the library does not list
         return Entry(LibraryNetwork, LibraryVariant(name))
 
 
@@ -296,8 +297,9 @@ def _build(
     if source.entry is not None:
         known = _filled(known, (source.entry.num_classes, source.entry.in_chans))
     num_classes, in_chans = _filled(known, (10, 3))
-    options = {**source.options, **keywords}
+    options = {**source.options, **keywords}  # the caller's keywords win over the entry's
     _check_keywords(source.architecture, options)
+    # fields of the row change the row; the others are arguments of the class
     changes = {key: options[key] for key in entry.variant_keywords if key in options}
     others = {key: value for key, value in options.items() if key not in changes}
     bits, memory = others.pop("reversible_bits", None), others.pop("memory", None)
@@ -312,6 +314,7 @@ def _build(
     )
     if bits is not None:
         make_reversible(model, bits)
+        # on the instance: other networks of the class stay as they are
         model.default_memory = default_memory(source.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
@@ -325,6 +328,7 @@ def default_memory(name: str, reversible_bits: int | None = None) -> str:
 
 
 def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfinite: bool) -> None:
+    # i-RevNets have no first convolution whose shape would show the channels
     trained = file.in_chans or (source.entry.in_chans if source.entry else None)
     check_channels(model, trained, file.where)
     load_weights(model, file, architecture=source.architecture, allow_nonfinite=allow_nonfinite)
@@ -339,6 +343,7 @@ def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
             f"there is no model {name!r}"
+            # an exact name of a library is a better hint than a similar name of the zoo
             + (library_hint(name) or did_you_mean(name, MODELS, n=3))
             + f"; list_models() gives all {len(MODELS)} names of the zoo"
         )

@@ -118,6 +118,7 @@ class PatchEmbedding(Step):
         super().__init__()
         self.copies = copies
         side = variant.patch_size
+        # kernel = stride: a linear map of each patch
         self.conv = nn.Conv2d(in_chans, variant.width, side, stride=side)
         self.positions = nn.Parameter(torch.empty(1, variant.patches, variant.width))
         nn.init.trunc_normal_(self.positions, std=STD)
@@ -231,11 +232,12 @@ class RevViT(ImageNetwork):
 
     def as_map(self, z: Tensor) -> Tensor:
         side = self.variant.img_size // self.variant.patch_size
+        # (B, N, C) -> (B, C, side, side); patches are numbered row by row
         return z.transpose(1, 2).reshape(len(z), self.num_features, side, side)
 
     def check_size(self, height: int, width: int) -> None:
         size = self.variant.img_size
-        if (height, width) != (size, size):
+        if (height, width) != (size, size):  # each patch has a learned position
             raise ValueError(
                 f"Got images of {height}x{width} pixels; this model was created for {size}x{size}. "
                 f"Resize them, or create it with img_size={height}"

@@ -63,6 +63,7 @@ class Saved(nn.Module):
 
     @entry.setter
     def entry(self, entry: WeightsEntry | None) -> None:
+        # creating a network sets a classifier, too; only later changes count
         self._entry, self.fresh_head = entry, False
 
     @property
@@ -150,6 +151,7 @@ def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -
     data, entry = pack(network, file=TENSORS_FILE, facts=facts)
     card = model_card(entry, source=source).encode()
     contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
+    # together: an entry beside other weights would fail their verification
     write_together({folder / name: content for name, content in contents.items()})
     return entry
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load, save
 from torch import Tensor
 
-from revzoo._checks import is_count
+from revzoo._checks import is_count, shortened
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
 from revzoo.weights.header import entry_beside, metadata_of
@@ -123,9 +123,8 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
     """
     others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
     if others:
-        more = f" and {len(others) - 5} more" if len(others) > 5 else ""
         raise UnreadableWeightsError(
-            f"{where} holds other things than tensors: {', '.join(others[:5])}{more}; expected a "
+            f"{where} holds other things than tensors: {shortened(others)}; expected a "
             "state_dict: a dense tensor by each name"
         )
 
@@ -137,14 +136,11 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
         NotFiniteError: names the tensors.
     """
     counts = {key: int((~value.isfinite()).sum()) for key, value in tensors.items()}
-    found = {key: count for key, count in counts.items() if count}
-    if found:
-        listed = [f"{key} ({n} of {tensors[key].numel()} values)" for key, n in found.items()]
-        more = f" and {len(listed) - 5} more tensors" if len(listed) > 5 else ""
+    if bad := [f"{k} ({n} of {tensors[k].numel()} values)" for k, n in counts.items() if n]:
         raise NotFiniteError(
-            f"{where} has NaN or Inf in {', '.join(listed[:5])}{more}: the training diverged or "
-            "the file is damaged. Use an earlier checkpoint, or create_model(..., "
-            "allow_nonfinite=True) to examine it"
+            f"{where} has NaN or Inf in {shortened(bad)}: the training diverged or the file is "
+            "damaged. Use an earlier checkpoint, or create_model(..., allow_nonfinite=True) to "
+            "examine it"
         )
 
 

@@ -63,7 +63,7 @@ class MergedUnit(ResidualUnit):
     streams = 2
 
     def forward(self, *state: Tensor) -> State:
-        y = super().forward(torch.cat(state, dim=1))
+        y = super().forward(torch.cat(state, dim=1))  # MemCNN's way, see Convention.merges
         assert isinstance(y, Tensor)
         return halves(y)
 

@@ -90,7 +90,7 @@ class Audit:
         self.kept_bytes = sum(allocation.size for allocation in kept)
         self.activation_bytes = trace.peak - trace.base
         self.peak_bytes = trace.peak + extra
-        worst = max(range(trace.tick), key=trace.levels.__getitem__)
+        worst = max(range(trace.tick), key=trace.levels.__getitem__)  # the operator at the peak
         self.kinds: dict[str, int] = {"optimiser": extra} if extra else {}
         self.stages: dict[str, int] = {}
         for allocation in trace.allocations:
@@ -361,8 +361,8 @@ def audit(
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
     audits = []
-    for mode in dict.fromkeys([present, *wanted]):
-        twin = real_twin(model) if real else fake_twin(model)
+    for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
+        twin = real_twin(model) if real else fake_twin(model)  # a step changes it
         if mode != present:
             try:
                 set_memory(twin, mode)
@@ -376,6 +376,7 @@ def audit(
             blocks = reversible_blocks(twin)
     plain = None
     if blocks:
+        # the twin's step chose its own grids: report those of the model's last call
         grids = {row.path: row.grid for row in reversible_blocks(model)}
         blocks = [row._replace(grid=grids[row.path]) for row in blocks]
         twin = make_reversible(real_twin(model) if real else fake_twin(model), None)

@@ -297,7 +297,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
     data = ["data=imagefolder", f"data.root={root}", "data.in_chans=1", "trainer=cpu"]
     with pytest.raises(SystemExit) as end:
         main(["eval", f"ckpt={ENTRY.name}", *data])
-    assert "10 classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, this data has 10: 0, 1" in str(end.value)
+    assert "10 classes 0, 1, 2, 3, 4, 5, 6, 7, 8, 9; this data has 10: 0, 1" in str(end.value)
     assert "only trained on: 9; only in the data: nine" in str(end.value)
 
 

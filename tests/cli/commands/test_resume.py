@@ -211,7 +211,7 @@ def test_another_number_of_classes_is_refused(compose: Any, tmp_path: Path) -> N
         shutil.copytree(data / split / "dark", data / split / "grey")
     before = files(run_dir)
     message = refused(run_dir)
-    assert "trained on 2 classes dark, light, this data has 3: dark, grey, light" in message
+    assert "trained on 2 classes dark, light; this data has 3: dark, grey, light" in message
     assert files(run_dir) == before
 
 
