@@ -140,5 +140,5 @@ def test_the_tree_of_the_readme_is_the_tree() -> None:
     }
     files = {path.name for path in (ROOT / "revzoo" / "core").glob("[!_]*.py")}
     there = {"configs/", "revzoo/", "tests/", "benchmarks/", "notebooks/", "docs/"}
-    mentioned = {"train.py", "test_architecture.py", "results/"}
+    mentioned = {"train.py", "main.py", "test_architecture.py", "results/"}
     assert named == folders | files | there | mentioned

@@ -3,8 +3,8 @@
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
 So the guard samples every stream in the forward pass and compares the samples with the
-reconstruction. The relative error is the *drift*. In mode ``exact`` the drift must be zero, and
-streams must stay in the range of their grid.
+reconstruction. The relative error is the *drift*; its limit is ``Step.drift_limit``. In mode
+``exact`` the limit is zero, and streams must stay in the range of their grid.
 
 All figures stay on the device. They are read once, after the backward pass.
 

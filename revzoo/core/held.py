@@ -3,10 +3,10 @@
 See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`.
 
 NOTE [ Gathered once ]
-    A search result keeps where the parameters and statistics of its modules are, and what they are
-    like. Each forward pass checks it: the same tables of the same sizes, the same training flags,
-    tensors of the same kinds. A difference gathers anew. Only if a parameter is replaced or changed
-    before the backward pass do we look at each one by itself.
+    A search result keeps the places of its modules' parameters and statistics, and their traits
+    (class, dtype, device, shape). Each forward pass checks that tables, training flags and traits
+    are the same, and gathers them again if they are not. We look at parameters one by one only if
+    one is replaced or changed before the backward pass.
 
 NOTE [ Copies of buffers ]
     Only after a forward pass do we know whether it changed a buffer in place. So we copy each
@@ -238,6 +238,7 @@ class Owned:
         self.traits = list(map(_traits, tensors))
         self._shapes = list(map(_shape, tensors[len(self.places) :]))
         kinds = [nn.Parameter] * len(self.places) + [Tensor] * len(self.statistics)
+        # whether all are parameters or tensors of torch itself, leaves, and strided
         self.plain = all(
             kind is expected and leaf and layout is torch.strided
             for expected, (kind, leaf, _, _, layout, _) in zip(kinds, self.traits, strict=True)
@@ -331,7 +332,7 @@ def has_unread_statistics(m: nn.Module, reads: bool) -> bool:
 
 
 def replaced(held: Held) -> bool:
-    """Whether another tensor is in its place, other than gathered shards."""
+    """Whether another tensor is in its place. FSDP2's gathered shards do not count."""
     if held.still_there():
         return False
     assert held.owner is not None
@@ -376,8 +377,8 @@ class StepTensors:
 
     Args:
         reaches: what the step reaches, and what its keyword arguments reach.
-        modules: the modules of the first one.
-        others: the modules of the second one.
+        modules: the modules of the first.
+        others: further modules of the second.
         context: the step's keyword arguments.
         training: whether the step is in training mode.
     """
@@ -422,19 +423,20 @@ class StepTensors:
         self._owned: Owned | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        if not self._capture_at_once(reaches[0], modules):
-            others = [*modules, *others]
-        for m in others:
+        at_once = self._capture_at_once(reaches[0], modules)
+        for m in others if at_once else (*modules, *others):
             self._capture(m)
         for reach in reaches:
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, training)
 
     def _capture_at_once(self, reach: Reach, modules: list[nn.Module]) -> bool:
-        """Capture modules whose parameters and statistics are as in the last pass.
+        """Capture all parameters and statistics of ``modules`` by NOTE [ Gathered once ].
 
-        Their parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never
-        need one, and making them takes longer than all other checks.
+        Parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never need
+        one, and making them takes longer than all other checks.
+
+        Returns False, and captures nothing, if a tensor is no ordinary one.
         """
         owned, tensors = Owned.of(reach, modules, self.reads_statistics, self._updates_unseen)
         if not owned.plain:
@@ -516,12 +518,15 @@ class StepTensors:
         return bool(self._statistics or self._snapshots)
 
     def all(self) -> list[Tensor]:
-        """The parameters, buffers, reached tensors and arguments; statistics where known."""
+        """Parameters, buffers, reached tensors and arguments; statistics where captured at once."""
         each = [held.tensor for held in (*self._held, *(s.held for s in self._snapshots))]
         return each + self._tensors
 
     def storages(self) -> tuple[Set[int], Set[int]]:
-        """Addresses of parameters and buffers, which stay in memory anyway; ids of most of them."""
+        """Tensors that stay in memory anyway: addresses of all, and ids of those known by id.
+
+        An id is found faster than the address of a storage.
+        """
         held = [h.tensor for h in self._held]
         held += [s.held.tensor for s in self._snapshots]
         if self._owned is None:
@@ -565,7 +570,7 @@ class StepTensors:
             changed = bool(written) and address(s.held.tensor) in written
             if not changed:
                 self._held.append(s.held)
-            elif s.before is None:  # the old value is lost: an impossible version says so
+            elif s.before is None:  # lost; with an impossible version, value() raises
                 self._snapshots.append(s._replace(held=s.held._replace(version=-1)))
             else:
                 self._snapshots.append(s)

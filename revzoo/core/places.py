@@ -177,7 +177,7 @@ Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 def swap(undo: Undo, place: Place, key: Any, value: Any) -> None:
     """Put ``value`` into a place until ``undo`` runs."""
-    # undone by deleting it: None would be an attribute that was not there before
+    # undo by deleting the key: a value of None would leave a new attribute
     if isinstance(place, (dict, Attributes)) and key not in place:
         undo.append((place.pop, (key,)))
     else:

@@ -23,9 +23,8 @@ from revzoo.core.places import Constant, Place, Read, getter, readers
 from revzoo.core.search import CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
 from revzoo.core.threads import locks_of
 
-OWN_ATTRIBUTES = frozenset(
-    (CACHE_KEY, "forward", "drift")
-)  # attributes that a replay must not restore
+# attributes that a replay must not restore
+OWN_ATTRIBUTES = frozenset((CACHE_KEY, "forward", "drift"))
 _READS_STATISTICS = frozenset(
     (
         "running_mean",
@@ -68,7 +67,10 @@ _DROPOUTS = frozenset((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
 
 
 def _is_silent(m: nn.Module) -> bool:
-    """Whether only dropout layers in ``m``, and functions that it holds, can draw."""
+    """Whether the layer ``m`` itself, without its submodules, draws nothing, or is a dropout.
+
+    Functions that it holds may draw: see ``Reach.may_draw``.
+    """
     cls = type(m)
     if cls in _SILENT or cls in _DROPOUTS:
         return True
@@ -83,10 +85,11 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """What a search saw in places: objects, or the types of values that may change."""
+    """What a search saw in each place: an object, or the type of a value that may change."""
 
     def __init__(self, entries: Sequence[tuple[Place, Any, Any]]) -> None:
         known = {(id(place), key): seen for place, key, seen in entries}
+        # one call reads all keys of a place; calls for a single key cost more than its getter
         found = readers((place, key) for place, key, _ in entries)
         several = [(p, keys, read) for p, keys, read in found if len(keys) > 1]
         single = [(p, keys[0]) for p, keys, _ in found if len(keys) == 1]
@@ -171,7 +174,7 @@ class Reach:
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
         self._watched = search.watched
-        # a constant is always the same
+        # a constant is always the same; of plain values and tensors the search notes the type
         watched = [entry for entry in self._watched if not isinstance(entry[0], Constant)]
         self._objects = _Seen([entry for entry in watched if not isinstance(entry[2], type)])
         self._kinds = _Seen([entry for entry in watched if isinstance(entry[2], type)])

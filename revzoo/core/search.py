@@ -10,14 +10,14 @@ NOTE [ What counts as reached ]
        From a function it follows the closure, the bound object, default arguments, attributes and
        globals. It looks into lists, deques, sets, tuples, dictionaries, partials and plain objects.
     2. A user's class may have many attributes. Of an object, its class and the bases, the search
-       follows only attributes that a reached function loads by name. So one method of a large
-       object does not reach the attributes of other methods. A function that calls ``getattr`` may
-       load any attribute. Operators call special methods without a name, so these count as called.
-    3. A step may run inside a module: the module contains the step, or one of its methods is
-       running and may have called ``invertible_checkpoint`` or ``checkpoint``. Of such a module the
-       search follows only submodules, parameters and buffers that are loaded by name; all
-       submodules if a function iterates over them. Its ``forward`` does not count if it runs the
-       step.
+       follows only attributes that a reached function loads by name. So a method of a large object
+       does not bring in what only other methods use. A function that calls ``getattr`` may load
+       any attribute. Operators call special methods without naming them, so these count as called.
+    3. A module encloses the step if it contains the step, or if one of the module's methods is
+       running and may have called ``invertible_checkpoint`` or ``checkpoint``. The other parts of
+       an enclosing module belong to other steps. So the search follows only the submodules,
+       parameters and buffers that are loaded by name; all submodules if a function iterates over
+       them. It skips a ``forward`` that runs the step.
     4. If a container, simple namespace or data class holds tensors with a graph, the search uses a
        copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
        search: without the copy, a list of losses, for example, would keep the graph of the
@@ -131,7 +131,7 @@ class _Object(NamedTuple):
 
 
 class Search:
-    """Follows the code of ``step``; what it finds, and every place it looked at."""
+    """Follows the code of ``step``; holds what it finds, and every place that it looked at."""
 
     def __init__(self, step: nn.Module | None, names: Iterable[str] = ()) -> None:
         self.step = step
@@ -139,8 +139,7 @@ class Search:
         self.enclosing: list[nn.Module] = []
         self.tensors: list[tuple[Place, Any, str]] = []
         self.generators: list[torch.Generator] = []
-        # rule 2: names grow with each function that is found, and open attributes of objects found
-        # before
+        # rule 2: a new function may add names, which open attributes of earlier objects
         self.names: set[str] = {*_ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
         self.watched: list[tuple[Place, Any, Any]] = []
@@ -159,10 +158,10 @@ class Search:
         self.run()
 
     def run(self) -> None:
-        """Follow names into objects until no new ones turn up."""
-        before = -1
-        # all three only grow, so equal sums mean that nothing was found
-        while before != (before := len(self.names) + len(self._visited) + len(self._objects)):
+        """Follow names into objects until nothing new turns up."""
+        before = None
+        while before != (now := (len(self.names), len(self._visited), len(self._objects))):
+            before = now
             for thing in list(self._objects):
                 self._expand(thing)
 
@@ -177,9 +176,8 @@ class Search:
             if mark not in self._visited and name not in thing.skipped:
                 self._visited.add(mark)
                 v = thing.attributes[name]
-                if (
-                    not thing.all_names or type(v) not in PLAIN_TYPES
-                ):  # a layer's sizes stay numbers
+                # a layer of torch has the same numbers as attributes in every pass
+                if not (thing.all_names and type(v) in PLAIN_TYPES):
                     self.value(v, thing.place, name, name)
 
     def _is_new(self, thing: Any) -> bool:
@@ -204,30 +202,7 @@ class Search:
             self.generators.append(v)
         elif isinstance(v, nn.Module):
             self.watched.append((place, key, v))
-            # an enclosing module owns the step: its other parts belong to other steps (rule 3)
-            if self._is_new(v) and self._is_enclosing(v):
-                self.enclosing.append(v)
-                runs = _STEP_RUNNERS | {k for k, m in v._modules.items() if self._is_in(m)}
-                # code that runs the step would bring in all its siblings; the methods left are
-                # those that the step may call
-                methods = {
-                    name: tuple(
-                        f for f in fs if name not in _ENTRY_POINTS or not _loads_any(f, runs)
-                    )
-                    for name, fs in _methods(type(v)).items()
-                }
-                self._object(v.__dict__, methods, _STANDARD, all_names=False)
-                self._class(type(v))
-                for members in (v._parameters, v._buffers, v._modules):
-                    self._object(
-                        members, {}, frozenset(), all_names=False, wildcards=_LOADS_ANY_MEMBER
-                    )
-            elif v not in self.enclosing and v not in self.roots and self._unowned(v):
-                self.roots.append(v)
-                for m in modules_in(v._modules.values()):
-                    if self._is_new(m):
-                        self._search_module(m)
-                self._search_module(v)
+            self._reached_module(v)
         elif isinstance(v, _CONTAINERS):
             v = _without_graph(v)
             self.watched.append((place, key, v))
@@ -248,27 +223,45 @@ class Search:
         else:
             self.watched.append((place, key, type(v)))
 
-    def _unowned(self, m: nn.Module) -> bool:
-        if m in self._owned:
-            return False
-        self._owned.update(modules_in([m]))
-        return True
-
-    def _is_in(self, m: nn.Module | None) -> bool:
-        return self.step is not None and self.step in modules_in([m])
+    def _reached_module(self, m: nn.Module) -> None:
+        if m in self._owned or m in self.enclosing:
+            return
+        if self._is_enclosing(m):
+            self.enclosing.append(m)
+            self._search_enclosing(m)
+        else:
+            self._owned.update(modules_in([m]))
+            self.roots.append(m)
+            for child in modules_in(m._modules.values()):
+                self._module(child)
+            self._module(m)
 
     def _is_enclosing(self, m: nn.Module) -> bool:
-        """Whether the step runs inside ``m``, which then is no part of it (rule 3)."""
-        if m in self._owned:
-            return False
-        if self._is_in(m):
+        """Whether the step runs inside ``m`` (rule 3); otherwise the step runs ``m``."""
+        if self._contains_step(m):
             return True
-        methods = _methods(type(m))
-        # a method of m that is running has called the step: so m contains it, if only in its code
         calls = any(
-            _loads_any(f, _STEP_RUNNERS) for n, fs in methods.items() if n[:2] != "__" for f in fs
+            _loads_any(f, _STEP_RUNNERS)
+            for name, functions in _methods(type(m)).items()
+            if name[:2] != "__"
+            for f in functions
         )
-        return calls and _is_running(m)  # otherwise the step runs ``m``, so all of it is reached
+        return calls and _is_running(m)
+
+    def _contains_step(self, m: nn.Module | None) -> bool:
+        return self.step is not None and self.step in modules_in([m])
+
+    def _search_enclosing(self, m: nn.Module) -> None:
+        # code that runs the step would bring in all its siblings; the step may call other methods
+        runs = _STEP_RUNNERS | {k for k, child in m._modules.items() if self._contains_step(child)}
+        methods = {
+            name: tuple(f for f in fs if name not in _ENTRY_POINTS or not _loads_any(f, runs))
+            for name, fs in _methods(type(m)).items()
+        }
+        self._object(m.__dict__, methods, _STANDARD, all_names=False)
+        self._class(type(m))
+        for members in (m._parameters, m._buffers, m._modules):
+            self._object(members, {}, frozenset(), all_names=False, wildcards=_LOADS_ANY_MEMBER)
 
     def _container(self, v: Any, label: str) -> None:
         # a change of length is seen without looking at the items
@@ -306,8 +299,8 @@ class Search:
                 self.value(v.__self__, Constant(v.__self__), None, label)
         elif isinstance(v, types.ModuleType):
             if not _foreign(v.__name__):
-                names: frozenset[str] = frozenset()  # a package holds too much to follow it all
-                self._object(vars(v), {}, names, all_names=False, watch_size=False, wildcards=names)
+                none: frozenset[str] = frozenset()  # not even getattr brings in a whole package
+                self._object(vars(v), {}, none, all_names=False, watch_size=False, wildcards=none)
         else:
             if "__wrapped__" in getattr(v, "__dict__", ()):  # functools.lru_cache
                 self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
@@ -426,38 +419,37 @@ def _aliases(v: Any, depth: int) -> Any:
     if depth > _DEPTH or type(v) in PLAIN_TYPES:
         return None
     if isinstance(v, dict):
-        changed = _changed(v.items(), depth)
-        if changed:
-            v = copy.copy(v)
-            v.update(changed)
-        return v if changed else None
-    if isinstance(v, _CONTAINERS):
-        items = list(v)
-        changed = _changed(enumerate(items), depth)
-        items = [changed.get(i, item) for i, item in enumerate(items)]
-        if not changed:
-            return None
-        # the rest is copied and refilled, which keeps the class and its attributes
-        if isinstance(v, (tuple, frozenset)):
-            named = hasattr(v, "_fields")  # named tuples take their items one by one
-            return type(v)(*items) if named else type(v)(items)
-        v = copy.copy(v)
-        refill(v, items)
-        return v
-    record = isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v))
-    if record:
+        aliases = _aliases_of(v, depth)
+    elif isinstance(v, _CONTAINERS):
+        aliases = _aliases_of(dict(enumerate(v)), depth)
+    elif isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v)):
         slots = {name: getattr(v, name) for name in _slots_of(type(v)) if hasattr(v, name)}
-        changed = _changed({**getattr(v, "__dict__", {}), **slots}.items(), depth)
-        v = copy.copy(v) if changed else None
-        for name, value in changed.items():
-            object.__setattr__(v, name, value)
-        return v
-    return None
+        aliases = _aliases_of({**getattr(v, "__dict__", {}), **slots}, depth)
+    else:
+        return None
+    return _with(v, aliases) if aliases else None
 
 
-def _changed(items: Iterable[tuple[Any, Any]], depth: int) -> dict[Any, Any]:
-    copies = {key: _aliases(item, depth + 1) for key, item in list(items)}
+def _aliases_of(items: dict[Any, Any], depth: int) -> dict[Any, Any]:
+    copies = {key: _aliases(item, depth + 1) for key, item in list(items.items())}
     return {key: item for key, item in copies.items() if item is not None}
+
+
+def _with(v: Any, aliases: dict[Any, Any]) -> Any:
+    """A copy of ``v`` with these items or attributes."""
+    if isinstance(v, (tuple, frozenset)):
+        items = [aliases.get(i, item) for i, item in enumerate(v)]
+        named = hasattr(v, "_fields")  # named tuples take their items one by one
+        return type(v)(*items) if named else type(v)(items)
+    changed = copy.copy(v)  # keeps the class and its attributes
+    if isinstance(v, dict):
+        changed.update(aliases)
+    elif isinstance(v, _LISTS):
+        refill(changed, [aliases.get(i, item) for i, item in enumerate(v)])
+    else:
+        for name, value in aliases.items():
+            object.__setattr__(changed, name, value)  # frozen data classes refuse setattr
+    return changed
 
 
 def _is_foreign(v: object) -> bool:
@@ -473,7 +465,7 @@ def _foreign(module: str | None) -> bool:
 
 
 def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
-    return not names.isdisjoint(frozenset().union(*_loads(f.__code__)))
+    return any(not names.isdisjoint(loaded) for loaded in _loads(f.__code__))
 
 
 def _is_running(m: nn.Module) -> bool:
@@ -481,7 +473,7 @@ def _is_running(m: nn.Module) -> bool:
     codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        # the first argument of a method is the object; another object's method has another one
+        # the code alone does not show the object: several of one class share it
         code = frame.f_code
         if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is m:
             return True

@@ -1,6 +1,7 @@
 """The Hugging Face hub, through the package ``huggingface_hub`` (the extra ``hub``).
 
 A repository holds ``config.json`` (the entry), ``model.safetensors`` and ``README.md`` (the card).
+:mod:`revzoo.weights.files` compares the weights with the SHA-256 of the entry.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 from small_weights import change, small, write_entry
 
-from revzoo.cli import program
+from revzoo.cli import invocation
 from revzoo.cli.main import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
@@ -189,7 +189,7 @@ def test_messages_name_a_command_that_exists(monkeypatch: pytest.MonkeyPatch) ->
         monkeypatch.setattr("sys.argv", [argv])
         monkeypatch.setattr("sys.executable", "/env/bin/python")
         monkeypatch.setattr("shutil.which", lambda name, found=found: found and f"{found}/{name}")
-        assert tuple(program.command_line(name) for name in ("train", "eval")) == texts
+        assert tuple(invocation.command_line(name) for name in ("train", "eval")) == texts
     monkeypatch.undo()
 
 

@@ -247,6 +247,19 @@ def test_a_generator_of_its_own_is_drawn_from_again(mode, way):
     assert error(*results) < 1e-12
 
 
+def test_a_hook_of_a_submodule_does_not_hide_the_submodule():
+    """The search met it first in the hook, counted it as searched, and missed its generator."""
+    results = []
+    for mode in ("recompute", "store"):
+        net = ReversibleSequence([AdditiveCoupling(Noisy("closure", 1))], memory=mode)
+        step = net.steps[0]
+        step.register_forward_hook(functools.partial(lambda *_: None, *step.children()))
+        x = vectors(2, 5, 4)
+        net(*x)[1].square().sum().backward()
+        results.append(x.grad)
+    assert error([results[0]], [results[1]]) < 1e-12
+
+
 def test_a_generator_among_a_functions_arguments():
     def fn(x, g):
         return x * (1 + torch.rand(4, dtype=torch.float64, generator=g))

@@ -1,1 +1,4 @@
-"""The subcommands, one per module. They import torch when they run, so that help is fast."""
+"""The subcommands, one per module. They import torch when they run, so that help is fast.
+
+A new subcommand is a module here and a row of ``COMMANDS`` in :mod:`revzoo.cli.main`.
+"""

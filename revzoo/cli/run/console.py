@@ -11,7 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo.cli.program import command_line, short_path, tool_line
+from revzoo.cli.invocation import command_line, short_path, tool_line
 from revzoo.data import ImageData
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes

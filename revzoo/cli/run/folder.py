@@ -25,8 +25,8 @@ from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
+from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, imported
-from revzoo.cli.program import command_line
 from revzoo.cli.run.lock import LOCK_FILE
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved

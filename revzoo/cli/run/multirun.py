@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.program import process_of
+from revzoo.cli.invocation import process_of
 from revzoo.cli.run.subprocess import quoted, run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together

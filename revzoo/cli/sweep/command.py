@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> None:
         SystemExit: the folder is in use, or the first trials fail; 143 or 130 after SIGTERM or
             Ctrl-C.
     """
-    from revzoo.cli.program import command_line
+    from revzoo.cli.invocation import command_line
     from revzoo.cli.sweep.plan import load_optuna, read_plan
     from revzoo.cli.sweep.space import check_space
 

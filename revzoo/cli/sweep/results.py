@@ -12,7 +12,7 @@ from typing import Any
 from revzoo._files import replacing_table
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.yaml_files import write_yaml
-from revzoo.cli.program import command_line
+from revzoo.cli.invocation import command_line
 from revzoo.cli.run.folder import SUMMARY_FILE
 from revzoo.cli.sweep.plan import Plan
 

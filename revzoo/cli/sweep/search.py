@@ -15,7 +15,7 @@ from typing import Any
 
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.program import process_of
+from revzoo.cli.invocation import process_of
 from revzoo.cli.run.lock import locked
 from revzoo.cli.run.subprocess import quoted, run_program
 from revzoo.cli.sweep.plan import Plan, load_optuna

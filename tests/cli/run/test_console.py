@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from revzoo.cli.program import short_path
+from revzoo.cli.invocation import short_path
 from revzoo.cli.run.console import LogFormat, kept_bytes
 from revzoo.cli.run.train import train
 from revzoo.data import Digits

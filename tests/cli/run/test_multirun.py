@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from revzoo.cli import program
+from revzoo.cli import invocation
 from revzoo.cli.config.compose import Source
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.run import multirun
@@ -16,7 +16,7 @@ def test_jobs_use_the_configuration_of_the_command_line(
     (tmp_path / "own.yaml").write_text("defaults: [train, _self_]\n")
     started: list[list[str]] = []
     monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
-    monkeypatch.setattr(program, "import_arguments", lambda: ["--import", "mine"])
+    monkeypatch.setattr(invocation, "import_arguments", lambda: ["--import", "mine"])
     given = ["seed=1,2", "hydra.verbose=true", f"hydra.sweep.dir={tmp_path / 'jobs'}"]
     multirun.multirun(given, Source("own", extra=tmp_path))
     assert [command[-4:-3] for command in started] == [["seed=1"], ["seed=2"]]

@@ -13,8 +13,8 @@ from unittest.mock import Mock
 import pytest
 import yaml
 
+from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
-from revzoo.cli.program import command_line
 from revzoo.cli.run import subprocess as jobs
 from revzoo.cli.run.lock import locked
 from revzoo.cli.sweep import search as sweep

@@ -1,4 +1,4 @@
-"""The command that started this program, for messages and for further processes."""
+"""How the user started revzoo, so that commands in messages and new processes start alike."""
 
 from __future__ import annotations
 
