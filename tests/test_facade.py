@@ -1,4 +1,4 @@
-"""The facade hands out its names, and nothing else, without loading torch before it must."""
+"""``import revzoo`` offers the public names and no others, and loads torch on first use."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ API = import_module("revzoo.api")
 
 
 @pytest.mark.parametrize("name", API.__all__)
-def test_every_name_is_that_of_the_api(name):
+def test_every_name_is_the_same_object_as_in_the_api(name):
     assert getattr(revzoo, name) is getattr(API, name)
     assert name in dir(revzoo)
 
@@ -23,8 +23,8 @@ def test_the_list_of_names_is_sorted_and_whole():
     assert public | set(API._LATER) == set(API.__all__)
 
 
-def test_a_star_brings_every_name():
-    """It brought none: the star looks for ``__all__``, or for names that are there already."""
+def test_a_star_imports_every_name():
+    """It imported none: without ``__all__``, the star imports only names that are loaded."""
     script = (
         "from revzoo import *\n"
         "import revzoo.api; missing = set(revzoo.api.__all__) - set(globals()); assert not missing"
@@ -44,7 +44,7 @@ def test_the_package_alone_does_not_load_torch():
 
 
 def test_models_do_not_load_the_compiler_torchvision_or_lightning():
-    """Each takes seconds; what needs none should not wait for them."""
+    """Each takes seconds to import, and a model needs none of them."""
     script = (
         "import sys, revzoo; revzoo.create_model('revnet38'); revzoo.create_model('revvit_cifar')\n"
         "heavy = {'torchvision', 'torch._dynamo', 'pytorch_lightning'} & set(sys.modules)\n"

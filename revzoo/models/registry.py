@@ -157,9 +157,8 @@ def list_models(
 
 
 def _patterns(patterns: str | Sequence[str]) -> list[str]:
-    return [
-        pattern for pattern in ([patterns] if isinstance(patterns, str) else patterns) if pattern
-    ]
+    several = [patterns] if isinstance(patterns, str) else patterns
+    return [pattern for pattern in several if pattern]
 
 
 @overload
@@ -211,14 +210,18 @@ def create_model(
         allow_nonfinite: also load weights with NaN or Inf.
         reversible_bits: make the runs of blocks of a ResNet or a library's network reversible, see
             :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``.
-        keywords: ``memory`` (memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
-            reversible models and ``"store"`` in others), ``drop_rate`` (probability of dropping a
-            pooled feature before the classifier), ``drop_path_rate`` (of dropping the last
-            branch), ``dropout`` (inside the residual functions), ``global_pool`` (``"avg"``,
-            ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for none, with ``num_classes=0``);
-            or fields of the network's row (:class:`~revzoo.models.variant.Variant`,
-            :class:`~revzoo.models.irevnet.IRevNetVariant`,
-            :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
+        keywords: arguments of the network's class, or fields of its row:
+
+            * ``memory``: memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
+              reversible models and ``"store"`` in others.
+            * ``drop_rate``: probability of dropping a pooled feature before the classifier.
+            * ``drop_path_rate``: probability of dropping the last branch; less for earlier ones.
+            * ``dropout``: probability of dropping a value inside the residual functions.
+            * ``global_pool``: ``"avg"``, ``"max"``, ``"avgmax"``, ``"catavgmax"``, or ``""`` for
+              none, with ``num_classes=0``.
+            * fields of the row (:class:`~revzoo.models.variant.Variant`,
+              :class:`~revzoo.models.irevnet.IRevNetVariant`,
+              :class:`~revzoo.models.revvit.RevViTVariant`), such as ``units=(1, 1, 1)``.
 
     Returns:
         A module that maps images ``(B, in_chans, H, W)`` to logits ``(B, num_classes)``.
@@ -234,7 +237,7 @@ def create_model(
     """
     if out_indices is not None and not features_only:
         raise ValueError(f"out_indices={out_indices} selects feature maps: add features_only=True")
-    if reversible_bits is not None:  # among the keywords, as saved models list it in their options
+    if reversible_bits is not None:  # an option, as in the entry of a saved model
         keywords["reversible_bits"] = reversible_bits
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
     source = find_source(
@@ -288,7 +291,7 @@ def _build(
     file: TensorFile | None,
     keywords: dict[str, Any],
 ) -> ImageNetwork:
-    """The network; the weights decide numbers that are None."""
+    """The network, with initial values; weights and entry replace numbers that are None."""
     entry = _entry_of(source.architecture)
     # the caller's numbers, else the file's, else the entry's, else the defaults
     known = (num_classes, in_chans)

@@ -38,7 +38,7 @@ _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
 
 SLACK = 1.02
-"""The largest peak of ``auto`` over the inverting mode's peak."""
+"""``auto`` may peak at this times the peak of the inverting mode."""
 
 
 class BudgetError(ValueError):
@@ -216,8 +216,7 @@ class Planner:
         need, fixed = self.least, self.chain.base
         remedies = ["a smaller model"]
         if limit > fixed:
-            # what the budget leaves for activations, over what the leanest plan needs for them;
-            # they grow with the number of images, and with their area
+            # the share of the activations that fits; they grow with the images' number and area
             share = (limit - fixed) / max(1, need - fixed)
             side = int(self.shape[-1] * math.sqrt(share)) if len(self.shape) == 4 else 0
             if side:
@@ -284,14 +283,14 @@ def plan_memory(
 
 
 class PlannedMode:
-    """A memory mode of a run that a plan replaces; this one is ``auto``.
+    """A value of ``memory.mode`` for which a run plans the mode of each step; this one is ``auto``.
 
     To add one, write a subclass and add it to :data:`PLANNED`.
     """
 
     name = "auto"
     bounded = False
-    """Whether it promises a number of bytes: then a run without a plan cannot start."""
+    """Whether it keeps to ``memory.bytes``; then a run that cannot be planned cannot start."""
 
     def plan(self, planner: Planner, budget: Any = None) -> Plan:
         """The plan of a run; ``budget`` is its ``memory.bytes``, if bounded."""
@@ -335,8 +334,9 @@ def largest(
 ) -> int | None:
     """The largest integer whose ``need`` is at most ``budget``.
 
-    Guesses assume that the need is proportional to ``number ** power``, then bisect. An impossible
-    number counts as the next smaller possible one.
+    First guesses assume that the need is proportional to ``number ** power``. Once a number does
+    not fit, guesses are at least as good as bisection. For an impossible number we take the need of
+    the next smaller possible one.
 
     Args:
         need: bytes for a number, increasing; None for an impossible number. A call takes seconds.
@@ -360,12 +360,11 @@ def largest(
         if bytes_ is None:  # no possible number between low and the guess
             low = guess
             guess = (low + high) // 2 if high <= most else low + 1
-        # proportional growth first; once a number does not fit, no further than the middle
         elif bytes_ <= budget:
             best, low = at, guess  # the numbers between them are impossible
             growth = (budget / max(1, bytes_)) ** (1 / power)
             guess = max(low + 1, int(at * growth))
-            if high <= most:
+            if high <= most:  # a number did not fit: no further than the middle
                 guess = min(guess, (low + high + 1) // 2)
         else:
             high = at

@@ -13,7 +13,7 @@ def linear():
     return nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
 
 
-def test_gradients_equal_those_without():
+def test_gradients_equal_plain_autograd():
     net, x = linear(), torch.ones(2, 4, dtype=torch.float64)
     with offloaded(net):
         y = net(x)
@@ -22,7 +22,7 @@ def test_gradients_equal_those_without():
     assert all(torch.equal(a, e) for a, e in zip(actual, expected, strict=True))
 
 
-def test_what_is_on_the_cpu_is_not_copied():
+def test_tensors_on_the_cpu_are_not_copied():
     net, x = linear(), torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
     with offloaded(net):
         y = x.sin()

@@ -32,18 +32,22 @@ NORMS = {
     "instance": lambda c: nn.InstanceNorm2d(c, affine=True, track_running_stats=True),
     "group": lambda c: nn.GroupNorm(1, c),
 }
-ACTIVATIONS = {"relu": nn.ReLU, "tanh": nn.Tanh, "silu": nn.SiLU, "relu, in place": None}
+ACTIVATIONS = {
+    "relu": nn.ReLU,
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "relu, in place": lambda: nn.ReLU(inplace=True),
+}
 
 
 @st.composite
 def branches(draw, channels, outputs):
     hidden = draw(st.sampled_from([1, 2, 4]))
     norm = NORMS[draw(st.sampled_from(sorted(NORMS)))]
-    kind = draw(st.sampled_from(sorted(ACTIVATIONS)))
-    activation = (lambda: nn.ReLU(inplace=True)) if ACTIVATIONS[kind] is None else ACTIVATIONS[kind]
+    activation = ACTIVATIONS[draw(st.sampled_from(sorted(ACTIVATIONS)))]
     layers = [nn.Conv2d(channels, hidden, 3, padding=1, bias=draw(st.booleans())), norm(hidden)]
     layers += [activation(), nn.Dropout(draw(st.sampled_from([0.0, 0.3])))]
-    layers += [nn.Conv2d(hidden, outputs, draw(st.sampled_from([1])))]
+    layers += [nn.Conv2d(hidden, outputs, 1)]
     return nn.Sequential(*layers)
 
 

@@ -21,11 +21,11 @@ from revzoo.cli.config.build import CSV_ONLY, MANAGED_BY_TRAIN, PROFILERS, build
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import (
     TUNER,
-    check_complete,
+    check_data_complete,
     check_model,
-    check_numbers,
+    check_precision_options,
     check_quickly,
-    check_words,
+    check_trainer_numbers,
     type_errors_explained,
 )
 from revzoo.cli.run.tune import check_tuner
@@ -108,7 +108,7 @@ def check_data(data: Mapping[str, Any]) -> None:
     names = [n for n, p in parameters.items() if p.kind is not p.VAR_KEYWORD]
     options = {key: value for key, value in data.items() if key != "_target_"}
     check_names(options, names, where="data")
-    check_complete(options)
+    check_data_complete(options)
     hints = {n: hint for kind in kinds for n, hint in get_type_hints(kind.__init__).items()}
     check_types(options, hints, where="data")
     # the constructor checks the values; it reads no files
@@ -117,7 +117,7 @@ def check_data(data: Mapping[str, Any]) -> None:
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:
     """Check the options of Lightning's Trainer."""
-    check_numbers(trainer)
+    check_trainer_numbers(trainer)
     names = [n for n in signature(pl.Trainer).parameters if n not in MANAGED_BY_TRAIN]
     check_names(trainer, names, where="trainer")
     check_choice("trainer.profiler", trainer.get("profiler"), (*PROFILERS, None))
@@ -148,7 +148,7 @@ def device_kind(accelerator: Any) -> str:
 
 def check_precision(precision: Mapping[str, Any], device: str) -> None:
     """Check that the device supports the precision, and that its options do not contradict."""
-    check_words(precision)
+    check_precision_options(precision)
     name, tf32 = precision["trainer"], precision["tf32"]
     if name == "16-mixed" and device == "cpu":
         raise ConfigError("precision=fp16 needs a GPU, this run is on the CPU: use precision=bf16")

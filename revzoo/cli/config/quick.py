@@ -1,7 +1,7 @@
-"""The checks of a configuration that do not need Lightning, which takes seconds to import.
+"""Checks a configuration without Lightning, which takes seconds to import.
 
-``revzoo train`` runs them before all others. The model and the optimiser come last, since their
-checks import torch. :func:`revzoo.cli.config.checks.check_config` runs these checks and the others.
+``revzoo train`` runs these checks first, those that import torch (the optimiser, the model) last.
+:func:`revzoo.cli.config.checks.check_config` runs them and all others.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbac
 VALUES = ("seed", "test")
 OPTIONAL = ("threads",)  # missing in runs of earlier versions
 TUNER = "tuner"
+# arguments that model_spec fills in, and from where
 FITTED = {
     "memory": "the mode of memory=MODE",
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
-}  # arguments that model_spec fills in
+}
 POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
 ENDLESS = ("max_epochs", "max_steps")  # may be -1
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
@@ -64,9 +65,9 @@ def check_quickly(config: Mapping[str, Any]) -> None:
             check_count("threads", config["threads"])
         # model=null, say, makes a section empty
         check_types(config, {"test": bool} | dict.fromkeys(SECTIONS, Mapping), where="config")
-        check_numbers(config["trainer"])
-        check_words(config["precision"])
-        check_complete(config["data"])
+        check_trainer_numbers(config["trainer"])
+        check_precision_options(config["precision"])
+        check_data_complete(config["data"])
         check_callback_names(config["callbacks"])
         # here and not above: it imports torch
         from revzoo.training.optim.optimizers import OptimSpec
@@ -78,7 +79,7 @@ def check_quickly(config: Mapping[str, Any]) -> None:
 
 @contextmanager
 def type_errors_explained() -> Iterator[None]:
-    """Turn the errors of a value with an unexpected type, such as a list for a name, into one line.
+    """Explain in one line what Python raises for a value of another type (a list for a name).
 
     Raises:
         ConfigError: with the type of the error.
@@ -92,7 +93,7 @@ def type_errors_explained() -> Iterator[None]:
         ) from error
 
 
-def check_numbers(trainer: Mapping[str, Any]) -> None:
+def check_trainer_numbers(trainer: Mapping[str, Any]) -> None:
     """Check the Trainer's numbers and accelerator, and that the run has batches and an end."""
     check_choice("trainer.accelerator", trainer.get("accelerator"), ACCELERATORS)
     for key in POSITIVE:
@@ -116,14 +117,14 @@ def check_numbers(trainer: Mapping[str, Any]) -> None:
         raise ConfigError("trainer.val_check_interval=0: expected a fraction or number of batches")
 
 
-def check_words(precision: Mapping[str, Any]) -> None:
+def check_precision_options(precision: Mapping[str, Any]) -> None:
     """Check the options of the precision, without the device."""
     check_names(precision, tuple(PRECISION), where="precision")
     check_types(precision, PRECISION, where="precision")
     check_choice("precision.trainer", precision["trainer"], PRECISIONS)
 
 
-def check_complete(data: Mapping[str, Any]) -> None:
+def check_data_complete(data: Mapping[str, Any]) -> None:
     """Check that no option of the data is missing."""
     for key, value in data.items():
         if value == MISSING:
@@ -149,7 +150,7 @@ def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) ->
 def memory_mode(config: Mapping[str, Any]) -> str | None:
     """The memory mode with which a run's model is created; None for the model's default.
 
-    A planned mode starts from the default, too (:mod:`revzoo.cli.run.memory`).
+    A run with a planned mode also starts with the default (:mod:`revzoo.cli.run.memory`).
     """
     from revzoo.profiling.plan import PLANNED
 
@@ -183,7 +184,7 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
 
 
 def check_memory(memory: Mapping[str, Any]) -> None:
-    """Check the keys; a bounded mode needs ``bytes``, and the other modes have none."""
+    """Check the keys of ``memory``; only a bounded mode, such as ``budget``, has ``bytes``."""
     from revzoo.profiling.plan import PLANNED
 
     check_names(memory, ("mode", "bytes", "plan"), where="memory")

@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 # errors that end training after its start; the run still writes its summary
 ENDINGS = (FloatingPointError, DataError, DriftError, RangeError, NoMemoryError, OSError)
 TRAINING_ERRORS = (*ENDINGS, CheckpointError)
-# environment variables that Lightning sets: two for deterministic runs, two with the seed
+# environment variables that Lightning sets: two for determinism, two for seeds
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
     "HOROVOD_FUSION_THRESHOLD",
@@ -105,7 +105,7 @@ def begin(
     hydra_cfg.run.dir = str(folder)  # resolve it once: its name contains the time
     run_dir = folder.absolute()
     run_dir.mkdir(parents=True, exist_ok=True)
-    # from here on, nobody else can begin a run in this folder
+    # no other program can begin a run in a locked folder
     with locked(run_dir):
         with user_errors():
             check_unused(run_dir)  # again: another program may have been faster
@@ -221,9 +221,12 @@ def prepare(
 ) -> Run:
     """Build the parts of a run. Writes no files."""
     prepare_process(config)
-    # a run that stopped before its first checkpoint begins at step 0 and replaces its log rows
-    again = (run_dir / CONFIG_FILE).exists()
-    step, trained_on = _saved(resume, config) if resume else (0 if again else None, None)
+    step: int | None = None
+    trained_on: dict[str, Any] | None = None
+    if resume is not None:
+        step, trained_on = _saved(resume, config)
+    elif (run_dir / CONFIG_FILE).exists():
+        step = 0  # stopped before its first checkpoint: begins again and replaces its log rows
     with type_errors_explained():
         trainer = build_trainer(config, run_dir=run_dir, stop=stop, first_step=step)
     data = build_data(config["data"])
@@ -285,7 +288,7 @@ def fit_and_test(
         SystemExit: training or test has failed in a known way; the summary has the message, too.
         RunStopped: after SIGTERM or Ctrl-C.
     """
-    # as if the earlier sessions had ended just now
+    # the seconds of a resumed run include its earlier sessions
     start = time.perf_counter() - seconds_before(run_dir)
     figures: dict[str, float] = {}
     stopped, by_signal = None, False
@@ -299,9 +302,10 @@ def fit_and_test(
     except (RunStopped, *ENDINGS) as error:
         seconds = time.perf_counter() - start
         by_signal = isinstance(error, RunStopped)
-        if by_signal or batches_of_run(trainer):  # no summary for a run without a batch
-            # the figures of training if the test failed
-            figures, stopped = figures or figures_of(trainer), str(error)
+        # a run that fails before its first batch gets no summary
+        if by_signal or batches_of_run(trainer):
+            figures = figures or figures_of(trainer)  # known already if the test failed
+            stopped = str(error)
         raise
     finally:
         if trainer.is_global_zero and (figures or stopped):
@@ -351,7 +355,7 @@ def prepare_process(config: Mapping[str, Any]) -> None:
     if config.get("threads") is not None:
         torch.set_num_threads(config["threads"])
     apply_precision(config["precision"])
-    # last: whatever the checks have drawn does not matter
+    # last, since the checks may draw random numbers
     pl.seed_everything(config["seed"], workers=True, verbose=False)
 
 

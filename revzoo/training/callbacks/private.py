@@ -48,10 +48,10 @@ class PrivateTraining(RestoresAfterFit):
 
     Args:
         epsilon: the budget that the whole run may spend.
-        delta: the probability with which the guarantee may fail; below one over the images.
+        delta: the probability with which the guarantee may fail; less than 1 / training images.
         max_grad_norm: C.
-        noise_multiplier: s; None for the smallest that keeps the budget. Another value may
-            exceed the budget; ``private/epsilon`` shows what is spent.
+        noise_multiplier: s; None for the smallest that keeps the budget. A value that you give may
+            exceed the budget: watch ``private/epsilon``.
         accountant: ``"rdp"``; ``"prv"`` allows some 5 % less noise and takes a minute to find it.
 
     Raises:
@@ -121,7 +121,7 @@ class PrivateTraining(RestoresAfterFit):
         self.noise_multiplier = self._noise_for(trainer, sampler.rate)
         expected = sampler.rate * images
 
-        # a batch of one may be the stand-in for an empty one: an infinite divisor removes it
+        # the sampler replaces an empty batch by one image; division by infinity drops its gradient
         def size(count: int) -> float:
             drawn = count > 1 or sampler.batch(trainer.current_epoch, batches_of_epoch(trainer) - 1)
             # DDP averages the gradients of processes, the definition sums them
@@ -157,8 +157,8 @@ class PrivateTraining(RestoresAfterFit):
         return float(_quiet(noise, budget, self.options["delta"]))
 
     def _refuse_overspending(self, steps: int, rate: float) -> None:
-        """A resumed run keeps its noise, so it must end where the first one planned to."""
-        # try the remaining steps on the accountant, then take them back
+        """Raise a ValueError if the remaining steps, with the checkpoint's noise, cost too much."""
+        # count the remaining steps in the accountant, then take them back
         before = list(self._accountant.history)
         for _ in range(steps):
             self._accountant.step(noise_multiplier=self.noise_multiplier, sample_rate=rate)
@@ -185,7 +185,7 @@ class PrivateTraining(RestoresAfterFit):
                 continue
             noise = torch.randn(p.shape, generator=generator, dtype=p.dtype, device=p.device)
             noise *= self._scale
-            # also without a gradient, as in an empty batch: absence of noise would tell something
+            # also without a gradient: missing noise would reveal an empty batch
             p.grad = noise if p.grad is None else p.grad.add_(noise)
         self._accountant.step(
             noise_multiplier=self.noise_multiplier, sample_rate=self._sampler.rate
@@ -235,8 +235,8 @@ class PrivateTraining(RestoresAfterFit):
 
 
 def noise_seed(seed: int, step: int) -> int:
-    """The seed of the noise of an optimiser step; no batch has it, nor its augmentation."""
-    # those hash up to four numbers, and trailing zeros do not count
+    """The seed of an optimiser step's noise; no batch and no augmentation has the same seed."""
+    # they hash up to four numbers; a fifth must not be 0, since trailing zeros do not count
     return hash_seed(seed, step, 0, 0, 1)
 
 
@@ -268,6 +268,6 @@ def _check(trainer: pl.Trainer, data: Any) -> None:
 
 def _quiet(fn: Any, *args: Any) -> Any:
     with warnings.catch_warnings():
-        # that another order of the Renyi divergence would give a smaller bound
+        # Opacus warns if the best order of the Renyi divergence is the first or last that it tries
         warnings.filterwarnings("ignore", "Optimal order is the")
         return fn(*args)

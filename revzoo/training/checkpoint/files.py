@@ -60,22 +60,24 @@ class UnwritableCheckpoint(CheckpointError):
     """The disk refuses a checkpoint; earlier files are intact."""
 
 
-def leaves(value: Any, key: str = "checkpoint") -> Iterator[tuple[str, Any]]:
-    """Yield (place, item) for every item in ``value`` that is no container, and for odd keys.
+def not_plain(value: Any, place: str = "checkpoint") -> Iterator[tuple[str, Any]]:
+    """Yield (place, item) for each item and key in ``value`` that a checkpoint cannot hold.
 
-    Subclasses of containers are items: pickle writes their class, and reading them runs its code.
+    Subclasses cannot be held either, such as ``nn.Parameter``: pickle writes their class, and
+    reading them runs its code.
     """
-    # type() instead of isinstance: a subclass is an item
+    # type() instead of isinstance: a subclass is another type
     if type(value) in MAPPINGS:
-        for name, item in value.items():
-            if type(name) not in PLAIN:
-                yield f"{key}: the key {reprlib.repr(name)}", name
-            yield from leaves(item, f"{key}[{reprlib.repr(name)}]")
+        for key, item in value.items():
+            shown = reprlib.repr(key)
+            if type(key) not in PLAIN:
+                yield f"{place}: the key {shown}", key
+            yield from not_plain(item, f"{place}[{shown}]")
     elif type(value) in (list, tuple):
         for index, item in enumerate(value):
-            yield from leaves(item, f"{key}[{index}]")
-    else:
-        yield key, value
+            yield from not_plain(item, f"{place}[{index}]")
+    elif type(value) is not Tensor and type(value) not in PLAIN:
+        yield place, value
 
 
 def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
@@ -89,18 +91,16 @@ def write_checkpoint(state: Mapping[str, Any], path: Path) -> None:
         UnwritableCheckpoint: each attempt failed. The old file is intact.
     """
     try:
-        # before `leaves`, which recurses
+        # before `not_plain`, which recurses
         check_nesting(state, "checkpoint")
     except UnreadableWeightsError as error:
         raise CheckpointError(f"{error}: the checkpoint was not written") from None
-    for key, value in leaves(state):
-        kind = type(value)
-        # nn.Parameter and other subclasses are refused too: pickle would store their class
-        if kind is not Tensor and (kind not in PLAIN or ": the key" in key):
-            raise CheckpointError(
-                f"{key} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
-                "numbers, strings, lists and dictionaries only; convert the value before saving"
-            )
+    for place, item in not_plain(state):
+        kind = type(item)
+        raise CheckpointError(
+            f"{place} is a {kind.__module__}.{kind.__qualname__}: a checkpoint holds tensors, "
+            "numbers, strings, lists and dictionaries only; convert the value before saving"
+        )
     for seconds in (*RETRY_AFTER, None):
         try:
             _write(state, path)
@@ -132,7 +132,7 @@ def _write(state: Mapping[str, Any], path: Path) -> None:
         with temporary.open("wb") as file:
             torch.save(state, file)
             file.flush()
-            # else the new name may reach the disk before the content
+            # otherwise the disk may store the new name before the content
             os.fsync(file.fileno())
         # a kill before the rename below leaves a good previous.ckpt
         if path.name == LAST and path.exists():

@@ -67,6 +67,14 @@ def test_other_types_are_refused_by_their_key(value: Any, tmp_path: Path) -> Non
     assert [p.name for p in tmp_path.iterdir()] == [LAST]
 
 
+def test_a_key_is_refused_by_its_type_not_by_its_text(tmp_path: Path) -> None:
+    """A plain value under ``a: the key`` was refused, and a tensor as a key was written."""
+    write_checkpoint(state(1, callbacks={"a: the key": 3}), tmp_path / LAST)
+    assert read_checkpoint(tmp_path / LAST)["callbacks"] == {"a: the key": 3}
+    with pytest.raises(CheckpointError, match=r"\['callbacks'\]: the key tensor\(1.*Tensor"):
+        write_checkpoint(state(2, callbacks={torch.tensor(1): 3}), tmp_path / LAST)
+
+
 def test_the_previous_checkpoint_is_kept(tmp_path: Path) -> None:
     for number in range(3):
         save(tmp_path / LAST, number)
