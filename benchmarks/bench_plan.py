@@ -225,7 +225,7 @@ def draw(name: str, rows: list[dict], path: Path) -> None:
         if row["candidate"] in ("store", "recompute", "invert", "exact", "auto"):
             at = row["counted_mib"], row["over_store"]
             axes.plot(*at, "*" if row["candidate"] == "auto" else "x", color=GREY, ms=9, mew=2)
-            place = (6, 6) if row["candidate"] in ("store", "invert", "exact") else (-4, -18)
+            place = (-4, -18) if row["candidate"] == "auto" else (8, 4)
             axes.annotate(row["candidate"], at, xytext=place, textcoords="offset points")
     axes.set(
         title=name, xlabel="peak memory of a step, MiB", ylabel="time over store", xlim=(0, None)

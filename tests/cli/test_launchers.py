@@ -74,7 +74,7 @@ def test_each_job_of_a_multirun_is_distributed(tmp_path: Path) -> None:
     assert done.stdout.count("Launching 2 jobs") == 1
     for job in ("0", "1"):
         assert summary(tmp_path / "jobs" / job)["steps"] == 3
-        assert done.stdout.count(f"run folder {tmp_path / 'jobs' / job}") == 1
+        assert done.stdout.count(f"folder   jobs/{job}\n") == 1
 
 
 def test_a_signal_ends_lightnings_processes(tmp_path: Path) -> None:
