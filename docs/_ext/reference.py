@@ -21,7 +21,7 @@ from revzoo.cli.main import COMMANDS, main
 FENCE = "```"
 INDEX = f"""# Reference
 
-What is made from the code itself. [Models](../guide/models.md) lists the networks.
+The build makes these pages from the code. [Models](../guide/models.md) lists the networks.
 
 {FENCE}{{toctree}}
 :maxdepth: 1

@@ -85,7 +85,7 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """What a search saw in each place: an object, or the type of a value that may change."""
+    """The objects that a search saw in places, or the types of values that may change."""
 
     def __init__(self, entries: Sequence[tuple[Place, Any, Any]]) -> None:
         known = {(id(place), key): seen for place, key, seen in entries}

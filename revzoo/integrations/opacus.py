@@ -245,7 +245,7 @@ def _validate(module: nn.Module) -> None:
     """Run Opacus' validators, except the one that refuses nn.MultiheadAttention."""
     if not module.training:
         raise ValueError("the model is in evaluation mode: call train() before make_private")
-    # per_sample has rules for nn.MultiheadAttention; Opacus asks for a layer of its own
+    # Opacus wants its own attention layer instead; layers/per_sample.py has rules for torch's
     if errors := [
         error
         for layer in module.modules()

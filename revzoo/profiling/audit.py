@@ -376,7 +376,7 @@ def audit(
             blocks = reversible_blocks(twin)
     plain = None
     if blocks:
-        # the twin's step chose its own grids: report those of the model's last call
+        # the counted step saw other images, so its grids differ: report the model's
         grids = {row.path: row.grid for row in reversible_blocks(model)}
         blocks = [row._replace(grid=grids[row.path]) for row in blocks]
         twin = make_reversible(real_twin(model) if real else fake_twin(model), None)

@@ -78,7 +78,7 @@ class Plan(Mapping[str, str]):
                 continue
             stages.setdefault(stage_of(path), []).append(mode)
         width = max(map(len, stages), default=0)
-        rows = [f"{stage:{width}}  {counts_of(modes)}" for stage, modes in stages.items()]
+        rows = [f"{stage:{width}}  {count_modes(modes)}" for stage, modes in stages.items()]
         return "\n".join(
             [
                 *rows,
@@ -88,7 +88,7 @@ class Plan(Mapping[str, str]):
         )
 
 
-def counts_of(modes: Sequence[str]) -> str:
+def count_modes(modes: Sequence[str]) -> str:
     """The number of steps in each mode: ``12 exact, 6 store``."""
     return ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes))
 

@@ -15,7 +15,7 @@ from revzoo.cli.invocation import command_line, short_path, tool_line
 from revzoo.data import ImageData
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
-from revzoo.profiling.plan import counts_of
+from revzoo.profiling.plan import count_modes
 from revzoo.training import Classifier
 from revzoo.training.callbacks.progress import clock
 from revzoo.training.metrics import in_order
@@ -108,7 +108,7 @@ def _modes(config: Mapping[str, Any], module: Classifier) -> str:
     plan = list((config["memory"].get("plan") or {}).values())
     if not plan:
         return memory_of(module)
-    return f"{config['memory']['mode']} ({counts_of(plan)})"
+    return f"{config['memory']['mode']} ({count_modes(plan)})"
 
 
 def kept_bytes(module: Classifier, data: ImageData) -> int | None:

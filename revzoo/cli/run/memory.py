@@ -22,7 +22,7 @@ from revzoo.profiling.plan import (
     Plan,
     PlannedMode,
     Planner,
-    counts_of,
+    count_modes,
     inverting_mode,
     state_bytes,
 )
@@ -106,7 +106,7 @@ def _summary(plan: Plan, planner: Planner) -> str:
     modes = [plan[link.name] for link in planner.chain.links if link.name]
     pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}
     others = ", ".join(f"{m} {in_units(p.peak)}" for m, p in pure.items() if p is not None)
-    return f"steps: {counts_of(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
+    return f"steps: {count_modes(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
 
 
 def _optimiser_bytes(config: Mapping[str, Any], data: ImageData) -> int:
