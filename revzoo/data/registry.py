@@ -8,7 +8,10 @@ from revzoo.data.imagefolder import ImageFolder
 from revzoo.data.module import ImageData
 
 DATA: dict[str, type[ImageData]] = {
-    f"revzoo.data.{kind.__name__}": kind for kind in (Digits, CIFAR10, CIFAR100, ImageFolder)
+    "revzoo.data.Digits": Digits,
+    "revzoo.data.CIFAR10": CIFAR10,
+    "revzoo.data.CIFAR100": CIFAR100,
+    "revzoo.data.ImageFolder": ImageFolder,
 }
 
 

@@ -25,15 +25,22 @@ WITHOUT_TORCH = {
     "train +callbacks.drift.every=1": "did you mean 'every_n_steps'",
     "train +callbacks.emma={}": "did you mean 'ema'",
     "train callbacks.ema=0.9": "expected options in braces and quotes",
+    "train +model.dropuot=0.1": "did you mean 'dropout'",
+    "train optim.name=sdg": "did you mean 'sgd'",
+    "train +data.batch_sise=8": "did you mean 'batch_size'",
+    "train data=imagefolder data.root=x +data.cache_byte=8": "did you mean 'cache_bytes'",
+    "train data._target_=revzoo.data.Digit": "did you mean 'revzoo.data.Digits'",
+    "train +trainer.max_epoch=2": "did you mean 'max_epochs'",
+    "train trainer.profiler=simpl": "did you mean 'simple'",
+    "train +logger.projekt=x": "logger.projekt: no such option",
+    "train logger.kind=tensorbord": "did you mean 'tensorboard'",
     "train --resume nowhere": "there is no",
     "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
     "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
 }
 WITHOUT_LIGHTNING = {
     "train model.name=revnt38": "did you mean 'revnet38'",
-    "train +model.dropuot=0.1": "did you mean 'dropout'",
     "train memory.mode=invrt": "unknown memory mode 'invrt'",
-    "train optim.name=sdg": "did you mean 'sgd'",
     "audit torchvision:resnt50": "did you mean 'resnet50'",
 }
 

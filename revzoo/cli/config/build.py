@@ -19,7 +19,7 @@ from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.quick import model_spec
+from revzoo.cli.config.quick import CSV_ONLY, model_spec
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS, default_memory
@@ -35,20 +35,7 @@ PROFILERS: dict[str, type[Any]] = {
     "advanced": AdvancedProfiler,
     "pytorch": PyTorchProfiler,
 }
-CSV_ONLY = "csv"  # the kind of logger for metrics.csv only, which the others write too
 METRICS_FILE = "metrics.csv"
-# arguments of the Trainer that build_trainer takes from other sections
-MANAGED_BY_TRAIN = (
-    "self",
-    "callbacks",
-    "logger",
-    "plugins",
-    "precision",
-    "default_root_dir",
-    "enable_checkpointing",
-    "enable_progress_bar",
-    "enable_model_summary",
-)
 
 
 def build_data(data: Mapping[str, Any]) -> ImageData:

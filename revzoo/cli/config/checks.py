@@ -17,9 +17,11 @@ import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
 from revzoo._checks import check_choice, check_names, check_types, did_you_mean, keyword_names
-from revzoo.cli.config.build import CSV_ONLY, MANAGED_BY_TRAIN, PROFILERS, build_data
+from revzoo.cli.config.build import PROFILERS, build_data
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import (
+    CSV_ONLY,
+    MANAGED_BY_TRAIN,
     TUNER,
     check_data_complete,
     check_model,

@@ -22,7 +22,7 @@ from revzoo._checks import (
     is_count,
 )
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.signatures import table_options
+from revzoo.cli.config.signatures import model_keywords, options, table_options
 from revzoo.profiling.units import bytes_from
 from revzoo.training.callbacks.options import check_options
 
@@ -42,6 +42,19 @@ FITTED = {
 POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
 ENDLESS = ("max_epochs", "max_steps")  # may be -1
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
+# arguments of the Trainer that build_trainer takes from other sections
+MANAGED_BY_TRAIN = (
+    "self",
+    "callbacks",
+    "logger",
+    "plugins",
+    "precision",
+    "default_root_dir",
+    "enable_checkpointing",
+    "enable_progress_bar",
+    "enable_model_summary",
+)
+CSV_ONLY = "csv"  # the kind of logger for metrics.csv only, which the others write too
 PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
@@ -68,7 +81,7 @@ def check_quickly(config: Mapping[str, Any]) -> None:
         check_trainer_numbers(config["trainer"])
         check_precision_options(config["precision"])
         check_data_complete(config["data"])
-        check_callback_names(config["callbacks"])
+        check_names_by_source(config)
         # here and not above: it imports torch
         from revzoo.training.optim.optimizers import OptimSpec
 
@@ -131,14 +144,42 @@ def check_data_complete(data: Mapping[str, Any]) -> None:
             raise ConfigError(f"data.{key} is needed: give data.{key}=...")
 
 
-def check_callback_names(callbacks: Mapping[str, Any]) -> None:
-    """Check the names of callbacks and options against the source files.
+def check_names_by_source(config: Mapping[str, Any]) -> None:
+    """Check names in tables, and names of options, against the source files.
 
-    Once the registry is imported, it does this check: a plugin may have added callbacks.
+    The modules with the tables import torch or Lightning, and check the same names. Once one is
+    imported, its check is left to it: a plugin may have added rows.
     """
-    registry = "revzoo.training.callbacks.registry"
-    if registry not in sys.modules and (known := table_options(registry, "CALLBACKS")):
-        check_options(callbacks, known)
+    data, logger, trainer = config["data"], config["logger"], config["trainer"]
+    if rows := _rows("revzoo.training.callbacks.registry", "CALLBACKS"):
+        check_options(config["callbacks"], rows)
+    if rows := _rows("revzoo.data.registry", "DATA", positional=True):
+        check_choice("data._target_", data.get("_target_"), rows)
+        own = rows[str(data["_target_"])]
+        # data sets pass **options on to ImageData
+        shared = options("revzoo.data.module", "ImageData")
+        given = [key for key in data if key != "_target_"]
+        check_names(given, [*shared, *own], where="data")
+    if rows := _rows("revzoo.training.loggers", "LOGGERS"):
+        kind = logger.get("kind")
+        check_choice("logger.kind", kind, (*rows, CSV_ONLY, None))
+        check_names(logger, ("kind", *rows.get(str(kind), ())), where="logger")
+    if rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS"):
+        check_choice("optim.name", config["optim"].get("name", "sgd"), rows)
+    if arguments := options("pytorch_lightning.trainer.trainer", "Trainer"):
+        known = [name for name in arguments if name not in MANAGED_BY_TRAIN]
+        check_names(trainer, known, where="trainer")
+    if rows := _rows("revzoo.cli.config.build", "PROFILERS"):
+        check_choice("trainer.profiler", trainer.get("profiler"), (*rows, None))
+    # weights, such as revnet38.cifar10, have their architecture's keywords
+    architecture = str(config["model"].get("name")).partition(".")[0]
+    if "revzoo.models.registry" not in sys.modules and (known := model_keywords(architecture)):
+        check_names(config["model"], known, where="model")
+
+
+def _rows(module: str, table: str, *, positional: bool = False) -> dict[str, list[str]]:
+    """The rows of a table and their options; empty once the module is imported."""
+    return {} if module in sys.modules else table_options(module, table, positional=positional)
 
 
 def model_spec(config: Mapping[str, Any], *, num_classes: int, in_chans: int) -> dict[str, Any]:
