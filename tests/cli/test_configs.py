@@ -79,3 +79,10 @@ def test_narrow_precisions_are_exact(compose: Any, overrides: Any, mode: str) ->
     config = compose(*overrides)
     own = create_model(config["model"]["name"]).default_memory
     assert (memory_mode(config) or own) == mode
+
+
+def test_no_callbacks_names_every_callback(compose: Any) -> None:
+    """A key that it lacks cannot be set with ``callbacks.NAME.OPTION``."""
+    none = compose("callbacks=none")["callbacks"]
+    assert set(none) == set(compose()["callbacks"])
+    assert set(none.values()) == {None}
