@@ -1,33 +1,51 @@
-"""Compiles each residual function with ``torch.compile`` during training.
+"""Compiles residual functions, and parts that store their activations, with ``torch.compile``.
 
-Compiling the whole model would trace through its memory mode and keep every activation. So the
-chain of steps stays eager, and each branch is compiled in place (``module.compile()``), which
-changes no key of a ``state_dict``. Branches of one shape share one compiled graph.
+Inside a compiled part no memory mode applies. So the chain of steps stays eager and each residual
+function is compiled, except where all steps have mode ``store``: such a part is compiled as a
+whole, and the network itself if it stores everything. Compiling in place (``module.compile()``)
+changes no key of a ``state_dict``. Parts of one shape share one compiled graph.
 
-Known limits: the first steps wait for the compiler. Each shape of branch needs one graph for
-training and one for evaluation. Torch allows eight graphs per function by default; beyond that it
-warns and runs eagerly. So we raise the limit until training ends.
+A graph keeps few activations: the backward kernels repeat all that they can fuse, such as norms
+and activations, which saves memory and time. Random draws are kept. torch's own option for this,
+``activation_memory_budget``, may draw them again (pytorch issue 190758).
+
+Known limits: the first steps wait for the compiler. Each shape needs one graph for training and one
+for evaluation. Torch allows eight graphs per function by default; beyond that it warns and runs
+eagerly. So we raise the limit until training ends. Parts are chosen when training starts: one that
+gets another memory mode later still stores.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytorch_lightning as pl
 import torch
+import torch._functorch.config
 import torch.compiler.config
 from torch import nn
 
 from revzoo._checks import check_choice
+from revzoo.core.invertible import leaves
 from revzoo.layers.coupling import Coupling
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.callbacks.base import RestoresAfterFit
 
 # training and evaluation, each for full batches and for other batch sizes
-GRAPHS_PER_BRANCH = 4
+GRAPHS_PER_PART = 4
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+# Private in torch 2.15, but the only access: by default a graph also keeps what is cheap to repeat
+# if its uses lie far apart.
+BANS = (
+    "ban_recompute_used_far_apart",
+    "ban_recompute_long_fusible_chains",
+    "ban_recompute_materialized_backward",
+)
 
 
 class CompiledBranches(RestoresAfterFit):
-    """Compiles the residual functions of ``pl_module`` during training.
+    """Compiles the residual functions and the storing parts of ``pl_module`` during training.
 
     Args:
         backend: one of ``torch.compiler.list_backends()``, or one for debugging, such as
@@ -46,47 +64,60 @@ class CompiledBranches(RestoresAfterFit):
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
-        self._limits: dict[str, int] = {}
+        self._compiled: list[nn.Module] = []
+        self._replaced: list[tuple[Any, str, Any]] = []  # torch's settings, restored by `undo`
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Mark the branches; torch compiles each at its first call.
+        """Mark the parts; torch compiles each at its first call.
 
         Raises:
             ValueError: the module has no residual function.
         """
         if stage != "fit":
             return
-        branches = residual_functions(pl_module)
-        if not branches:
+        # of the children: Lightning calls training_step, not the module
+        parts = [part for child in pl_module.children() for part in compiled_parts(child)]
+        if not parts:
             raise ValueError(
                 f"{type(pl_module).__name__} has no residual function to compile: expected a model "
                 "from create_model, or one with couplings; compile other models with torch.compile"
             )
-        # the limits belong to the process, so `undo` restores them
-        self._limits = {name: getattr(torch.compiler.config, name) for name in LIMITS}
-        for name, limit in self._limits.items():
-            setattr(torch.compiler.config, name, max(limit, GRAPHS_PER_BRANCH * len(branches)))
-        for branch in branches:
-            branch.compile(backend=self.backend)
+        for name in LIMITS:
+            limit = getattr(torch.compiler.config, name)
+            self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
+        for name in BANS:
+            self._replace(torch._functorch.config, name, False)
+        self._compiled = parts
+        for part in parts:
+            # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose
+            # another one, which keeps other tensors.
+            part.compile(backend=self.backend, dynamic=False)
+
+    def _replace(self, settings: Any, name: str, value: Any) -> None:
+        self._replaced.append((settings, name, getattr(settings, name)))
+        setattr(settings, name, value)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
-        # setup has not compiled anything: it failed, or this is no fit
-        if not self._limits:
-            return
-        for branch in residual_functions(pl_module):
+        for part in self._compiled:
             # torch 2.15 has no public way to undo module.compile()
-            branch._compiled_call_impl = None
-        for name, limit in self._limits.items():
-            setattr(torch.compiler.config, name, limit)
-        self._limits = {}
+            part._compiled_call_impl = None
+        for settings, name, value in self._replaced:
+            setattr(settings, name, value)
+        self._compiled, self._replaced = [], []
 
 
-def residual_functions(model: nn.Module) -> list[nn.Module]:
-    """The branches of all couplings and residual units of ``model``, in its order."""
-    branches: list[nn.Module] = []
-    for module in model.modules():
-        if isinstance(module, (Coupling, ResidualUnit)):
-            branches.append(module.branch)
-        elif isinstance(module, Transition):
-            branches += [module.f, module.g]
-    return branches
+def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
+    """The largest parts of ``module`` that store, and the residual functions of its other steps."""
+    steps = leaves(module).values()
+    if not steps:
+        return
+    # a list of modules is never called
+    if all(step.memory == "store" for step in steps) and type(module).forward != nn.Module.forward:
+        yield module
+    elif isinstance(module, (Coupling, ResidualUnit)):
+        yield module.branch
+    elif isinstance(module, Transition):
+        yield from (module.f, module.g)
+    else:
+        for child in module.children():
+            yield from compiled_parts(child)

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch._functorch.config
 from small_task import TINY, Fails, TinyNet, loader, trainer
 
+import revzoo
 from revzoo.models import create_model
 from revzoo.training import Classifier, CompiledBranches
-from revzoo.training.callbacks.compile import residual_functions
+from revzoo.training.callbacks.compile import BANS, compiled_parts
 from revzoo.training.callbacks.ema import AveragedWeights
 
 # Dynamo itself looks at .grad of the non-leaf tensors that it traces.
@@ -36,6 +38,10 @@ IREVNET = {
 }
 
 
+def compiled_modules(module: torch.nn.Module) -> list[str]:
+    return [name for name, m in module.named_modules() if m._compiled_call_impl is not None]
+
+
 def trained(run_dir: Path, model: dict[str, Any], *callbacks: Any, batches: int = 2) -> Classifier:
     torch.manual_seed(0)
     module = Classifier(model, optim={"lr": 0.05}).double()
@@ -47,8 +53,13 @@ def trained(run_dir: Path, model: dict[str, Any], *callbacks: Any, batches: int 
 
 @pytest.mark.parametrize(
     "model",
-    [{**TINY, "memory": "invert", "dropout": 0.2}, {**IREVNET, "memory": "exact"}],
-    ids=["revnet", "irevnet"],
+    [
+        {**TINY, "memory": "invert", "dropout": 0.2},
+        {**IREVNET, "memory": "exact"},
+        {**TINY, "memory": "store"},
+        {**TINY, "name": "resnet32", "memory": "recompute"},
+    ],
+    ids=["revnet", "irevnet", "stored", "resnet"],
 )
 def test_the_weights_equal_an_eager_runs(tmp_path: Path, model: dict[str, Any]) -> None:
     compiled = trained(tmp_path, model, CompiledBranches(backend="aot_eager"))
@@ -57,9 +68,7 @@ def test_the_weights_equal_an_eager_runs(tmp_path: Path, model: dict[str, Any]) 
     assert list(compiled.state_dict()) == list(eager.state_dict())
     for name, value in compiled.state_dict().items():
         torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-6, atol=1e-9)
-    branches = residual_functions(compiled)
-    assert branches
-    assert all(branch._compiled_call_impl is None for branch in branches)
+    assert not compiled_modules(compiled)
 
 
 def test_every_branch_is_compiled_beyond_torchs_limit(tmp_path: Path) -> None:
@@ -68,11 +77,12 @@ def test_every_branch_is_compiled_beyond_torchs_limit(tmp_path: Path) -> None:
 
     class Look(pl.Callback):
         def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-            branches = residual_functions(pl_module)
+            branches = [m.branch for m in pl_module.modules() if isinstance(m, revzoo.Coupling)]
+            assert branches
             assert all(branch._compiled_call_impl is not None for branch in branches)
             seen.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
-    model = {**TINY, "units": [2, 2, 2], "widths": [4, 6, 8], "memory": "store"}
+    model = {**TINY, "units": [2, 2, 2], "widths": [4, 6, 8], "memory": "invert"}
     trained(tmp_path, model, CompiledBranches(backend="eager"), Look(), batches=1)
     assert seen[0] > limit
     assert torch.compiler.config.recompile_limit == limit
@@ -84,7 +94,8 @@ def test_branches_are_eager_again_when_a_run_fails(tmp_path: Path) -> None:
     run = trainer(tmp_path, callbacks=[CompiledBranches(backend="eager"), Fails()])
     with pytest.raises(RuntimeError, match="on purpose"):
         run.fit(module, loader())
-    assert all(branch._compiled_call_impl is None for branch in residual_functions(module))
+    assert not compiled_modules(module)
+    assert {getattr(torch._functorch.config, name) for name in BANS} == {True}
     assert torch.compiler.config.recompile_limit == limit
 
 
@@ -96,8 +107,40 @@ def test_it_works_with_a_weight_average(tmp_path: Path) -> None:
 
 def test_models_of_the_zoo_have_branches() -> None:
     counts = {"revnet38": 18, "resnet32": 15, "irevnet13": 4, "revvit_cifar": 12}
-    found = {name: len(residual_functions(create_model(name))) for name in counts}
-    assert found == counts
+    for name, count in counts.items():
+        model = create_model(name, memory="recompute")
+        assert len(list(compiled_parts(model))) == count
+
+
+def test_a_stored_model_is_one_part_and_stored_stages_are_parts() -> None:
+    model = create_model("revnet38", memory="store")
+    assert list(compiled_parts(model)) == [model]
+    revzoo.set_memory(model.stages[0], "invert")
+    stem, *branches, second, third = compiled_parts(model)
+    assert stem is model.stem
+    assert (second, third) == tuple(model.stages)[1:]
+    assert branches == [m.branch for m in model.stages[0].modules() if hasattr(m, "branch")]
+
+
+@pytest.mark.parametrize(
+    "modes", [("store",) * 3, ("invert", "store", "store"), ("invert", "recompute", "store")]
+)
+def test_stages_of_any_mode_have_the_eager_gradients(
+    tmp_path: Path, modes: tuple[str, ...]
+) -> None:
+    def run(*callbacks: pl.Callback) -> Classifier:
+        torch.manual_seed(0)
+        module = Classifier({**TINY, "units": [1, 1, 1]}, optim={"lr": 0.05}).double()
+        for stage, mode in zip(module.model.stages, modes, strict=True):
+            revzoo.set_memory(stage, mode)
+        options = {"limit_train_batches": 2, "limit_val_batches": 1, "max_epochs": 1}
+        runner = trainer(tmp_path, callbacks=list(callbacks), precision="64-true", **options)
+        runner.fit(module, loader(), loader(24, seed=1))
+        return module
+
+    eager, compiled = run(), run(CompiledBranches(backend="aot_eager"))
+    for name, value in compiled.state_dict().items():
+        torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-6, atol=1e-9)
 
 
 def test_models_without_branches_are_refused(tmp_path: Path) -> None:
@@ -106,3 +149,26 @@ def test_models_without_branches_are_refused(tmp_path: Path) -> None:
     runner = trainer(tmp_path, callbacks=[CompiledBranches(backend="eager")])
     with pytest.raises(ValueError, match="Classifier has no residual function to compile"):
         runner.fit(Classifier(TinyNet()), loader(), loader())
+
+
+@pytest.mark.parametrize("memory", ["store", "invert"])
+def test_gradients_have_the_dropout_of_the_forward_pass(memory: str) -> None:
+    """torch's activation_memory_budget draws again in the backward pass, without an error."""
+    torch.manual_seed(0)
+    network = Classifier({**TINY, "dropout": 0.3, "memory": memory}).double()
+    callback = CompiledBranches(backend="aot_eager")
+    callback.setup(None, network, "fit")  # type: ignore[arg-type]
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    direction = torch.randn_like(x)
+
+    def loss(shift: float) -> torch.Tensor:
+        torch.manual_seed(1)
+        return network(moved.add(direction, alpha=shift)).square().sum()
+
+    try:
+        moved = x.requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(0.0), moved)
+        slope = (loss(1e-6) - loss(-1e-6)).item() / 2e-6
+    finally:
+        callback.undo(network)
+    assert (gradient * direction).sum().item() == pytest.approx(slope, rel=1e-5)
