@@ -1,0 +1,114 @@
+"""Compiled networks: time and memory of a step, in memory modes, plans and with torch's budget.
+
+    OMP_NUM_THREADS=1 python benchmarks/bench_compiled.py revnet38 --batch 32
+
+One step is forward, cross-entropy and backward on random images, in float32. "Eager" networks are
+not compiled. "Compiled" ones are, as the callback ``compiled_branches`` does it. "torch b" is
+``torch.compile`` of the whole network in mode ``store`` with ``activation_memory_budget`` b. Plans
+have budgets between the peaks of ``invert`` and ``store``, counted for the eager network.
+
+Times are interleaved in one process, ratios to eager ``store``. Memory is the growth of the peak of
+a fresh process in a step, after the gradients exist.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+
+import torch
+import torch._functorch.config
+from measure import MIB, environment, growth, in_own_process, interleaved
+from torch import nn
+
+import revzoo
+from revzoo.profiling.plan import Planner
+from revzoo.training import CompiledBranches
+
+SHARES = (1.0, 0.5, 0.3, 0.1)  # torch's budgets
+PLANS = (0.05, 0.1, 0.2, 0.4)  # of the way from the peak of invert to the peak of store
+MODES = ("store", "recompute", "invert", "exact", "auto", *(f"plan {share:g}" for share in PLANS))
+CANDIDATES = (
+    *(f"eager {mode}" for mode in MODES),
+    *(f"compiled {mode}" for mode in MODES),
+    *(f"torch {share:g}" for share in SHARES),
+)
+
+
+def build(candidate: str, args: argparse.Namespace) -> Callable[[], object]:
+    """A training step of a candidate, compiled by two calls."""
+    torch.manual_seed(0)
+    model = revzoo.create_model(args.name, memory="store")
+    side = args.size or model.image_size
+    images = torch.randn(args.batch, 3, side, side)
+    labels = torch.zeros(args.batch, dtype=torch.int64)
+    kind, _, mode = candidate.partition(" ")
+    if kind != "torch":
+        revzoo.set_memory(model, setting(model, tuple(images.shape), mode))
+    callback = CompiledBranches()
+    if kind == "compiled":
+        callback.setup(None, nn.ModuleList([model]), "fit")
+    run = model
+    if kind == "torch":
+        torch._functorch.config.activation_memory_budget = float(mode)
+        run = torch.compile(model, dynamic=False)
+
+    def step() -> None:
+        nn.functional.cross_entropy(run(images), labels).backward()
+
+    step()
+    step()
+    # the settings are read only while compiling; undo() would make the parts eager again
+    for settings, name, value in callback._replaced:
+        setattr(settings, name, value)
+    torch._functorch.config.activation_memory_budget = 1.0
+    return step
+
+
+def setting(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
+    """A mode, or the plan that it names."""
+    if mode != "auto" and not mode.startswith("plan"):
+        return mode
+    planner = Planner(model, shape, inverting="invert")
+    if mode == "auto":
+        return planner.auto()
+    least, most = planner.pure("invert"), planner.pure("store")
+    assert least is not None
+    assert most is not None
+    return planner.plan(int(least.peak + float(mode[5:]) * (most.peak - least.peak)))
+
+
+def main() -> None:
+    """Measure and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("name")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--size", type=int)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--only", nargs="*", default=CANDIDATES, choices=CANDIDATES)
+    parser.add_argument("--alone", action="store_true", help="print memory of the one candidate")
+    args = parser.parse_args()
+    torch._dynamo.config.recompile_limit = 1000
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+    if args.alone:
+        start = time.perf_counter()
+        step = build(*args.only, args)
+        print(time.perf_counter() - start, growth(step))
+        return
+    steps = {candidate: build(candidate, args) for candidate in args.only}
+    timings = interleaved(steps, args.rounds)
+    options = ["--batch", str(args.batch), *(["--size", str(args.size)] if args.size else [])]
+    print(environment() + f"- n = {args.rounds} rounds\n")
+    print("| candidate | s a step | over eager `store` | MiB | compiling, s |")
+    print("|---|---|---|---|---|")
+    for name, timing in timings.items():
+        printed = in_own_process(__file__, [args.name, *options, "--alone", "--only", name])
+        seconds, size = printed.splitlines()[-1].split()
+        ratio = f"{timing.ratio:.2f} ({timing.low:.2f} to {timing.high:.2f})"
+        wait = "" if name.startswith("eager") else f"{float(seconds):.0f}"
+        print(f"| {name} | {timing.seconds:.3f} | {ratio} | {int(size) / MIB:.0f} | {wait} |")
+
+
+if __name__ == "__main__":
+    main()
