@@ -165,8 +165,8 @@ def checkpointed(blocks: Sequence[nn.Module]) -> None:
         block.forward = run  # type: ignore[method-assign]
 
 
-def network(name: str) -> tuple[nn.Module, Tensor, str]:
-    """The network, its input, and the path of its longest run."""
+def network(name: str, size: int) -> tuple[nn.Module, Tensor, str]:
+    """The network, its input, and the path of its longest run; ``size`` of a ResNet's images."""
     import torchvision
 
     torch.manual_seed(0)
@@ -181,13 +181,12 @@ def network(name: str) -> tuple[nn.Module, Tensor, str]:
     if name == "vit_b_16":
         return torchvision.models.vit_b_16(), torch.randn(2, 3, 224, 224), "encoder.layers"
     model = getattr(torchvision.models, name)()
-    path = "layer3"
-    return model, torch.randn(4, 3, 128, 128), path
+    return model, torch.randn(4, 3, size, size), "layer3"
 
 
-def prepared(name: str, kind: str, *, left_out: int = 0) -> tuple[nn.Module, Tensor]:
+def prepared(name: str, kind: str, *, size: int, left_out: int = 0) -> tuple[nn.Module, Tensor]:
     """The network for plain, checkpointed or reversible training."""
-    net, x, path = network(name)
+    net, x, path = network(name, size)
     container = net.get_submodule(path)
     for key in list(container._modules)[len(container._modules) - left_out :]:
         del container._modules[key]
@@ -208,9 +207,9 @@ def output_of(net: nn.Module, x: Tensor) -> Tensor:
     return (y if isinstance(y, Tensor) else y.last_hidden_state).square().mean()
 
 
-def kept(name: str, kind: str, *, left_out: int = 0) -> int:
+def kept(name: str, kind: str, *, size: int, left_out: int = 0) -> int:
     """Bytes alive between forward and backward pass."""
-    net, x = prepared(name, kind, left_out=left_out)
+    net, x = prepared(name, kind, size=size, left_out=left_out)
     output_of(net, x).backward()  # a first pass makes things that stay, such as caches
     net.zero_grad()
     with LiveMemory() as memory:
@@ -232,23 +231,29 @@ def training_step(net: nn.Module, x: Tensor) -> Callable[[], None]:
 def measured(args: argparse.Namespace) -> Iterator[str]:
     """One figure in this process, for :func:`steps`."""
     if args.figure == "time":
-        candidates = {kind: training_step(*prepared(args.network, kind)) for kind in KINDS[::-1]}
+        candidates = {
+            kind: training_step(*prepared(args.network, kind, size=args.size))
+            for kind in KINDS[::-1]
+        }
         order = {kind: candidates[kind] for kind in ("checkpoint", "plain", "converted")}
         timings = interleaved(order, args.rounds)
         yield json.dumps({kind: tuple(timing) for kind, timing in timings.items()})
         return
-    step = training_step(*prepared(args.network, args.figure))
+    step = training_step(*prepared(args.network, args.figure, size=args.size))
     if args.peak:
         step()  # the first step allocates gradients and workspaces
         yield json.dumps(growth(step))
     else:
         # the difference of the two is the bytes of two blocks
-        yield json.dumps([kept(args.network, args.figure, left_out=n) for n in (0, 2)])
+        yield json.dumps(
+            [kept(args.network, args.figure, size=args.size, left_out=n) for n in (0, 2)]
+        )
 
 
 def steps(args: argparse.Namespace) -> Iterator[str]:
     """Rows: network, how it trains, kept bytes, a block's, peak, time against the checkpoint."""
     common = ["measured", "--network", args.network, "--rounds", str(args.rounds)]
+    common += ["--size", str(args.size)]
 
     def child(*more: str, environment: dict[str, str] | None = None) -> Any:
         command = [*common, *more]
@@ -315,6 +320,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path)
     parser.add_argument("--model", default="resnet32")
     parser.add_argument("--network", default="resnet50")
+    parser.add_argument("--size", type=int, default=128, help="pixels, of a ResNet's images")
     parser.add_argument("--images", type=int, default=10_000)
     parser.add_argument("--train", type=int, default=2560)
     parser.add_argument("--batch", type=int, default=64)
