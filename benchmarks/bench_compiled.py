@@ -7,15 +7,20 @@ not compiled. "Compiled" ones are, as the callback ``compiled_branches`` does it
 ``torch.compile`` of the whole network in mode ``store`` with ``activation_memory_budget`` b. Plans
 have budgets between the peaks of ``invert`` and ``store``, counted for the eager network.
 
-Times are interleaved in one process, ratios to eager ``store``. Memory is the growth of the peak of
-a fresh process in a step, after the gradients exist.
+A fresh process for each candidate takes its steps and steps of eager ``store`` in turn; networks in
+one process would share compiled graphs. Memory is the growth of the peak of another fresh process
+in a step, after the gradients exist. "Compiling" is the time of the first two steps, without caches
+on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch._functorch.config
@@ -27,7 +32,7 @@ from revzoo.profiling.plan import Planner
 from revzoo.training import CompiledBranches
 
 SHARES = (1.0, 0.5, 0.3, 0.1)  # torch's budgets
-PLANS = (0.05, 0.1, 0.2, 0.4)  # of the way from the peak of invert to the peak of store
+PLANS = (0.1, 0.2, 0.4, 0.7)  # of the way from the peak of invert to the peak of store
 MODES = ("store", "recompute", "invert", "exact", "auto", *(f"plan {share:g}" for share in PLANS))
 CANDIDATES = (
     *(f"eager {mode}" for mode in MODES),
@@ -79,6 +84,35 @@ def setting(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
     return planner.plan(int(least.peak + float(mode[5:]) * (most.peak - least.peak)))
 
 
+def alone(args: argparse.Namespace) -> Iterator[str]:
+    """One figure of the one candidate, in this process."""
+    if args.figure == "memory":
+        yield json.dumps(growth(build(*args.only, args)))
+        return
+    start = time.perf_counter()
+    step = build(*args.only, args)
+    compiling = time.perf_counter() - start
+    steps = {"eager": build("eager store", args), "candidate": step}
+    yield json.dumps([compiling, *interleaved(steps, args.rounds)["candidate"]])
+
+
+def rows(args: argparse.Namespace) -> Iterator[str]:
+    """A row for each candidate."""
+    options = [args.name, "--batch", str(args.batch), "--rounds", str(args.rounds)]
+    options += ["--size", str(args.size)] if args.size else []
+    for name in args.only:
+        with tempfile.TemporaryDirectory() as folder:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+            timing, size = (
+                json.loads(in_own_process(__file__, [*options, "--figure", figure, "--only", name]))
+                for figure in ("time", "memory")
+            )
+        compiling, seconds, ratio, low, high = timing
+        wait = "" if name.startswith("eager") else f"{compiling:.0f}"
+        ratios = f"{ratio:.2f} ({low:.2f} to {high:.2f})"
+        yield f"| {name} | {seconds:.3f} | {ratios} | {size / MIB:.0f} | {wait} |"
+
+
 def main() -> None:
     """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -87,27 +121,18 @@ def main() -> None:
     parser.add_argument("--size", type=int)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--only", nargs="*", default=CANDIDATES, choices=CANDIDATES)
-    parser.add_argument("--alone", action="store_true", help="print memory of the one candidate")
+    parser.add_argument("--figure", choices=("time", "memory"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
-    if args.alone:
-        start = time.perf_counter()
-        step = build(*args.only, args)
-        print(time.perf_counter() - start, growth(step))
+    if args.figure:
+        print(*alone(args))
         return
-    steps = {candidate: build(candidate, args) for candidate in args.only}
-    timings = interleaved(steps, args.rounds)
-    options = ["--batch", str(args.batch), *(["--size", str(args.size)] if args.size else [])]
     print(environment() + f"- n = {args.rounds} rounds\n")
     print("| candidate | s a step | over eager `store` | MiB | compiling, s |")
     print("|---|---|---|---|---|")
-    for name, timing in timings.items():
-        printed = in_own_process(__file__, [args.name, *options, "--alone", "--only", name])
-        seconds, size = printed.splitlines()[-1].split()
-        ratio = f"{timing.ratio:.2f} ({timing.low:.2f} to {timing.high:.2f})"
-        wait = "" if name.startswith("eager") else f"{float(seconds):.0f}"
-        print(f"| {name} | {timing.seconds:.3f} | {ratio} | {int(size) / MIB:.0f} | {wait} |")
+    for row in rows(args):
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

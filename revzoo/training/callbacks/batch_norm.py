@@ -66,7 +66,7 @@ class BatchNormMomentum(RestoresAfterFit):
                     self._targets[norm] = norm.momentum
         if self.warmup and len(self._targets) < len(self._original):
             log.warning(
-                "BatchNorms of compiled branches get no warm-up of their momentum; set "
+                "BatchNorms of compiled parts get no warm-up of their momentum; set "
                 "callbacks.batch_norm.momentum=0.1 for runs of a few hundred steps"
             )
 

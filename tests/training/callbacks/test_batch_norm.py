@@ -95,7 +95,7 @@ def test_compiled_branches_have_no_warm_up(
     assert inside
     assert outside
     assert seen.values == [{0.01, 0.9}]
-    assert "BatchNorms of compiled branches get no warm-up" in caplog.text
+    assert "BatchNorms of compiled parts get no warm-up" in caplog.text
 
 
 def test_synchronised_batch_norms_get_the_momentum(tmp_path: Path) -> None:
