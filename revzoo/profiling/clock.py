@@ -126,9 +126,13 @@ def _time(step: Step, state: State, device: torch.device) -> float:
     """Seconds of one forward and backward pass."""
     start = now(device)
     outputs = [t for t in as_state(step(*state)) if t.requires_grad]
-    if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(t) for t in outputs])
     seconds = now(device) - start
+    # in a training step, the step behind this one makes the gradients
+    gradients = [torch.ones_like(t) for t in outputs]
+    if outputs:
+        start = now(device)
+        torch.autograd.backward(outputs, gradients)
+        seconds += now(device) - start
     for t in state:
         t.grad = None  # else the next timing would add to it
     return seconds
