@@ -1,42 +1,131 @@
 """Places: where the code of a step finds a value, and where a replay puts another one.
 
 A dictionary is a place as it is: attributes of modules and objects, parameters, buffers, globals.
+Of the containers of a user's class we call only the methods of the built-in class: a method that
+the user defines may do anything, such as remove the item that it returns.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import types
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, Protocol
 
 from torch import nn
 
 
+class Absent:
+    """The type of :data:`ABSENT`."""
+
+    __slots__ = ()
+
+
+ABSENT = Absent()
+"""Stands for the value of a place that holds none: an empty cell or slot, a missing key."""
+
+
 class Place(Protocol):
     """The location of a value: a dictionary, or one of the wrappers below."""
 
-    def get(self, key: Any, /) -> Any: ...
+    def get(self, key: Any, default: Any = None, /) -> Any: ...
 
     def __setitem__(self, key: Any, value: Any, /) -> None: ...
+
+    def __delitem__(self, key: Any, /) -> None: ...
+
+
+_BUILT_IN = frozenset(
+    (
+        *(dict, collections.OrderedDict, types.MappingProxyType),
+        *(list, tuple, set, frozenset, collections.deque),
+    )
+)
+
+
+def built_in(container: Any, name: str) -> Callable[..., Any]:
+    """The method of the built-in class that the container's class is or inherits from."""
+    cls: Any = next(c for c in type(container).__mro__ if c in _BUILT_IN)
+    method: Callable[..., Any] = getattr(cls, name).__get__(container)
+    return method
+
+
+class Entries:
+    """A dictionary of another class than ``dict``, used by the methods of the built-in class."""
+
+    __slots__ = ("_keys", "_table")
+
+    def __init__(self, table: dict[Any, Any]) -> None:
+        self._table = table
+        # an OrderedDict has an order of its own, so the methods of ``dict`` would corrupt it
+        self._keys: Any = dict
+        if isinstance(table, collections.OrderedDict):
+            self._keys = collections.OrderedDict
+
+    def __len__(self) -> int:
+        return dict.__len__(self._table)
+
+    def __iter__(self) -> Iterator[Any]:
+        found: Iterator[Any] = self._keys.__iter__(self._table)
+        return found
+
+    def keys(self) -> Any:
+        return self._keys.keys(self._table)
+
+    def values(self) -> Any:
+        return self._keys.values(self._table)
+
+    def items(self) -> Any:
+        return self._keys.items(self._table)
+
+    def copy(self) -> dict[Any, Any]:
+        return dict(self.items())
+
+    def get(self, key: Any, default: Any = None, /) -> Any:
+        return dict.get(self._table, key, default)
+
+    def __setitem__(self, key: Any, value: Any, /) -> None:
+        self._keys.__setitem__(self._table, key, value)
+
+    def __delitem__(self, key: Any, /) -> None:
+        self._keys.__delitem__(self._table, key)
+
+
+def entries(table: dict[Any, Any]) -> Any:
+    """``table``, or :class:`Entries` of it if its class may override a method."""
+    return table if type(table) in (dict, collections.OrderedDict) else Entries(table)
 
 
 class Items:
     """The items of a list or deque."""
 
-    __slots__ = ("items",)
+    __slots__ = ("_length", "get_item", "items", "set_item")
 
     def __init__(self, items: list[Any] | collections.deque[Any]) -> None:
         self.items = items
+        self._length = built_in(items, "__len__")
+        self.get_item = built_in(items, "__getitem__")
+        self.set_item = built_in(items, "__setitem__")
 
-    def get(self, key: int, /) -> Any:
-        return self.items[key] if key < len(self.items) else None
+    def get(self, key: int, default: Any = None, /) -> Any:
+        return self.get_item(key) if key < self._length() else default
 
     def __setitem__(self, key: int, value: Any, /) -> None:
-        self.items[key] = value
+        if key >= self._length():
+            raise RuntimeError(
+                f"a {type(self.items).__name__} that the forward pass used has {self._length()} "
+                f"items in the backward pass; expected at least {key + 1}, so a replay cannot put "
+                "the item back. Run backward before removing items, or use memory='store' for "
+                "this step"
+            )
+        self.set_item(key, value)
+
+    def __delitem__(self, key: int, /) -> None:
+        raise AssertionError("an item is replaced, never deleted")
 
 
 class Cell:
@@ -47,14 +136,17 @@ class Cell:
     def __init__(self, cell: types.CellType) -> None:
         self.cell = cell
 
-    def get(self, _: Any, /) -> Any:
+    def get(self, _: Any, default: Any = None, /) -> Any:
         try:
             return self.cell.cell_contents
         except ValueError:  # empty
-            return None
+            return default
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
         self.cell.cell_contents = value
+
+    def __delitem__(self, _: Any, /) -> None:
+        del self.cell.cell_contents
 
 
 class Constant:
@@ -65,7 +157,7 @@ class Constant:
     def __init__(self, value: Any) -> None:
         self.value = value
 
-    def get(self, _: Any, /) -> Any:
+    def get(self, _: Any, __: Any = None, /) -> Any:
         return self.value
 
     def __setitem__(self, _: Any, value: Any, /) -> None:
@@ -74,6 +166,9 @@ class Constant:
             "argument, where a replay cannot replace it; expected no change. Keep the tensor in a "
             "list or as a buffer, or use memory='store' for this step"
         )
+
+    def __delitem__(self, _: Any, /) -> None:
+        raise AssertionError("a constant is always there")
 
 
 class SlotAttributes:
@@ -84,12 +179,19 @@ class SlotAttributes:
     def __init__(self, owner: object) -> None:
         self.owner = owner
 
-    def get(self, key: str, /) -> Any:
-        return getattr(self.owner, key, None)
+    def get(self, key: str, default: Any = None, /) -> Any:
+        # getattr would call a user's __getattr__ for an empty slot
+        try:
+            return object.__getattribute__(self.owner, key)
+        except AttributeError:
+            return default
 
     def __setitem__(self, key: str, value: Any, /) -> None:
         # frozen data classes refuse setattr
         object.__setattr__(self.owner, key, value)
+
+    def __delitem__(self, key: str, /) -> None:
+        object.__delattr__(self.owner, key)
 
 
 class ClassAttributes:
@@ -100,12 +202,15 @@ class ClassAttributes:
     def __init__(self, cls: type) -> None:
         self.cls = cls
 
-    def get(self, key: str, /) -> Any:
-        return vars(self.cls).get(key)
+    def get(self, key: str, default: Any = None, /) -> Any:
+        return vars(self.cls).get(key, default)
 
+    # the dictionary of a class is read-only, and a metaclass may refuse setattr
     def __setitem__(self, key: str, value: Any, /) -> None:
-        # the dictionary of a class is read-only
-        setattr(self.cls, key, value)
+        type.__setattr__(self.cls, key, value)
+
+    def __delitem__(self, key: str, /) -> None:
+        type.__delattr__(self.cls, key)
 
 
 class Attributes:
@@ -116,59 +221,55 @@ class Attributes:
     def __init__(self, owner: nn.Module) -> None:
         self.owner = weakref.ref(owner)
 
-    def get(self, key: str, /) -> Any:
+    def get(self, key: str, default: Any = None, /) -> Any:
         owner = self.owner()
-        return None if owner is None else owner.__dict__.get(key)
+        return default if owner is None else owner.__dict__.get(key, default)
 
     def __setitem__(self, key: str, value: Any, /) -> None:
         if (owner := self.owner()) is not None:
             owner.__dict__[key] = value
 
-    def __contains__(self, key: str, /) -> bool:
-        return (owner := self.owner()) is not None and key in owner.__dict__
-
-    def pop(self, key: str, /) -> Any:
-        return None if (owner := self.owner()) is None else owner.__dict__.pop(key)
+    def __delitem__(self, key: str, /) -> None:
+        if (owner := self.owner()) is not None:
+            del owner.__dict__[key]
 
 
-Read = Callable[[], Sequence[Any]]
+Read = Callable[[], Iterable[Any]]
 
 
-def readers(entries: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Sequence[Any], Read]]:
+def readers(where: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Sequence[Any], Read]]:
     """For each place its keys, and a function that reads all of them, in C where possible.
 
     The function raises a LookupError if a key of a dictionary or list is gone.
     """
     keys_of: dict[int, tuple[Place, list[Any]]] = {}
-    for place, key in entries:
+    for place, key in where:
         keys_of.setdefault(id(place), (place, []))[1].append(key)
     return [(place, keys, _reader(place, keys)) for place, keys in keys_of.values()]
 
 
 def _reader(place: Place, keys: Sequence[Any]) -> Read:
-    table = _table_of(place)
+    table: Any = vars(place.cls) if isinstance(place, ClassAttributes) else place
+    if isinstance(place, Items) and type(place.items) is list:
+        table = place.items
     # another kind of dictionary may insert a missing key when it is read
     if len(keys) > 1 and type(table) in (dict, types.MappingProxyType, list):
-        return functools.partial(itemgetter(*keys), table)
-    return lambda: [place.get(key) for key in keys]
+        read = functools.partial(itemgetter(*keys), table)
+        with contextlib.suppress(LookupError):  # some key is absent, and expected to be
+            read()
+            return read
+    return lambda: [place.get(key, ABSENT) for key in keys]
 
 
-def getter(place: Place) -> Callable[[Any], Any]:
+def getter(place: Place) -> Callable[[Any, Any], Any]:
     """``place.get``, in C where possible."""
-    get: Callable[[Any], Any] = getattr(_table_of(place), "get", place.get)
-    return get
-
-
-def _table_of(place: Place) -> Any:
-    if isinstance(place, ClassAttributes):
-        return vars(place.cls)
-    return place.items if isinstance(place, Items) else place
+    return vars(place.cls).get if isinstance(place, ClassAttributes) else place.get
 
 
 def refill(container: Any, items: Iterable[Any]) -> None:
     """Replace the items of a list, set or deque."""
-    container.clear()
-    (container.update if isinstance(container, set) else container.extend)(items)
+    built_in(container, "clear")()
+    built_in(container, "update" if isinstance(container, set) else "extend")(items)
 
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -177,9 +278,14 @@ Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
 
 def swap(undo: Undo, place: Place, key: Any, value: Any) -> None:
     """Put ``value`` into a place until ``undo`` runs."""
-    # undo by deleting the key: a value of None would leave a new attribute
-    if isinstance(place, (dict, Attributes)) and key not in place:
-        undo.append((place.pop, (key,)))
-    else:
-        undo.append((place.__setitem__, (key, place.get(key))))
-    place[key] = value
+    before = place.get(key, ABSENT)
+    put(place, key, value)
+    undo.append((put, (place, key, before)))
+
+
+def put(place: Place, key: Any, value: Any) -> None:
+    """Put ``value`` into a place; :data:`ABSENT` deletes what is there."""
+    if value is not ABSENT:
+        place[key] = value
+    elif place.get(key, ABSENT) is not ABSENT:
+        del place[key]

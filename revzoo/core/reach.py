@@ -19,7 +19,7 @@ from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
 
 from revzoo.core.invertible import Step
-from revzoo.core.places import Constant, Place, Read, getter, readers
+from revzoo.core.places import ABSENT, Constant, Place, Read, built_in, getter, readers
 from revzoo.core.search import CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
 from revzoo.core.threads import locks_of
 
@@ -101,7 +101,7 @@ class _Seen:
     def now(self) -> Iterator[Any]:
         """The present values, in the order of ``seen``."""
         several = itertools.chain.from_iterable(map(call, self._reads))
-        return itertools.chain(several, [get(key) for get, key in self._single])
+        return itertools.chain(several, [get(key, ABSENT) for get, key in self._single])
 
 
 class Reach:
@@ -149,7 +149,8 @@ class Reach:
         self.tensors = search.tensors
         self.generators = list(dict.fromkeys(search.generators))
         self.namespaces = search.namespaces
-        self.lists = search.lists
+        # with readers of their length and items
+        self.lists = [(v, built_in(v, "__len__"), built_in(v, "__iter__")) for v in search.lists]
         self._plain: list[Plain] = []
         spaces = {id(m.__dict__) for m in self._members} | set(map(id, self.namespaces))
         self._places = readers(p for p in search.plain if id(p[0]) not in spaces)
@@ -178,8 +179,8 @@ class Reach:
         watched = [entry for entry in self._watched if not isinstance(entry[0], Constant)]
         self._objects = _Seen([entry for entry in watched if not isinstance(entry[2], type)])
         self._kinds = _Seen([entry for entry in watched if isinstance(entry[2], type)])
-        self._sized = search.sized
-        self._lengths = list(map(len, self._sized))
+        self._sized = [built_in(v, "__len__") for v in search.sized]
+        self._lengths = list(map(call, self._sized))
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # a copied or unpickled step searches again
@@ -209,16 +210,16 @@ class Reach:
 
     def outer_values(self) -> list[tuple[Place, Sequence[Any], Read, Sequence[Any]]]:
         """Plain values in closures, globals and classes: place, keys, reader, present values."""
-        return [(place, keys, read, read()) for place, keys, read in self._places]
+        return [(place, keys, read, tuple(read())) for place, keys, read in self._places]
 
-    def containers(self) -> list[tuple[Any, tuple[Any, ...]]]:
-        """Reached lists, sets and deques, with their items."""
-        found = [(v, tuple(v)) for v in self.lists if len(v) <= MOST_ITEMS]
-        kinds = set(map(type, itertools.chain.from_iterable(items for _, items in found)))
+    def containers(self) -> list[tuple[Any, Read, tuple[Any, ...]]]:
+        """Reached lists, sets and deques, with a reader and the present items."""
+        found = [(v, read, tuple(read())) for v, n, read in self.lists if n() <= MOST_ITEMS]
+        kinds = set(map(type, itertools.chain.from_iterable(items for *_, items in found)))
         if not any(issubclass(kind, Tensor) for kind in kinds):
             return found
         # not those with a graph, of which the search uses copies (rule 4)
-        return [(v, items) for v, items in found if all(map(_is_leaf, items))]
+        return [entry for entry in found if all(map(_is_leaf, entry[2]))]
 
     def is_of(self, step: nn.Module) -> bool:
         """Whether this is the result for ``step``, not for one that it was copied from."""
@@ -240,7 +241,7 @@ class Reach:
             return None
         if list(map(type, self._members)) != self._types:
             return None
-        if list(map(len, self._sized)) != self._lengths:
+        if list(map(call, self._sized)) != self._lengths:
             return None
         try:
             same = all(map(is_, self._objects.now(), self._objects.seen))
@@ -266,7 +267,7 @@ class Reach:
         return [
             entry
             for entry in self._watched
-            if not isinstance(entry[2], type) and entry[0].get(entry[1]) is not entry[2]
+            if not isinstance(entry[2], type) and entry[0].get(entry[1], ABSENT) is not entry[2]
         ]
 
 
@@ -291,7 +292,7 @@ class Plain(NamedTuple):
         for name in attributes.keys() - self.names - OWN_ATTRIBUTES:
             del attributes[name]
         for name, value in self.values.items():
-            if attributes.get(name, self) is not value:
+            if attributes.get(name, ABSENT) is not value:
                 attributes[name] = value
 
     @staticmethod
@@ -301,8 +302,7 @@ class Plain(NamedTuple):
             for k, v in attributes.items()
             if type(v) in PLAIN_TYPES and k not in OWN_ATTRIBUTES
         }
-        # in a defaultdict, reading a missing key would insert it
-        fast = len(values) > 1 and not hasattr(type(attributes), "__missing__")
+        fast = len(values) > 1 and type(attributes) is dict  # itemgetter calls a user's __getitem__
         get = itemgetter(*values) if fast else functools.partial(_values_of, values)
         return Plain(frozenset(attributes), values, get)
 

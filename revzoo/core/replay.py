@@ -42,7 +42,6 @@ such code should check :func:`is_replaying`.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from operator import is_
@@ -63,7 +62,7 @@ from revzoo.core.ambient import (
     set_random_states,
 )
 from revzoo.core.held import StepTensors
-from revzoo.core.places import Place, Read, Undo, refill, swap
+from revzoo.core.places import ABSENT, Place, Read, Undo, put, refill, swap
 from revzoo.core.reach import OWN_ATTRIBUTES, Reach, reached, reached_from
 
 _thread = threading.local()
@@ -210,17 +209,16 @@ class _PlainValues:
 
     def restore(self, undo: Undo, reach: Reach) -> None:
         """Put the values of the forward pass in place."""
-        for container, items in self._containers:
-            if not _contains(container, items):
-                undo.append((_put_items_back, (container, items, tuple(container))))
+        for container, read, items in self._containers:
+            if not _are_there(read, items):
+                undo.append((_put_items_back, (container, read, len(items), tuple(read()))))
                 refill(container, items)
         for place, keys, read, values in self._outer_values:
-            if not _are_there(read, values):
-                for key, value in zip(keys, values, strict=True):
-                    if place.get(key) is not value:
-                        swap(undo, place, key, value)
-            # last, so that it runs before swap puts the caller's values back
-            undo.append((_put_values_back, (place, keys, read, values)))
+            there = _are_there(read, values)
+            now = values if there else [place.get(key, ABSENT) for key in keys]
+            undo.append((_put_values, (place, keys, read, now)))
+            if not there:
+                _put_values(place, keys, read, values)
         if reach.unchanged() is None:  # a child, a hook or an object was replaced
             for table, before in reach.tables:
                 if table != before:
@@ -329,26 +327,29 @@ def _restore_namespace(attributes: dict[str, Any], before: dict[str, Any]) -> No
 
 def _are_there(read: Read, values: Sequence[Any]) -> bool:
     try:
-        return all(map(is_, read(), values))
+        now = tuple(read())
     except LookupError:  # one is gone
         return False
+    return len(now) == len(values) and all(map(is_, now, values))
 
 
-def _put_values_back(place: Place, keys: Sequence[Any], read: Read, before: Sequence[Any]) -> None:
-    if not _are_there(read, before):  # the replay assigned there
-        for key, value in zip(keys, before, strict=True):
-            if place.get(key) is not value:
-                place[key] = value
+def _put_values(place: Place, keys: Sequence[Any], read: Read, values: Sequence[Any]) -> None:
+    if not _are_there(read, values):
+        for key, value in zip(keys, values, strict=True):
+            if place.get(key, ABSENT) is not value:
+                put(place, key, value)
 
 
-def _contains(container: Any, items: tuple[Any, ...]) -> bool:
-    return len(container) == len(items) and all(map(is_, container, items))
+def _put_items_back(container: Any, read: Read, length: int, now: tuple[Any, ...]) -> None:
+    """Restore the items ``now`` of the caller, and keep those that the replay added at the end.
 
-
-def _put_items_back(container: Any, before: tuple[Any, ...], now: tuple[Any, ...]) -> None:
-    """Restore the items ``now`` of the caller, and keep items that the replay added at the end."""
-    added = list(itertools.islice(container, len(before), None))
-    refill(container, (*now, *added))
+    Args:
+        container: the list, set or deque.
+        read: reads its items.
+        length: number of items when the replay began.
+        now: the items of the caller.
+    """
+    refill(container, (*now, *tuple(read())[length:]))
 
 
 def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:

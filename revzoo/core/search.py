@@ -47,6 +47,8 @@ from torch import Tensor, nn
 
 from revzoo.core.invertible import Invertible, Step
 from revzoo.core.places import (
+    ABSENT,
+    Absent,
     Attributes,
     Cell,
     ClassAttributes,
@@ -54,6 +56,8 @@ from revzoo.core.places import (
     Items,
     Place,
     SlotAttributes,
+    built_in,
+    entries,
     refill,
 )
 
@@ -66,7 +70,7 @@ CACHE_KEY = "_revzoo_reach"  # in the __dict__ of a step
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
 _OF_NUMPY = getattr(sys.modules.get("numpy"), "sctypeDict", {}).values()  # torch imports numpy
-PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType))
+PLAIN_TYPES = frozenset((*_PLAIN, *_OF_TORCH, *_OF_NUMPY, weakref.ReferenceType, Absent))
 MOST_ITEMS = 256  # a dictionary or list with more items is a table, which no forward pass changes
 _DEPTH = 4  # levels of containers to search for tensors with a graph
 _STANDARD = frozenset(vars(nn.Module())) | {"_compiled_call_impl", CACHE_KEY}
@@ -268,21 +272,19 @@ class Search:
         self.sized.append(v)
         if isinstance(v, _LISTS):
             self.lists.append(v)
-        if isinstance(v, dict) and len(v) <= MOST_ITEMS:
-            self.namespaces.append(v)
+        table = entries(v) if isinstance(v, dict) else {}
+        if isinstance(v, dict) and len(table) <= MOST_ITEMS:
+            self.namespaces.append(table)
+        items = list(table.items()) if isinstance(v, dict) else list(enumerate(_items_of(v)))
         # the usual case, and the only cheap one for long lists
-        if all(map(PLAIN_TYPES.__contains__, map(type, v.values() if isinstance(v, dict) else v))):
+        if PLAIN_TYPES.issuperset(type(item) for _, item in items):
             return
-        if isinstance(v, dict):
-            for key, item in list(v.items()):
-                self.value(item, v, key, f"{label}[{key!r}]")
-        elif isinstance(v, (list, collections.deque)):
-            place = Items(v)
-            for i, item in enumerate(v):
-                self.value(item, place, i, f"{label}[{i}]")
-        else:
-            for item in v:
+        place = Items(v) if isinstance(v, (list, collections.deque)) else table
+        for key, item in items:
+            if isinstance(v, (tuple, set, frozenset)):
                 self.value(item, Constant(item), None, label)
+            else:
+                self.value(item, place, key, f"{label}[{key!r}]")
 
     def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
@@ -302,17 +304,17 @@ class Search:
                 none: frozenset[str] = frozenset()  # not even getattr brings in a whole package
                 self._object(vars(v), {}, none, all_names=False, watch_size=False, wildcards=none)
         else:
-            if "__wrapped__" in getattr(v, "__dict__", ()):  # functools.lru_cache
-                self.value(v.__wrapped__, v.__dict__, "__wrapped__", label)
+            attributes = _attributes_of(v)
+            if "__wrapped__" in attributes:  # functools.lru_cache
+                self.value(attributes["__wrapped__"], attributes, "__wrapped__", label)
             if isinstance(v, types.SimpleNamespace) or not _is_foreign(v):
                 self._attributes(v)
 
     def _attributes(self, v: Any) -> None:
-        # a slot without a value has no attribute
+        slots = SlotAttributes(v)
         for name in _slots_of(type(v)):
-            if hasattr(v, name):
-                self.value(getattr(v, name), SlotAttributes(v), name, name)
-        attributes = getattr(v, "__dict__", {})
+            self.value(slots.get(name, ABSENT), slots, name, name)
+        attributes = _attributes_of(v)
         self.namespaces.append(attributes)
         self._object(attributes, _methods(type(v)), frozenset(), all_names=False)
         self._class(type(v))
@@ -377,11 +379,8 @@ class Search:
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if self._is_new(cell):
                 place = Cell(cell)
-                # an empty cell: a variable that is assigned later, perhaps by the forward pass
-                if cell == types.CellType():
-                    self.watched.append((place, None, type(None)))
-                else:
-                    self.value(cell.cell_contents, place, None, name)
+                # empty: a variable that is assigned later, perhaps by the forward pass
+                self.value(place.get(None, ABSENT), place, None, name)
         for item in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
             self.value(item, Constant(item), None, f.__name__)
         if _foreign(f.__globals__.get("__name__", "")):
@@ -419,12 +418,13 @@ def _aliases(v: Any, depth: int) -> Any:
     if depth > _DEPTH or type(v) in PLAIN_TYPES:
         return None
     if isinstance(v, dict):
-        aliases = _aliases_of(v, depth)
+        aliases = _aliases_of(dict(entries(v).items()), depth)
     elif isinstance(v, _CONTAINERS):
-        aliases = _aliases_of(dict(enumerate(v)), depth)
+        aliases = _aliases_of(dict(enumerate(_items_of(v))), depth)
     elif isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v)):
-        slots = {name: getattr(v, name) for name in _slots_of(type(v)) if hasattr(v, name)}
-        aliases = _aliases_of({**getattr(v, "__dict__", {}), **slots}, depth)
+        place = SlotAttributes(v)
+        slots = {name: place.get(name) for name in _slots_of(type(v))}
+        aliases = _aliases_of({**_attributes_of(v), **slots}, depth)
     else:
         return None
     return _with(v, aliases) if aliases else None
@@ -438,18 +438,35 @@ def _aliases_of(items: dict[Any, Any], depth: int) -> dict[Any, Any]:
 def _with(v: Any, aliases: dict[Any, Any]) -> Any:
     """A copy of ``v`` with these items or attributes."""
     if isinstance(v, (tuple, frozenset)):
-        items = [aliases.get(i, item) for i, item in enumerate(v)]
+        items = [aliases.get(i, item) for i, item in enumerate(_items_of(v))]
         named = hasattr(v, "_fields")  # named tuples take their items one by one
         return type(v)(*items) if named else type(v)(items)
     changed = copy.copy(v)  # keeps the class and its attributes
     if isinstance(v, dict):
-        changed.update(aliases)
+        table = entries(changed)
+        for key, item in aliases.items():
+            table[key] = item
     elif isinstance(v, _LISTS):
-        refill(changed, [aliases.get(i, item) for i, item in enumerate(v)])
+        refill(changed, [aliases.get(i, item) for i, item in enumerate(_items_of(v))])
     else:
         for name, value in aliases.items():
             object.__setattr__(changed, name, value)  # frozen data classes refuse setattr
     return changed
+
+
+def _items_of(container: Any) -> Iterable[Any]:
+    """The items of a list, deque, set or tuple."""
+    items: Iterable[Any] = built_in(container, "__iter__")()
+    return items
+
+
+def _attributes_of(v: Any) -> dict[str, Any]:
+    """Its ``__dict__``; getattr would call a user's ``__getattr__`` if there is none."""
+    try:
+        attributes: dict[str, Any] = object.__getattribute__(v, "__dict__")
+    except AttributeError:
+        return {}
+    return attributes
 
 
 def _is_foreign(v: object) -> bool:

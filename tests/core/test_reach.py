@@ -1,5 +1,6 @@
 """What a step reaches without owning it is replayed as its own."""
 
+import collections
 import copy
 import functools
 import gc
@@ -12,7 +13,12 @@ import torch
 from compare import error
 from torch import nn
 
-from revzoo import AdditiveCoupling, Invertible, ReversibleSequence, invertible_checkpoint
+from revzoo import (
+    AdditiveCoupling,
+    Invertible,
+    ReversibleSequence,
+    invertible_checkpoint,
+)
 from revzoo.core.reach import reached
 
 MODES = ["recompute", "invert"]
@@ -365,4 +371,83 @@ def test_values_of_a_class_changed_before_the_backward(mode, change):
     assert error(x.grad, plain.grad) < 1e-12
     # the caller's values are back
     assert Settings.scale == 2.0
-    assert getattr(Settings, "shift", None) == (None if change == "deleted" else 5.0)
+    assert vars(Settings).get("shift", "deleted") == ("deleted" if change == "deleted" else 5.0)
+
+
+class TakenError(Exception):
+    """A replay called a method of a user's container."""
+
+
+def guarded(base):
+    """A container of a user's class; each method that it overrides empties it and raises."""
+
+    def take(self, *_, **__):
+        base.clear(self)
+        raise TakenError
+
+    names = "get __getitem__ __setitem__ __delitem__ __iter__ __len__ __missing__ items keys values"
+    names += " copy clear update pop popitem append extend add"
+    return type("Guarded", (base,), dict.fromkeys(names.split(), take))()
+
+
+def add(base, box, key, value):
+    base.__setitem__(box, key, value) if issubclass(base, dict) else base.append(box, value)
+
+
+@pytest.mark.parametrize(
+    "base", [list, collections.deque, dict, collections.OrderedDict, collections.defaultdict]
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replay_calls_no_method_of_a_users_container(mode, base):
+    box = guarded(base)
+    add(base, box, 0, torch.tanh)
+    add(base, box, 1, 1.0)
+    take = dict.get if issubclass(base, dict) else base.__getitem__
+    x = vectors(3, 4)
+    for new in (torch.relu, 2.0):
+        net = ReversibleSequence([AdditiveCoupling(lambda x: take(box, 0)(x))], memory=mode)
+        y = net(x, x)
+        add(base, box, 2, new)
+        sum(t.sum() for t in y).backward()
+    assert base.__len__(box) == (3 if issubclass(base, dict) else 4)
+    assert take(box, 0) is torch.tanh
+
+
+def pair(branch, mode, before_backward=lambda: None, **context):
+    """The gradient of the input of ``branch`` by the mode, and by plain autograd."""
+    x = vectors(3, 4)
+    plain = x.detach().requires_grad_()
+    (plain.sum() + branch(plain, **context).sum()).backward()
+    y = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)(x.detach(), x, **context)
+    before_backward()
+    sum(t.sum() for t in y).backward()
+    return x.grad, plain.grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_deleted_before_the_backward_stays_deleted(mode):
+    class Slots:
+        __slots__ = ("scale",)
+
+    class Base:
+        scale = 5.0
+
+    class Derived(Base):
+        scale = 2.0
+
+    slots = Slots()
+    slots.scale = cell = 2.0
+
+    def branch(x):
+        return torch.tanh(x * slots.scale * cell * Derived.scale)
+
+    def delete():
+        nonlocal cell
+        del cell, slots.scale, Derived.scale
+
+    x, y = pair(branch, mode, delete)
+    assert error(x, y) < 1e-12
+    assert not hasattr(slots, "scale")
+    assert Derived.scale == 5.0
+    with pytest.raises(NameError):
+        assert cell
