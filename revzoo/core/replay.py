@@ -248,16 +248,17 @@ class _Restored:
         c = self._conditions
         c._tensors.check()
         self._states = states = c._random.to_repeat()
+        self._undo: Undo = []
         # the locks first, in the order of the forward pass: see NOTE [ Threads ]
         self._locks = c._reach.locks if c._tensors.swaps_buffers else []
         threads.acquire(self._locks)
         self._locked = bool(states) and threads.random_lock.acquire()
         if states:
             threads.swaps.enter()
-        # copies, not differences: a branch may assign to any attribute
-        self._undo: Undo = [(_restore_namespace, (s, s.copy())) for s in c._values.namespaces()]
         _thread.depth = getattr(_thread, "depth", 0) + 1
         try:
+            # copies, not differences: a branch may assign to any attribute
+            self._undo += [(_restore_namespace, (s, s.copy())) for s in c._values.namespaces()]
             if states:
                 self._undo.append((set_random_states, (random_states(states),)))
                 set_random_states(states)
@@ -287,13 +288,24 @@ class _Restored:
 
     def _leave(self) -> None:
         _thread.depth -= 1
-        for fn, arguments in reversed(self._undo):
-            fn(*arguments)
-        if self._states:
-            threads.swaps.leave()
-        if self._locked:
-            threads.random_lock.release()
-        threads.release(self._locks)
+        failed: Exception | None = None
+        try:
+            for fn, arguments in reversed(self._undo):
+                try:
+                    fn(*arguments)
+                except Exception as error:  # the other values must be restored all the same
+                    failed = failed or error
+        finally:
+            if self._states:
+                threads.swaps.leave()
+            if self._locked:
+                threads.random_lock.release()
+            threads.release(self._locks)
+        if failed is not None:
+            raise RuntimeError(
+                "a replay could not put a value of the caller back, but put back all others: "
+                f"{type(failed).__name__}: {failed}"
+            ) from failed
 
 
 def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:

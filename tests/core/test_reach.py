@@ -5,6 +5,7 @@ import copy
 import functools
 import gc
 import pickle
+import threading
 import types
 import weakref
 
@@ -18,6 +19,7 @@ from revzoo import (
     Invertible,
     ReversibleSequence,
     invertible_checkpoint,
+    is_replaying,
 )
 from revzoo.core.reach import reached
 
@@ -422,6 +424,63 @@ def pair(branch, mode, before_backward=lambda: None, **context):
     before_backward()
     sum(t.sum() for t in y).backward()
     return x.grad, plain.grad
+
+
+def tanh_of(scale):
+    return lambda x: torch.tanh(scale * x)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_failed_replay_restores_the_rest_and_frees_its_locks(mode):
+    class Settings:
+        scale = 1.0
+
+    functions = [tanh_of(1.0) for _ in range(300)]
+    dropout = nn.Dropout(0.5)
+    net = ReversibleSequence(
+        [AdditiveCoupling(lambda x: functions[7](dropout(x)) * Settings.scale)], memory=mode
+    )
+
+    def step():
+        x = vectors(3, 4)
+        return sum(t.sum() for t in net(x, x))
+
+    y = step()
+    functions.pop()
+    Settings.scale = 6.0
+    with pytest.raises(RuntimeError, match="has 299 items in the backward pass"):
+        y.backward()
+    assert Settings.scale == 6.0
+    later = threading.Thread(target=lambda: step().backward(), daemon=True)
+    later.start()
+    later.join(20)
+    assert not later.is_alive()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_undo_that_fails_stops_no_other(mode):
+    class Stubborn:
+        __slots__ = ("scale",)
+
+    class Settings:
+        scale = 1.0
+
+    stubborn = Stubborn()
+    stubborn.scale = 1.0
+
+    def branch(x):
+        if is_replaying():
+            # no value can be put back into the slot any more
+            Stubborn.scale = 1.0
+        return torch.tanh(x * stubborn.scale * Settings.scale)
+
+    x = vectors(3, 4)
+    y = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)(x, x)
+    stubborn.scale = Settings.scale = 2.0
+    with pytest.raises(RuntimeError, match="could not put a value of the caller back"):
+        sum(t.sum() for t in y).backward()
+    assert Settings.scale == 2.0
+    assert not is_replaying()
 
 
 @pytest.mark.parametrize("mode", MODES)
