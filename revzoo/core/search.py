@@ -95,12 +95,16 @@ _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "get_submodule",
     "_modules",
 }
-# what Python and data classes keep about a class; no branch computes with it
+# What Python and data classes keep about a class. Python adds some at any time (annotations), and
+# reading a dozen in each class takes as long as the check of all other attributes. So they count
+# only if a function loads them by name: getattr(), vars() and the like do not bring them in.
 _ABOUT_CLASS = frozenset(
     (
         *("__doc__", "__module__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
         *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__", "__match_args__"),
         *("__dataclass_fields__", "__dataclass_params__"),
+        *("__static_attributes__", "__firstlineno__"),  # from Python 3.13 on
+        *("__annotate__", "__annotate_func__", "__annotations_cache__"),  # from Python 3.14 on
     )
 )
 # special methods that no operator calls in a branch
@@ -176,6 +180,8 @@ class Search:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
+            if name in _ABOUT_CLASS and name not in self.names:
+                continue
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
                 self._visited.add(mark)
@@ -330,7 +336,7 @@ class Search:
                         attributes,
                         ClassAttributes(c),
                         {},
-                        _STANDARD | _STEP_OPTIONS | _ABOUT_CLASS,
+                        _STANDARD | _STEP_OPTIONS,
                         all_names=False,
                     )
                 )

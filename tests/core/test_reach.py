@@ -510,3 +510,32 @@ def test_what_was_deleted_before_the_backward_stays_deleted(mode):
     assert Derived.scale == 5.0
     with pytest.raises(NameError):
         assert cell
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda c: float(c.__doc__),
+        lambda c: c.__match_args__[0],
+        lambda c: c.__annotations__["scale"],
+        lambda c: c.__parameters__,
+    ],
+    ids=["doc", "match_args", "annotations", "parameters"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_branch_computes_with_what_python_keeps_about_a_class(mode, load):
+    class Settings:
+        """2.0"""
+
+        __match_args__ = (2.0,)
+        __annotations__ = {"scale": 2.0}
+        __parameters__ = 2.0
+
+    def change():
+        Settings.__doc__ = "3.0"
+        Settings.__match_args__ = (3.0,)
+        Settings.__annotations__["scale"] = 3.0
+        Settings.__parameters__ = 3.0
+
+    x, y = pair(lambda x: torch.tanh(x * load(Settings)), mode, change)
+    assert error(x, y) < 1e-12
