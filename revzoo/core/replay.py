@@ -92,7 +92,15 @@ class Conditions:
     See NOTE [ What a replay restores ]. The forward pass runs inside ``with conditions:``.
     """
 
-    __slots__ = ("_locks", "_random", "_reach", "_surroundings", "_tensors", "_values")
+    __slots__ = (
+        "_locks",
+        "_of_arguments",
+        "_random",
+        "_reach",
+        "_surroundings",
+        "_tensors",
+        "_values",
+    )
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
@@ -100,19 +108,18 @@ class Conditions:
         """Capture before the forward pass."""
         inputs = tuple(inputs)
         self._reach, modules = reached(module)  # rule 6
+        self._of_arguments: Reach | None = None
         if self._reach.scripted:
             raise RuntimeError(
                 f"{type(module).__name__} holds a TorchScript module, whose buffers and flags a "
                 "replay cannot exchange; expected a plain module. Use torch.compile instead of "
                 "torch.jit, or memory='store' or 'offload' for this step"
             )
-        of_arguments = (
-            reached_from(tree_iter(dict(context)), self._reach.names) if context else None
-        )
-        reaches, others = [self._reach], []
-        if of_arguments is not None:
-            reaches.append(of_arguments)
-            others = of_arguments.modules()
+        if context:
+            self._of_arguments = reached_from(tree_iter(dict(context)), self._reach.names)
+        reaches, others = self._reaches(), []
+        if self._of_arguments is not None:
+            others = self._of_arguments.modules()
         self._values = _PlainValues(reaches, modules, others)  # rule 3
         if others:  # a module may be reached on both ways: capture it once
             others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
@@ -123,7 +130,7 @@ class Conditions:
         self._surroundings = Surroundings(accelerators)  # rule 2
         # reading a random state takes as long as a small kernel
         draws_nothing = (
-            of_arguments is None
+            self._of_arguments is None
             and self._tensors.all_plain
             and self._reach.draws_nothing
             and all(type(t) in (Tensor, nn.Parameter) for t in inputs)
@@ -133,6 +140,10 @@ class Conditions:
             generators = (g for reach in reaches for g in reach.generators)
             sources = (CPU, *accelerators, *generators)
         self._random = RandomStates(sources)  # rule 1
+
+    def _reaches(self) -> list[Reach]:
+        """What the step reaches, and what its keyword arguments reach."""
+        return [self._reach] if self._of_arguments is None else [self._reach, self._of_arguments]
 
     @property
     def reads_statistics(self) -> bool:
@@ -207,7 +218,7 @@ class _PlainValues:
         for m, _ in self._training:
             yield m.__dict__
 
-    def restore(self, undo: Undo, reach: Reach) -> None:
+    def restore(self, undo: Undo, reaches: list[Reach]) -> None:
         """Put the values of the forward pass in place."""
         for container, read, items in self._containers:
             if not _are_there(read, items):
@@ -219,13 +230,14 @@ class _PlainValues:
             undo.append((_put_values, (place, keys, read, now)))
             if not there:
                 _put_values(place, keys, read, values)
-        if reach.unchanged() is None:  # a child, a hook or an object was replaced
-            for table, before in reach.tables:
-                if table != before:
-                    undo.append((_refill, (table, dict(table))))
-                    _refill(table, before)
-            for place, key, seen in reach.displaced():
-                swap(undo, place, key, seen)
+        for reach in reaches:
+            if reach.unchanged() is None:  # a child, a hook or an object was replaced
+                for table, before in reach.tables:
+                    if table != before:
+                        undo.append((_refill, (table, dict(table))))
+                        _refill(table, before)
+                for place, key, seen in reach.displaced():
+                    swap(undo, place, key, seen)
         for attributes, plain in self._namespaces:
             if not plain.hold(attributes):
                 plain.restore(attributes)  # undone together with the replay's assignments
@@ -262,7 +274,7 @@ class _Restored:
             if states:
                 self._undo.append((set_random_states, (random_states(states),)))
                 set_random_states(states)
-            c._values.restore(self._undo, c._reach)
+            c._values.restore(self._undo, c._reaches())
             c._tensors.restore(self._undo)
             if self._inverting:
                 c._tensors.restore_carried(self._undo)

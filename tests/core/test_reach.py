@@ -18,6 +18,7 @@ from revzoo import (
     AdditiveCoupling,
     Invertible,
     ReversibleSequence,
+    checkpoint,
     invertible_checkpoint,
     is_replaying,
 )
@@ -539,3 +540,37 @@ def test_a_branch_computes_with_what_python_keeps_about_a_class(mode, load):
 
     x, y = pair(lambda x: torch.tanh(x * load(Settings)), mode, change)
     assert error(x, y) < 1e-12
+
+
+class Conditioned(nn.Module):
+    def forward(self, x, cond):
+        return cond.norm(torch.tanh(cond.f(x) * cond.scales[0]))
+
+
+@pytest.mark.parametrize("change", ["f", "scales", "hook"])
+@pytest.mark.parametrize("mode", [*MODES, "checkpoint"])
+def test_an_argument_changed_before_the_backward(mode, change):
+    cond = types.SimpleNamespace(f=tanh_of(2.0), scales=[2.0], norm=nn.Identity())
+
+    def replace():
+        if change == "f":
+            cond.f = tanh_of(3.0)
+        elif change == "scales":
+            cond.scales = [3.0]
+        else:
+            cond.norm.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+    if mode == "checkpoint":
+        x = vectors(3, 4)
+        plain = x.detach().requires_grad_()
+        Conditioned()(plain, cond).sum().backward()
+        y = checkpoint(Conditioned(), x, cond)
+        replace()
+        y.sum().backward()
+        found, expected = x.grad, plain.grad
+    else:
+        found, expected = pair(Conditioned(), mode, replace, cond=cond)
+    assert error(found, expected) < 1e-12
+    assert len(cond.norm._forward_hooks) == (change == "hook")
+    if change == "scales":
+        assert cond.scales == [3.0]
