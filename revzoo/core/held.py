@@ -33,7 +33,7 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from revzoo.core.invertible import Invertible
-from revzoo.core.places import Constant, Place, Undo, swap
+from revzoo.core.places import Constant, Place, Undo, refill_table, swap
 from revzoo.core.reach import Reach
 from revzoo.core.tensors import address, has_values, tensors_of, version_of
 
@@ -191,27 +191,27 @@ class Owned:
     """
 
     __slots__ = (
-        "_absent",
         "_addresses",
         "_key",
         "_pointers",
         "_scratch",
         "_shapes",
-        "_sizes",
-        "_tables",
+        "absent",
         "buffered",
         "carrying",
+        "names",
         "places",
         "plain",
         "statistics",
+        "tables",
         "traits",
     )
 
     def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
         self._key = key
         reads = key[0]
-        self._tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
-        self._sizes = list(map(len, self._tables))
+        self.tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+        self.names = list(map(tuple, self.tables))
         # positions, not modules: the first module holds this object, a cycle otherwise
         self.carrying = [
             i for i, m in enumerate(modules) if isinstance(m, Invertible) and m.carried
@@ -220,7 +220,7 @@ class Owned:
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
         # a bias that a layer gets later would be missed if only present tensors were compared
-        self._absent: list[tuple[Any, str]] = [p for p in places if p[0][p[1]] is None]
+        self.absent = _absent_from(modules)
         self.statistics: list[Statistics] = []
         for i, m in enumerate(modules):
             if not m._buffers:
@@ -229,11 +229,9 @@ class Owned:
             if not has_unread_statistics(m, reads) or any(type(b) in _LAZY for _, b in buffers):
                 self.buffered.append(i)
                 continue
-            for k, b in buffers:
-                if b is None:
-                    self._absent.append((m._buffers, k))
-                else:
-                    self.statistics.append(Statistics(m._buffers, k, b.dtype, b.device))
+            self.statistics += [
+                Statistics(m._buffers, k, b.dtype, b.device) for k, b in buffers if b is not None
+            ]
         tensors = self.tensors()
         self.traits = list(map(_traits, tensors))
         self._shapes = list(map(_shape, tensors[len(self.places) :]))
@@ -280,11 +278,11 @@ class Owned:
     def tensors_if_same(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
         """The present tensors, if a new search of ``modules`` would find tensors like them."""
         tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
-        if key != self._key or not all(map(is_, tables, self._tables)):
+        if key != self._key or not all(map(is_, tables, self.tables)):
             return None
-        if list(map(len, tables)) != self._sizes:
+        if list(map(tuple, tables)) != self.names:
             return None
-        if any(table.get(k) is not None for table, k in self._absent):
+        if any(table.get(k) is not None for table, k in self.absent):
             return None
         tensors = self.tensors()
         if any(t is None for t in tensors) or list(map(_traits, tensors)) != self.traits:
@@ -321,6 +319,12 @@ class Owned:
             self._pointers = pointers
             self._addresses = frozenset(map(address, tensors))
         return self._addresses
+
+
+def _absent_from(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+    """The parameters and buffers that are None, by table and name."""
+    tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+    return [(table, k) for table in tables for k, t in table.items() if t is None]
 
 
 def has_unread_statistics(m: nn.Module, reads: bool) -> bool:
@@ -384,15 +388,18 @@ class StepTensors:
     """
 
     __slots__ = (
+        "_absent",
         "_altered",
         "_carried",
         "_carried_after",
         "_changes_unseen",
         "_held",
         "_lazy",
+        "_names",
         "_owned",
         "_snapshots",
         "_statistics",
+        "_tables",
         "_tensors",
         "_updates_unseen",
         "_versions",
@@ -423,9 +430,18 @@ class StepTensors:
         self._owned: Owned | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
+        # of all parameters and buffers; and those that are None
+        self._tables: list[dict[str, Any]] = []
+        self._names: list[tuple[str, ...]] = []
+        self._absent: list[tuple[dict[str, Any], str]] = []
         at_once = self._capture_at_once(reaches[0], modules)
         for m in others if at_once else (*modules, *others):
             self._capture(m)
+        if others:
+            tables = [*map(_parameters_of, others), *map(_buffers_of, others)]
+            self._tables = [*self._tables, *tables]
+            self._names = [*self._names, *map(tuple, tables)]
+            self._absent = [*self._absent, *_absent_from(others)]
         for reach in reaches:
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, training)
@@ -439,6 +455,7 @@ class StepTensors:
         Returns False, and captures nothing, if a tensor is no ordinary one.
         """
         owned, tensors = Owned.of(reach, modules, self.reads_statistics, self._updates_unseen)
+        self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent
         if not owned.plain:
             return False
         try:
@@ -589,6 +606,14 @@ class StepTensors:
 
     def restore(self, undo: Undo) -> None:
         """Put the tensors of the forward pass, or copies for the replay to change, in place."""
+        # the forward pass may create parameters and buffers, which the replay creates again
+        if list(map(tuple, self._tables)) != self._names:
+            for table, names in zip(self._tables, self._names, strict=True):
+                undo.append((refill_table, (table, dict(table))))
+                refill_table(table, {name: table.get(name) for name in names})
+        for table, name in self._absent:
+            if table[name] is not None:
+                swap(undo, table, name, None)
         for held in self._held:
             owner, tensor = held.owner, held.tensor
             if owner is not None and owner.get(held.key) is not tensor and replaced(held):

@@ -13,7 +13,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import itemgetter
+from operator import is_, itemgetter
 from typing import Any, Protocol
 
 from torch import nn
@@ -270,6 +270,30 @@ def refill(container: Any, items: Iterable[Any]) -> None:
     """Replace the items of a list, set or deque."""
     built_in(container, "clear")()
     built_in(container, "update" if isinstance(container, set) else "extend")(items)
+
+
+def refill_table(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
+    """Replace the entries of a dictionary."""
+    table.clear()
+    table.update(wanted)
+
+
+def same(table: Any, before: Any) -> bool:
+    """Whether two dictionaries hold the same objects in the same order."""
+    if len(table) != len(before) or not all(map(is_, table, before)):
+        return False
+    return all(map(is_, table.values(), before.values()))
+
+
+def reorder(table: Any, names: Iterable[Any]) -> None:
+    """Give the entries of a dictionary the order of ``names``; other entries stay before them."""
+    wanted = [name for name in names if table.get(name, ABSENT) is not ABSENT]
+    known = set(wanted)
+    if [name for name in table if name in known] != wanted:
+        for name in wanted:
+            value = table.get(name)
+            del table[name]
+            table[name] = value
 
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]

@@ -19,8 +19,17 @@ from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
 
 from revzoo.core.invertible import Step
-from revzoo.core.places import ABSENT, Constant, Place, Read, built_in, getter, readers
-from revzoo.core.search import CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
+from revzoo.core.places import (
+    ABSENT,
+    ClassAttributes,
+    Constant,
+    Place,
+    Read,
+    built_in,
+    getter,
+    readers,
+)
+from revzoo.core.search import ABOUT_CLASS, CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
 from revzoo.core.threads import locks_of
 
 # attributes that a replay must not restore
@@ -109,6 +118,8 @@ class Reach:
 
     __slots__ = (
         "_children",
+        "_classes",
+        "_flat",
         "_kinds",
         "_lengths",
         "_members",
@@ -174,13 +185,16 @@ class Reach:
             mark = {CACHE_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
-        self._watched = search.watched
-        # a constant is always the same; of plain values and tensors the search notes the type
-        watched = [entry for entry in self._watched if not isinstance(entry[0], Constant)]
-        self._objects = _Seen([entry for entry in watched if not isinstance(entry[2], type)])
-        self._kinds = _Seen([entry for entry in watched if isinstance(entry[2], type)])
+        # a constant is always the same
+        self._watched = [entry for entry in search.watched if not isinstance(entry[0], Constant)]
+        self._objects = _Seen(self._watched)
+        self._kinds = _Seen([entry for entry in search.kinds if not isinstance(entry[0], Constant)])
         self._sized = [built_in(v, "__len__") for v in search.sized]
         self._lengths = list(map(call, self._sized))
+        self._flat = [
+            built_in(v, "values" if isinstance(v, dict) else "__iter__") for v in search.flat
+        ]
+        self._classes = search.classes
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _nothing, ()  # a copied or unpickled step searches again
@@ -243,6 +257,10 @@ class Reach:
             return None
         if list(map(call, self._sized)) != self._lengths:
             return None
+        # an object among the numbers of a list: the search did not look into it
+        items = itertools.chain.from_iterable(map(call, self._flat))
+        if self._flat and not PLAIN_TYPES.issuperset(map(type, items)):
+            return None
         try:
             same = all(map(is_, self._objects.now(), self._objects.seen))
             same = same and all(map(is_, map(type, self._kinds.now()), self._kinds.seen))
@@ -264,23 +282,28 @@ class Reach:
 
     def displaced(self) -> list[tuple[Place, Any, Any]]:
         """Places, keys and old objects (no tensors) where another object is now."""
+        return [entry for entry in self._watched if entry[0].get(entry[1], ABSENT) is not entry[2]]
+
+    def added(self) -> list[tuple[Place, str]]:
+        """Attributes that classes have now and had not when they were searched."""
         return [
-            entry
-            for entry in self._watched
-            if not isinstance(entry[2], type) and entry[0].get(entry[1], ABSENT) is not entry[2]
+            (ClassAttributes(c), name)
+            for c, names in self._classes
+            for name in vars(c).keys() - names
+            if name not in ABOUT_CLASS
         ]
 
 
 class Plain(NamedTuple):
     """The numbers, flags and strings in a namespace."""
 
-    names: frozenset[Any]  # of all attributes, plain or not
+    names: tuple[Any, ...]  # of all attributes, plain or not
     values: dict[Any, Any]
     get: Callable[[dict[Any, Any]], Iterable[Any]]  # the present values
 
     def hold(self, attributes: dict[Any, Any]) -> bool:
-        """Whether ``attributes`` has these names and plain values."""
-        if len(attributes) != len(self.names):
+        """Whether ``attributes`` has these names, in this order, and plain values."""
+        if tuple(attributes) != self.names:
             return False
         try:
             return all(map(is_, self.get(attributes), self.values.values()))
@@ -289,7 +312,7 @@ class Plain(NamedTuple):
 
     def restore(self, attributes: dict[Any, Any]) -> None:
         """Restore the plain values and remove new names; other values stay."""
-        for name in attributes.keys() - self.names - OWN_ATTRIBUTES:
+        for name in attributes.keys() - set(self.names) - OWN_ATTRIBUTES:
             del attributes[name]
         for name, value in self.values.items():
             if attributes.get(name, ABSENT) is not value:
@@ -304,7 +327,7 @@ class Plain(NamedTuple):
         }
         fast = len(values) > 1 and type(attributes) is dict  # itemgetter calls a user's __getitem__
         get = itemgetter(*values) if fast else functools.partial(_values_of, values)
-        return Plain(frozenset(attributes), values, get)
+        return Plain(tuple(attributes), values, get)
 
 
 def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:

@@ -62,8 +62,19 @@ from revzoo.core.ambient import (
     set_random_states,
 )
 from revzoo.core.held import StepTensors
-from revzoo.core.places import ABSENT, Place, Read, Undo, put, refill, swap
-from revzoo.core.reach import OWN_ATTRIBUTES, Reach, reached, reached_from
+from revzoo.core.places import (
+    ABSENT,
+    Place,
+    Read,
+    Undo,
+    put,
+    refill,
+    refill_table,
+    reorder,
+    same,
+    swap,
+)
+from revzoo.core.reach import OWN_ATTRIBUTES, Plain, Reach, reached, reached_from
 
 _thread = threading.local()
 
@@ -218,8 +229,11 @@ class _PlainValues:
         for m, _ in self._training:
             yield m.__dict__
 
-    def restore(self, undo: Undo, reaches: list[Reach]) -> None:
-        """Put the values of the forward pass in place."""
+    def restore(self, undo: Undo, reaches: list[Reach]) -> list[tuple[dict[Any, Any], Plain]]:
+        """Put the values of the forward pass in place.
+
+        Returns the namespaces with other names than in the forward pass, or in another order.
+        """
         for container, read, items in self._containers:
             if not _are_there(read, items):
                 undo.append((_put_items_back, (container, read, len(items), tuple(read()))))
@@ -233,18 +247,21 @@ class _PlainValues:
         for reach in reaches:
             if reach.unchanged() is None:  # a child, a hook or an object was replaced
                 for table, before in reach.tables:
-                    if table != before:
-                        undo.append((_refill, (table, dict(table))))
-                        _refill(table, before)
+                    if not same(table, before):
+                        undo.append((refill_table, (table, dict(table))))
+                        refill_table(table, before)
                 for place, key, seen in reach.displaced():
                     swap(undo, place, key, seen)
-        for attributes, plain in self._namespaces:
-            if not plain.hold(attributes):
-                plain.restore(attributes)  # undone together with the replay's assignments
+                for place, name in reach.added():
+                    swap(undo, place, name, ABSENT)
+        changed = [entry for entry in self._namespaces if not entry[1].hold(entry[0])]
+        for attributes, plain in changed:
+            plain.restore(attributes)  # undone together with the replay's assignments
         for m, training in self._training:
             if m.training != training:
                 undo.append((setattr, (m, "training", m.training)))
                 m.training = training
+        return [entry for entry in changed if tuple(entry[0]) != entry[1].names]
 
 
 class _Restored:
@@ -274,8 +291,10 @@ class _Restored:
             if states:
                 self._undo.append((set_random_states, (random_states(states),)))
                 set_random_states(states)
-            c._values.restore(self._undo, c._reaches())
+            unordered = c._values.restore(self._undo, c._reaches())
             c._tensors.restore(self._undo)
+            for attributes, plain in unordered:  # last: some entries were put back just now
+                reorder(attributes, plain.names)
             if self._inverting:
                 c._tensors.restore_carried(self._undo)
             self._altered = c._tensors.swap_altered(self._undo)
@@ -339,14 +358,14 @@ def parameters_of(step: nn.Module) -> Iterator[Tensor]:
 
 
 def _restore_namespace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
-    same = len(attributes) == len(before) and all(map(is_, attributes, before))
-    if same and all(map(is_, attributes.values(), before.values())):
+    if same(attributes, before):
         return
     for name in attributes.keys() - before.keys() - OWN_ATTRIBUTES:
         del attributes[name]
     for name, value in before.items():
-        if name not in OWN_ATTRIBUTES and attributes.get(name, before) is not value:
+        if name not in OWN_ATTRIBUTES and attributes.get(name, ABSENT) is not value:
             attributes[name] = value
+    reorder(attributes, [name for name in before if name not in OWN_ATTRIBUTES])
 
 
 def _are_there(read: Read, values: Sequence[Any]) -> bool:
@@ -374,8 +393,3 @@ def _put_items_back(container: Any, read: Read, length: int, now: tuple[Any, ...
         now: the items of the caller.
     """
     refill(container, (*now, *tuple(read())[length:]))
-
-
-def _refill(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    table.clear()
-    table.update(wanted)

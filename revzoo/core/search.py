@@ -31,6 +31,7 @@ was searched; :meth:`Reach.holds` checks only these places.
 
 from __future__ import annotations
 
+import builtins
 import collections
 import copy
 import dataclasses
@@ -98,7 +99,7 @@ _LOADS_ANY_MEMBER = _LOADS_ANY | {
 # What Python and data classes keep about a class. Python adds some at any time (annotations), and
 # reading a dozen in each class takes as long as the check of all other attributes. So they count
 # only if a function loads them by name: getattr(), vars() and the like do not bring them in.
-_ABOUT_CLASS = frozenset(
+ABOUT_CLASS = frozenset(
     (
         *("__doc__", "__module__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
         *("__abstractmethods__", "_abc_impl", "__orig_bases__", "__parameters__", "__match_args__"),
@@ -107,6 +108,7 @@ _ABOUT_CLASS = frozenset(
         *("__annotate__", "__annotate_func__", "__annotations_cache__"),  # from Python 3.14 on
     )
 )
+_BUILTINS = frozenset(vars(builtins))
 # special methods that no operator calls in a branch
 _NO_OPERATORS = frozenset(vars(object)) | {"__del__", "__setstate__", "__copy__", "__deepcopy__"}
 
@@ -150,11 +152,14 @@ class Search:
         # rule 2: a new function may add names, which open attributes of earlier objects
         self.names: set[str] = {*_ENTRY_POINTS, *names}
         self.loaded: set[str] = set()
-        self.watched: list[tuple[Place, Any, Any]] = []
+        self.watched: list[tuple[Place, Any, Any]] = []  # places of objects
+        self.kinds: list[tuple[Place, Any, type]] = []  # places of plain values and tensors
         self.namespaces: list[dict[Any, Any]] = []  # of objects, and dictionaries
         self.lists: list[Any] = []  # and sets, and deques
         self.plain: list[tuple[Place, Any]] = []
         self.sized: list[Any] = []
+        self.flat: list[Any] = []  # containers of plain values only
+        self.classes: list[tuple[type, frozenset[str]]] = []  # with the names of all attributes
         self.runs_code = False  # whether it found a function or an object that may have methods
         self._seen: set[int] = set()
         self._kept: list[Any] = []  # alive, so that no id in _seen is reused
@@ -180,7 +185,7 @@ class Search:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
-            if name in _ABOUT_CLASS and name not in self.names:
+            if name in ABOUT_CLASS and name not in self.names:
                 continue
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
@@ -200,12 +205,12 @@ class Search:
     def value(self, v: Any, place: Place, key: Any, label: str) -> None:
         """Record the value in a place, and search it."""
         if type(v) in PLAIN_TYPES:
-            self.watched.append((place, key, type(v)))
+            self.kinds.append((place, key, type(v)))
             # constants cannot change; Reach restores lists and modules as a whole
             if not isinstance(place, (Constant, Items, Attributes)):
                 self.plain.append((place, key))
         elif isinstance(v, Tensor):
-            self.watched.append((place, key, type(v)))
+            self.kinds.append((place, key, type(v)))
             self.tensors.append((place, key, label))
         elif isinstance(v, torch.Generator):
             self.watched.append((place, key, v))
@@ -220,7 +225,7 @@ class Search:
                 self._container(v, label)
         elif isinstance(v, type):
             if not _foreign(v.__module__):
-                self.watched.append((place, key, type(v)))
+                self.watched.append((place, key, v))
                 self._class(v)
                 self._object({}, _methods(v), frozenset(), all_names=False)
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
@@ -231,7 +236,7 @@ class Search:
             if self._is_new(v):
                 self._code_or_object(v, label)
         else:
-            self.watched.append((place, key, type(v)))
+            self.kinds.append((place, key, type(v)))
 
     def _reached_module(self, m: nn.Module) -> None:
         if m in self._owned or m in self.enclosing:
@@ -284,6 +289,8 @@ class Search:
         items = list(table.items()) if isinstance(v, dict) else list(enumerate(_items_of(v)))
         # the usual case, and the only cheap one for long lists
         if PLAIN_TYPES.issuperset(type(item) for _, item in items):
+            if len(items) <= MOST_ITEMS and not isinstance(v, (tuple, frozenset)):
+                self.flat.append(v)
             return
         place = Items(v) if isinstance(v, (list, collections.deque)) else table
         for key, item in items:
@@ -330,6 +337,8 @@ class Search:
         # class attributes may be tensors, counters or modules that several objects share
         for c in cls.__mro__:
             if not _foreign(c.__module__) and self._is_new(c):
+                self.sized.append(vars(c))
+                self.classes.append((c, frozenset(vars(c))))
                 attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
                 self._objects.append(
                     _Object(
@@ -401,9 +410,9 @@ class Search:
         for name in loaded:
             # not with _is_new: many functions share the globals, but load other names of them
             mark = id(f.__globals__), name
-            if mark not in self._visited and name in f.__globals__:
+            if mark not in self._visited and (name in f.__globals__ or name not in _BUILTINS):
                 self._visited.add(mark)
-                self.value(f.__globals__[name], f.__globals__, name, name)
+                self.value(f.__globals__.get(name, ABSENT), f.__globals__, name, name)
 
 
 _SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign

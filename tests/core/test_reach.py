@@ -416,6 +416,23 @@ def test_a_replay_calls_no_method_of_a_users_container(mode, base):
     assert take(box, 0) is torch.tanh
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_the_order_of_a_dictionary_outlives_a_replay(mode):
+    class Recent(collections.OrderedDict):
+        def __getitem__(self, key):
+            self.move_to_end(key)
+            return super().__getitem__(key)
+
+    recent = Recent(a=2.0, b=3.0, c=4.0)
+    x = vectors(3, 4)
+    branch = AdditiveCoupling(lambda x: torch.tanh(x * recent["a"]))
+    y = ReversibleSequence([branch], memory=mode)(x, x)
+    assert list(recent) == ["b", "c", "a"]
+    recent.move_to_end("b")
+    sum(t.sum() for t in y).backward()
+    assert list(recent) == ["c", "a", "b"]
+
+
 def pair(branch, mode, before_backward=lambda: None, **context):
     """The gradient of the input of ``branch`` by the mode, and by plain autograd."""
     x = vectors(3, 4)
@@ -513,6 +530,50 @@ def test_what_was_deleted_before_the_backward_stays_deleted(mode):
         assert cell
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_what_was_added_before_the_backward_is_hidden_from_the_replay(mode):
+    class Slots:
+        __slots__ = ("scale",)
+
+    class Base:
+        scale = 2.0
+
+    class Derived(Base):
+        pass
+
+    slots = Slots()
+    module = nn.Module()
+    module.register_buffer("shift", None)
+    values = torch.ones(4, dtype=torch.float64)
+
+    def branch(x):
+        x = x if module.shift is None else x + module.shift
+        x = x + sum(b.sum() for b in module.buffers())
+        scale = Derived.scale * getattr(slots, "scale", 1.0)
+        return torch.tanh(x * scale * _scale_of_globals())
+
+    def add():
+        slots.scale = Derived.scale = globals()["_added_scale"] = 3.0
+        module.shift = values
+        module.register_buffer("new", values)
+
+    try:
+        x, y = pair(branch, mode, add)
+        assert globals()["_added_scale"] == 3.0
+    finally:
+        globals().pop("_added_scale", None)
+    assert error(x, y) < 1e-12
+    assert slots.scale == Derived.scale == 3.0
+    assert module.shift is module.new is values
+
+
+def _scale_of_globals():
+    try:
+        return _added_scale
+    except NameError:
+        return 1.0
+
+
 @pytest.mark.parametrize(
     "load",
     [
@@ -574,3 +635,105 @@ def test_an_argument_changed_before_the_backward(mode, change):
     assert len(cond.norm._forward_hooks) == (change == "hook")
     if change == "scales":
         assert cond.scales == [3.0]
+
+
+@pytest.mark.parametrize(
+    "box",
+    [{0: None, 1: 1.0}, [None, 1.0], collections.deque([None, 1.0])],
+    ids=["dict", "list", "deque"],
+)
+@pytest.mark.parametrize("mode", MODES)
+def test_an_object_among_numbers_is_found(mode, box):
+    box = copy.copy(box)
+    norm = nn.BatchNorm1d(4).double()
+
+    def branch(x):
+        return torch.tanh(x) if box[0] is None else torch.tanh(box[0](x))
+
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    x = vectors(3, 4)
+    for _ in range(3):  # by then the step has its last search
+        sum(t.sum() for t in net(x, x)).backward()
+    box[0] = norm
+    sum(t.sum() for t in net(x, x)).backward()
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("change", ["deleted", "moved", "added"])
+@pytest.mark.parametrize("kind", ["numbers", "functions", "tensors", "modules"])
+@pytest.mark.parametrize("mode", MODES)
+def test_entries_have_the_order_of_the_forward_pass(mode, kind, change):
+    holder = nn.Module()
+    make = {
+        "numbers": float,
+        "functions": lambda i: float(i).__mul__,
+        "tensors": lambda i: torch.tensor(float(i), dtype=torch.float64),
+        "modules": lambda i: tanh_module(i),
+    }[kind]
+    table = holder._modules if kind == "modules" else {}
+    table |= {"a": make(2), "b": make(3), "c": make(5)}
+
+    def branch(x):
+        scale = 1.0
+        for v in table.values():
+            scale = v(scale) + 1 if callable(v) else scale * v + 1
+        return torch.tanh(x * scale / 50)
+
+    def before_backward():
+        if change == "deleted":
+            del table["b"]
+        elif change == "moved":
+            table["a"] = table.pop("a")
+        else:
+            table["d"] = make(7)
+
+    x, y = pair(branch, mode, before_backward)
+    assert error(x, y) < 1e-12
+    assert "".join(table) == {"deleted": "ac", "moved": "bca", "added": "abcd"}[change]
+
+
+def tanh_module(scale):
+    module = nn.Module()
+    module.forward = lambda v: scale * v
+    return module
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_class_replaced_before_the_backward(mode):
+    class Two:
+        scale, shift = 2.0, 1.0
+
+    class Three:
+        scale, shift = 3.0, 1.0
+
+    kinds = {"kind": Two}
+    x, y = pair(
+        lambda x: torch.tanh(x * kinds["kind"].scale + kinds["kind"].shift),
+        mode,
+        lambda: kinds.update(kind=Three),
+    )
+    assert error(x, y) < 1e-12
+    assert kinds["kind"] is Three
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_parameter_made_by_the_first_forward_pass_keeps_its_gradient(mode):
+    class Lazy(nn.Module):
+        scale = None
+
+        def __init__(self):
+            super().__init__()
+            self.shift = None
+
+        def forward(self, x):
+            if self.shift is None:
+                self.shift = nn.Parameter(x.new_ones(4))
+            return torch.tanh(x + self.shift)
+
+    lazy = Lazy()
+    x = vectors(3, 4)
+    y = ReversibleSequence([AdditiveCoupling(lazy)], memory=mode)(x, x)
+    made = lazy.shift
+    sum(t.sum() for t in y).backward()
+    assert lazy.shift is made
+    assert made.grad is not None
