@@ -126,7 +126,9 @@ def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
     return list(found)
 
 
-_Methods = dict[str, tuple[types.FunctionType, ...]]  # overridden ones too: super() calls them
+# Overridden ones too: super() calls them. Weak, since a function may hold its class, and a cache
+# would keep classes alive that were made inside of a function.
+_Methods = dict[str, tuple[weakref.ref[types.FunctionType], ...]]
 
 
 class _Object(NamedTuple):
@@ -172,16 +174,19 @@ class Search:
 
     def run(self) -> None:
         """Follow names into objects until nothing new turns up."""
-        before = None
-        while before != (now := (len(self.names), len(self._visited), len(self._objects))):
-            before = now
-            for thing in list(self._objects):
-                self._expand(thing)
+        i, names = 0, len(self.names)
+        while i < len(self._objects):
+            self._expand(self._objects[i])
+            i += 1
+            # the names of a new function open attributes of earlier objects; all objects first,
+            # since a list of objects would be quadratic otherwise
+            if i == len(self._objects) and len(self.names) != names:
+                i, names = 0, len(self.names)
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
             if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
-                for f in functions:
+                for f in _alive(functions):
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
@@ -259,7 +264,7 @@ class Search:
             _loads_any(f, _STEP_RUNNERS)
             for name, functions in _methods(type(m)).items()
             if name[:2] != "__"
-            for f in functions
+            for f in _alive(functions)
         )
         return calls and _is_running(m)
 
@@ -270,8 +275,12 @@ class Search:
         # code that runs the step would bring in all its siblings; the step may call other methods
         runs = _STEP_RUNNERS | {k for k, child in m._modules.items() if self._contains_step(child)}
         methods = {
-            name: tuple(f for f in fs if name not in _ENTRY_POINTS or not _loads_any(f, runs))
-            for name, fs in _methods(type(m)).items()
+            name: tuple(
+                weakref.ref(f)
+                for f in _alive(functions)
+                if name not in _ENTRY_POINTS or not _loads_any(f, runs)
+            )
+            for name, functions in _methods(type(m)).items()
         }
         self._object(m.__dict__, methods, _STANDARD, all_names=False)
         self._class(type(m))
@@ -489,7 +498,16 @@ def _is_foreign(v: object) -> bool:
 
 
 def _cached(f: Callable[[type], Any]) -> Callable[[type], Any]:
-    return functools.lru_cache(maxsize=1024)(f)  # mypy: types are not Hashable
+    """A cache that keeps no class alive; the results must not refer to the class."""
+    results: weakref.WeakKeyDictionary[type, Any] = weakref.WeakKeyDictionary()
+
+    @functools.wraps(f)
+    def cached(cls: type) -> Any:
+        if (result := results.get(cls)) is None:
+            results[cls] = result = f(cls)
+        return result
+
+    return cached
 
 
 def _foreign(module: str | None) -> bool:
@@ -502,7 +520,7 @@ def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
 
 def _is_running(m: nn.Module) -> bool:
     """Whether a user-defined method of ``m`` is running in this thread."""
-    codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
+    codes = {f.__code__ for functions in _methods(type(m)).values() for f in _alive(functions)}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         # the code alone does not show the object: several of one class share it
@@ -541,8 +559,12 @@ def _methods(cls: type) -> _Methods:
         if not _foreign(c.__module__):
             for name, value in vars(c).items():
                 if (f := _function_of(value)) is not None:
-                    methods[name] = (*methods.get(name, ()), f)
+                    methods[name] = (*methods.get(name, ()), weakref.ref(f))
     return methods
+
+
+def _alive(functions: Iterable[weakref.ref[types.FunctionType]]) -> Iterable[types.FunctionType]:
+    return (f for ref in functions if (f := ref()) is not None)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:

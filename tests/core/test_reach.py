@@ -22,6 +22,7 @@ from revzoo import (
     invertible_checkpoint,
     is_replaying,
 )
+from revzoo.core import search
 from revzoo.core.reach import reached
 
 MODES = ["recompute", "invert"]
@@ -737,3 +738,37 @@ def test_a_parameter_made_by_the_first_forward_pass_keeps_its_gradient(mode):
     sum(t.sum() for t in y).backward()
     assert lazy.shift is made
     assert made.grad is not None
+
+
+def test_the_search_keeps_no_class_alive():
+    def build():
+        held = Plain(None)
+
+        class Branch(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return self.linear(x) if held else x
+
+        step = AdditiveCoupling(Branch())
+        ReversibleSequence([step], memory="recompute")(*torch.ones(2, 3, 4))
+        return weakref.ref(held)
+
+    held = build()
+    gc.collect()
+    assert held() is None
+
+
+def test_the_search_of_a_linked_list_expands_each_object_once(monkeypatch):
+    head = None
+    for _ in range(100):
+        head = types.SimpleNamespace(next=head, scale=2.0)
+    expanded = []
+    expand = search.Search._expand
+    monkeypatch.setattr(
+        search.Search, "_expand", lambda self, thing: (expanded.append(thing), expand(self, thing))
+    )
+    reached(AdditiveCoupling(lambda x: x * head.next.scale))
+    assert len(expanded) < 300
