@@ -190,12 +190,16 @@ class Search:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
-            if name in ABOUT_CLASS and name not in self.names:
+            v = thing.attributes[name]
+            method = isinstance(thing.place, ClassAttributes) and _function_of(v) is not None
+            if (method or name in ABOUT_CLASS) and name not in self.names:
                 continue
             mark = id(thing.attributes), name
             if mark not in self._visited and name not in thing.skipped:
                 self._visited.add(mark)
-                v = thing.attributes[name]
+                if method:  # its code is searched with the objects of the class
+                    self.watched.append((thing.place, name, v))
+                    continue
                 # a layer of torch has the same numbers as attributes in every pass
                 if not (thing.all_names and type(v) in PLAIN_TYPES):
                     self.value(v, thing.place, name, name)
@@ -342,16 +346,15 @@ class Search:
         self._class(type(v))
 
     def _class(self, cls: type) -> None:
-        """The attributes of user-defined classes, without methods."""
+        """The attributes of user-defined classes."""
         # class attributes may be tensors, counters or modules that several objects share
         for c in cls.__mro__:
             if not _foreign(c.__module__) and self._is_new(c):
                 self.sized.append(vars(c))
                 self.classes.append((c, frozenset(vars(c))))
-                attributes = {k: v for k, v in vars(c).items() if not _function_of(v)}
                 self._objects.append(
                     _Object(
-                        attributes,
+                        dict(vars(c)),
                         ClassAttributes(c),
                         {},
                         _STANDARD | _STEP_OPTIONS,

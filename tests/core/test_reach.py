@@ -772,3 +772,28 @@ def test_the_search_of_a_linked_list_expands_each_object_once(monkeypatch):
     )
     reached(AdditiveCoupling(lambda x: x * head.next.scale))
     assert len(expanded) < 300
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_method_replaced_before_the_backward(mode):
+    class Scaled(nn.Module):
+        def forward(self, x):
+            return torch.tanh(self.scaled(x) * self.factor)
+
+        def scaled(self, x):
+            return 2 * x
+
+        @property
+        def factor(self):
+            return 2.0
+
+    def replace():
+        Scaled.scaled = triple
+        Scaled.factor = property(lambda self: 3.0)
+
+    def triple(self, x):
+        return 3 * x
+
+    x, y = pair(Scaled(), mode, replace)
+    assert error(x, y) < 1e-12
+    assert Scaled.scaled is triple
