@@ -15,7 +15,8 @@ NOTE [ What a replay restores ]
     3. Plain values: ``training`` and all other numbers, flags and strings of every module, and of
        objects, classes, functions, dictionaries, closures and globals that the step reaches; grid
        and memory mode of every step. Assignments during the replay are undone afterwards. Lists,
-       sets and deques have the items from before the forward pass.
+       sets and deques have the items from before the forward pass, dictionaries also their order.
+       What was absent in the forward pass (an attribute of a class, a slot, a global) is absent.
     4. Parameters: the same tensor objects as in the forward pass (``torch.func.functional_call``
        swaps them). Shards of FSDP2 are an exception: FSDP2 gathers them before the forward pass
        and before the replay. A parameter that was changed in place, or converted
@@ -23,7 +24,8 @@ NOTE [ What a replay restores ]
        would be wrong. The forward pass itself may change a parameter (an initialisation from the
        first batch, a clamp) or create it (``nn.LazyLinear``). The replay then uses a copy of the
        value after the forward pass, and raises if it changes that value. If code bypasses the
-       version counters (``weight.data``), we treat every parameter like this.
+       version counters (``weight.data``), we treat every parameter like this. A parameter or
+       buffer under a new name is made again by the replay, and the first one stays.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output
        unless code of the step reads them, so the replay updates temporary copies. Any other buffer
        that the forward pass changed (spectral norm's vectors, a user's counter, statistics of a
@@ -32,8 +34,9 @@ NOTE [ What a replay restores ]
        that was changed after the forward pass raises. Buffers that share memory share it in the
        replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
-       :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions, lists
-       and modules that were replaced after the forward pass are put back during the replay.
+       :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions,
+       methods, classes, lists and modules that were replaced after the forward pass are put back
+       during the replay.
 
 Known limit: side effects outside the step, such as appending to a list, happen again in a replay;
 such code should check :func:`is_replaying`.
