@@ -609,8 +609,9 @@ class StepTensors:
         # the forward pass may create parameters and buffers, which the replay creates again
         if list(map(tuple, self._tables)) != self._names:
             for table, names in zip(self._tables, self._names, strict=True):
-                undo.append((refill_table, (table, dict(table))))
-                refill_table(table, {name: table.get(name) for name in names})
+                if tuple(table) != names:
+                    undo.append((refill_table, (table, dict(table))))
+                    refill_table(table, {name: table.get(name) for name in names})
         for table, name in self._absent:
             if table[name] is not None:
                 swap(undo, table, name, None)
