@@ -89,12 +89,12 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
             _time(replica, states[n], device)  # to warm up
             return 1e9 * min(_time(replica, states[n], device) for _ in range(rounds))
 
-        factor = fastest(plain.mode, count) * whole / count / max(1, plain.cost)
-        least = fastest(plain.mode, few)
+        stored = {n: fastest(plain.mode, n) for n in states}
+        factor = stored[count] * whole / count / max(1, plain.cost)
         constants = {
             # few images: the constant part shows where the work is small
             c.mode: max(
-                0, fastest(c.mode, few) - least - factor * (c.cost - plain.cost) * few / whole
+                0, fastest(c.mode, few) - stored[few] - factor * (c.cost - plain.cost) * few / whole
             )
             for c in choices[1:]
         }
