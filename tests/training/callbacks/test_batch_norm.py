@@ -10,7 +10,7 @@ from small_task import TINY, Fails, TinyNet, loader, trainer
 from torch import nn
 
 from revzoo.training import BatchNormMomentum, Classifier, CompiledBranches
-from revzoo.training.callbacks.compile import residual_functions
+from revzoo.training.callbacks.compile import compiled_parts
 
 OPTIM = {"lr": 0.01, "schedule": {"name": "constant"}}
 
@@ -89,8 +89,8 @@ def test_compiled_branches_have_no_warm_up(
     trainer(tmp_path, max_epochs=1, limit_train_batches=1, callbacks=callbacks).fit(
         module, loader()
     )
-    compiled = residual_functions(module)
-    inside = {m for b in compiled for m in b.modules() if isinstance(m, nn.BatchNorm2d)}
+    compiled = compiled_parts(module.model)
+    inside = {m for part in compiled for m in part.modules() if isinstance(m, nn.BatchNorm2d)}
     outside = {m for m in module.modules() if isinstance(m, nn.BatchNorm2d)} - inside
     assert inside
     assert outside

@@ -158,16 +158,15 @@ def test_gradients_have_the_dropout_of_the_forward_pass(memory: str) -> None:
     network = Classifier({**TINY, "dropout": 0.3, "memory": memory}).double()
     callback = CompiledBranches(backend="aot_eager")
     callback.setup(None, network, "fit")  # type: ignore[arg-type]
-    x = torch.randn(4, 1, 8, 8, dtype=torch.float64)
+    x = torch.randn(4, 1, 8, 8, dtype=torch.float64, requires_grad=True)
     direction = torch.randn_like(x)
 
     def loss(shift: float) -> torch.Tensor:
         torch.manual_seed(1)
-        return network(moved.add(direction, alpha=shift)).square().sum()
+        return network(x.add(direction, alpha=shift)).square().sum()
 
     try:
-        moved = x.requires_grad_()
-        (gradient,) = torch.autograd.grad(loss(0.0), moved)
+        (gradient,) = torch.autograd.grad(loss(0.0), x)
         slope = (loss(1e-6) - loss(-1e-6)).item() / 2e-6
     finally:
         callback.undo(network)
