@@ -33,7 +33,7 @@ from torch.nn.modules import batchnorm, instancenorm
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from revzoo.core.invertible import Invertible
-from revzoo.core.places import Constant, Place, Undo, refill_table, swap
+from revzoo.core.places import Constant, Place, Undo, refill, swap
 from revzoo.core.reach import Reach
 from revzoo.core.tensors import address, has_values, tensors_of, version_of
 
@@ -210,7 +210,7 @@ class Owned:
     def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
         self._key = key
         reads = key[0]
-        self.tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+        self.tables = _tables_of(modules)
         self.names = list(map(tuple, self.tables))
         # positions, not modules: the first module holds this object, a cycle otherwise
         self.carrying = [
@@ -220,7 +220,7 @@ class Owned:
         places = [(m._parameters, k) for m in modules for k in m._parameters]
         self.places = [(table, k) for table, k in places if table[k] is not None]
         # a bias that a layer gets later would be missed if only present tensors were compared
-        self.absent = _absent_from(modules)
+        self.absent = _absent_from(self.tables)
         self.statistics: list[Statistics] = []
         for i, m in enumerate(modules):
             if not m._buffers:
@@ -277,7 +277,7 @@ class Owned:
 
     def tensors_if_same(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
         """The present tensors, if a new search of ``modules`` would find tensors like them."""
-        tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+        tables = _tables_of(modules)
         if key != self._key or not all(map(is_, tables, self.tables)):
             return None
         if list(map(tuple, tables)) != self.names:
@@ -321,9 +321,13 @@ class Owned:
         return self._addresses
 
 
-def _absent_from(modules: list[nn.Module]) -> list[tuple[dict[str, Any], str]]:
+def _tables_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
+    """The dictionaries of the modules' parameters, then those of their buffers."""
+    return [*map(_parameters_of, modules), *map(_buffers_of, modules)]
+
+
+def _absent_from(tables: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str]]:
     """The parameters and buffers that are None, by table and name."""
-    tables = [*map(_parameters_of, modules), *map(_buffers_of, modules)]
     return [(table, k) for table in tables for k, t in table.items() if t is None]
 
 
@@ -430,18 +434,18 @@ class StepTensors:
         self._owned: Owned | None = None
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
-        # of all parameters and buffers; and those that are None
-        self._tables: list[dict[str, Any]] = []
-        self._names: list[tuple[str, ...]] = []
-        self._absent: list[tuple[dict[str, Any], str]] = []
+        self._tables: list[dict[str, Any]] = []  # of all parameters and buffers
+        self._names: list[tuple[str, ...]] = []  # in each table
+        self._absent: list[tuple[dict[str, Any], str]] = []  # the entries that are None
         at_once = self._capture_at_once(reaches[0], modules)
         for m in others if at_once else (*modules, *others):
             self._capture(m)
         if others:
-            tables = [*map(_parameters_of, others), *map(_buffers_of, others)]
+            tables = _tables_of(others)
+            # new lists: the present ones belong to a search result, which later passes use
             self._tables = [*self._tables, *tables]
             self._names = [*self._names, *map(tuple, tables)]
-            self._absent = [*self._absent, *_absent_from(others)]
+            self._absent = [*self._absent, *_absent_from(tables)]
         for reach in reaches:
             for place, key, label in reach.tensors:
                 self._capture_reached(place, key, label, training)
@@ -452,7 +456,7 @@ class StepTensors:
         Parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never need
         one, and making them takes longer than all other checks.
 
-        Returns False, and captures nothing, if a tensor is no ordinary one.
+        Returns False if a tensor is no ordinary one; then it captures only the names in the tables.
         """
         owned, tensors = Owned.of(reach, modules, self.reads_statistics, self._updates_unseen)
         self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent
@@ -606,12 +610,13 @@ class StepTensors:
 
     def restore(self, undo: Undo) -> None:
         """Put the tensors of the forward pass, or copies for the replay to change, in place."""
-        # the forward pass may create parameters and buffers, which the replay creates again
+        # The forward pass may create parameters and buffers, which the replay creates again. One
+        # comparison shows the usual case: no table has changed.
         if list(map(tuple, self._tables)) != self._names:
             for table, names in zip(self._tables, self._names, strict=True):
                 if tuple(table) != names:
-                    undo.append((refill_table, (table, dict(table))))
-                    refill_table(table, {name: table.get(name) for name in names})
+                    undo.append((refill, (table, dict(table))))
+                    refill(table, {name: table.get(name) for name in names})
         for table, name in self._absent:
             if table[name] is not None:
                 swap(undo, table, name, None)

@@ -1,8 +1,8 @@
 """Places: where the code of a step finds a value, and where a replay puts another one.
 
-A dictionary is a place as it is: attributes of modules and objects, parameters, buffers, globals.
-Of the containers of a user's class we call only the methods of the built-in class: a method that
-the user defines may do anything, such as remove the item that it returns.
+Attributes of modules and objects, parameters, buffers and globals are in dictionaries, which need
+no wrapper. If the class of a container is the user's, we call only methods of the built-in class
+that it inherits from: the user's methods may do anything, such as remove the item that they return.
 """
 
 from __future__ import annotations
@@ -48,51 +48,47 @@ _BUILT_IN = frozenset(
 
 
 def built_in(container: Any, name: str) -> Callable[..., Any]:
-    """The method of the built-in class that the container's class is or inherits from."""
+    """The method of this name, as the first built-in class of the container's bases defines it."""
+    # the first: the methods of ``dict`` would corrupt the order of an OrderedDict
     cls: Any = next(c for c in type(container).__mro__ if c in _BUILT_IN)
     method: Callable[..., Any] = getattr(cls, name).__get__(container)
     return method
 
 
 class Entries:
-    """A dictionary of another class than ``dict``, used by the methods of the built-in class."""
+    """The entries of a dictionary whose class is the user's, by the methods of :func:`built_in`."""
 
-    __slots__ = ("_keys", "_table")
+    __slots__ = ("_table",)
 
     def __init__(self, table: dict[Any, Any]) -> None:
         self._table = table
-        # an OrderedDict has an order of its own, so the methods of ``dict`` would corrupt it
-        self._keys: Any = dict
-        if isinstance(table, collections.OrderedDict):
-            self._keys = collections.OrderedDict
 
     def __len__(self) -> int:
-        return dict.__len__(self._table)
+        return len(self.keys())
 
     def __iter__(self) -> Iterator[Any]:
-        found: Iterator[Any] = self._keys.__iter__(self._table)
-        return found
+        return iter(self.keys())
 
     def keys(self) -> Any:
-        return self._keys.keys(self._table)
+        return built_in(self._table, "keys")()
 
     def values(self) -> Any:
-        return self._keys.values(self._table)
+        return built_in(self._table, "values")()
 
     def items(self) -> Any:
-        return self._keys.items(self._table)
+        return built_in(self._table, "items")()
 
     def copy(self) -> dict[Any, Any]:
         return dict(self.items())
 
     def get(self, key: Any, default: Any = None, /) -> Any:
-        return dict.get(self._table, key, default)
+        return built_in(self._table, "get")(key, default)
 
     def __setitem__(self, key: Any, value: Any, /) -> None:
-        self._keys.__setitem__(self._table, key, value)
+        built_in(self._table, "__setitem__")(key, value)
 
     def __delitem__(self, key: Any, /) -> None:
-        self._keys.__delitem__(self._table, key)
+        built_in(self._table, "__delitem__")(key)
 
 
 def entries(table: dict[Any, Any]) -> Any:
@@ -103,16 +99,16 @@ def entries(table: dict[Any, Any]) -> Any:
 class Items:
     """The items of a list or deque."""
 
-    __slots__ = ("_length", "get_item", "items", "set_item")
+    __slots__ = ("_get_item", "_length", "_set_item", "items")
 
     def __init__(self, items: list[Any] | collections.deque[Any]) -> None:
         self.items = items
         self._length = built_in(items, "__len__")
-        self.get_item = built_in(items, "__getitem__")
-        self.set_item = built_in(items, "__setitem__")
+        self._get_item = built_in(items, "__getitem__")
+        self._set_item = built_in(items, "__setitem__")
 
     def get(self, key: int, default: Any = None, /) -> Any:
-        return self.get_item(key) if key < self._length() else default
+        return self._get_item(key) if key < self._length() else default
 
     def __setitem__(self, key: int, value: Any, /) -> None:
         if key >= self._length():
@@ -122,7 +118,7 @@ class Items:
                 "the item back. Run backward before removing items, or use memory='store' for "
                 "this step"
             )
-        self.set_item(key, value)
+        self._set_item(key, value)
 
     def __delitem__(self, key: int, /) -> None:
         raise AssertionError("an item is replaced, never deleted")
@@ -240,7 +236,7 @@ Read = Callable[[], Iterable[Any]]
 def readers(where: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Sequence[Any], Read]]:
     """For each place its keys, and a function that reads all of them, in C where possible.
 
-    The function raises a LookupError if a key of a dictionary or list is gone.
+    For a key that is gone, the function gives :data:`ABSENT` or raises a LookupError.
     """
     keys_of: dict[int, tuple[Place, list[Any]]] = {}
     for place, key in where:
@@ -267,15 +263,9 @@ def getter(place: Place) -> Callable[[Any, Any], Any]:
 
 
 def refill(container: Any, items: Iterable[Any]) -> None:
-    """Replace the items of a list, set or deque."""
+    """Replace the items of a list, set or deque, or the entries of a dictionary."""
     built_in(container, "clear")()
-    built_in(container, "update" if isinstance(container, set) else "extend")(items)
-
-
-def refill_table(table: dict[Any, Any], wanted: dict[Any, Any]) -> None:
-    """Replace the entries of a dictionary."""
-    table.clear()
-    table.update(wanted)
+    built_in(container, "update" if isinstance(container, (set, dict)) else "extend")(items)
 
 
 def same(table: Any, before: Any) -> bool:
@@ -297,7 +287,7 @@ def reorder(table: Any, names: Iterable[Any]) -> None:
 
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Calls that restore the caller's values after a replay, last one first."""
+"""Calls that restore the caller's values after a replay, run from last to first."""
 
 
 def swap(undo: Undo, place: Place, key: Any, value: Any) -> None:

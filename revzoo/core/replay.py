@@ -72,7 +72,6 @@ from revzoo.core.places import (
     Undo,
     put,
     refill,
-    refill_table,
     reorder,
     same,
     swap,
@@ -251,8 +250,8 @@ class _PlainValues:
             if reach.unchanged() is None:  # a child, a hook or an object was replaced
                 for table, before in reach.tables:
                     if not same(table, before):
-                        undo.append((refill_table, (table, dict(table))))
-                        refill_table(table, before)
+                        undo.append((refill, (table, dict(table))))
+                        refill(table, before)
                 for place, key, seen in reach.displaced():
                     swap(undo, place, key, seen)
                 for place, name in reach.added():
