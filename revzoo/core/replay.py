@@ -24,8 +24,9 @@ NOTE [ What a replay restores ]
        would be wrong. The forward pass itself may change a parameter (an initialisation from the
        first batch, a clamp) or create it (``nn.LazyLinear``). The replay then uses a copy of the
        value after the forward pass, and raises if it changes that value. If code bypasses the
-       version counters (``weight.data``), we treat every parameter like this. A parameter or
-       buffer under a new name is made again by the replay, and the first one stays.
+       version counters (``weight.data``), we treat every parameter like this. If the forward
+       pass adds a parameter or buffer under a new name, the replay adds another one; afterwards
+       the first one is back.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output
        unless code of the step reads them, so the replay updates temporary copies. Any other buffer
        that the forward pass changed (spectral norm's vectors, a user's counter, statistics of a
@@ -105,58 +106,45 @@ class Conditions:
     See NOTE [ What a replay restores ]. The forward pass runs inside ``with conditions:``.
     """
 
-    __slots__ = (
-        "_locks",
-        "_of_arguments",
-        "_random",
-        "_reach",
-        "_surroundings",
-        "_tensors",
-        "_values",
-    )
+    __slots__ = ("_locks", "_random", "_reaches", "_surroundings", "_tensors", "_values")
 
     def __init__(
         self, module: nn.Module, inputs: Iterable[Tensor], context: Mapping[str, Any] | None = None
     ) -> None:
         """Capture before the forward pass."""
         inputs = tuple(inputs)
-        self._reach, modules = reached(module)  # rule 6
-        self._of_arguments: Reach | None = None
-        if self._reach.scripted:
+        reach, modules = reached(module)  # rule 6
+        if reach.scripted:
             raise RuntimeError(
                 f"{type(module).__name__} holds a TorchScript module, whose buffers and flags a "
                 "replay cannot exchange; expected a plain module. Use torch.compile instead of "
                 "torch.jit, or memory='store' or 'offload' for this step"
             )
-        if context:
-            self._of_arguments = reached_from(tree_iter(dict(context)), self._reach.names)
-        reaches, others = self._reaches(), []
-        if self._of_arguments is not None:
-            others = self._of_arguments.modules()
-        self._values = _PlainValues(reaches, modules, others)  # rule 3
+        # what the step reaches, and what its keyword arguments reach
+        self._reaches, others = [reach], []
+        if context and (of_arguments := reached_from(tree_iter(dict(context)), reach.names)):
+            self._reaches.append(of_arguments)
+            others = of_arguments.modules()
+        self._values = _PlainValues(self._reaches, [modules, others])  # rule 3
         if others:  # a module may be reached on both ways: capture it once
             others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
-        self._tensors = StepTensors(reaches, modules, others, context or {}, module.training)
+        self._tensors = StepTensors(self._reaches, modules, others, context or {}, module.training)
         # without inputs, the step's own tensors decide the devices
         tensors = inputs or self._tensors.all()
         accelerators = frozenset(t.device for t in tensors if t.device.type not in HOST)
         self._surroundings = Surroundings(accelerators)  # rule 2
         # reading a random state takes as long as a small kernel
         draws_nothing = (
-            self._of_arguments is None
+            len(self._reaches) == 1
             and self._tensors.all_plain
-            and self._reach.draws_nothing
+            and reach.draws_nothing
             and all(type(t) in (Tensor, nn.Parameter) for t in inputs)
         )
         sources: tuple[Any, ...] = ()
         if not draws_nothing and not is_faked(inputs):
-            generators = (g for reach in reaches for g in reach.generators)
+            generators = (g for each in self._reaches for g in each.generators)
             sources = (CPU, *accelerators, *generators)
         self._random = RandomStates(sources)  # rule 1
-
-    def _reaches(self) -> list[Reach]:
-        """What the step reaches, and what its keyword arguments reach."""
-        return [self._reach] if self._of_arguments is None else [self._reach, self._of_arguments]
 
     @property
     def reads_statistics(self) -> bool:
@@ -174,19 +162,21 @@ class Conditions:
 
     def __enter__(self) -> None:
         """Begin the forward pass."""
-        self._locks = self._reach.locks if self._tensors.swaps_buffers else []
+        reach = self._reaches[0]
+        self._locks = reach.locks if self._tensors.swaps_buffers else []
         threads.acquire(self._locks)
-        self._random.begin(self._reach.draws)
+        self._random.begin(reach.draws)
 
     def __exit__(self, failure: type[BaseException] | None, *_: object) -> None:
         """End the forward pass; drop random states and buffers that it did not change."""
         try:
             if failure is None:
+                reach = self._reaches[0]
                 if self._random.sources:
-                    self._reach.draws = self._random.finish()
+                    reach.draws = self._random.finish()
                 created = self._tensors.finish()
-                if created and (step := self._reach.step()) is not None:
-                    self._reach = reached(step)[0]  # torch has removed the hook that made them
+                if created and (step := reach.step()) is not None:
+                    self._reaches[0] = reached(step)[0]  # torch has removed the hook that made them
         finally:
             self._random.release()
             threads.release(self._locks)
@@ -213,12 +203,11 @@ class _PlainValues:
 
     __slots__ = ("_containers", "_namespaces", "_outer_values", "_training")
 
-    def __init__(
-        self, reaches: list[Reach], modules: list[nn.Module], others: list[nn.Module]
-    ) -> None:
-        self._namespaces = reaches[0].plain_values(modules)
-        if len(reaches) > 1:
-            self._namespaces += reaches[1].plain_values(others)
+    def __init__(self, reaches: list[Reach], members: list[list[nn.Module]]) -> None:
+        """``members``: the modules of the step, then those of its keyword arguments."""
+        # without keyword arguments that reach something, there is one reach
+        pairs = zip(reaches, members, strict=False)
+        self._namespaces = [entry for reach, each in pairs for entry in reach.plain_values(each)]
         self._outer_values = [value for reach in reaches for value in reach.outer_values()]
         self._containers = [entry for reach in reaches for entry in reach.containers()]
         # of a module around the step, a replay restores nothing else
@@ -281,7 +270,7 @@ class _Restored:
         self._states = states = c._random.to_repeat()
         self._undo: Undo = []
         # the locks first, in the order of the forward pass: see NOTE [ Threads ]
-        self._locks = c._reach.locks if c._tensors.swaps_buffers else []
+        self._locks = c._reaches[0].locks if c._tensors.swaps_buffers else []
         threads.acquire(self._locks)
         self._locked = bool(states) and threads.random_lock.acquire()
         if states:
@@ -293,7 +282,7 @@ class _Restored:
             if states:
                 self._undo.append((set_random_states, (random_states(states),)))
                 set_random_states(states)
-            unordered = c._values.restore(self._undo, c._reaches())
+            unordered = c._values.restore(self._undo, c._reaches)
             c._tensors.restore(self._undo)
             for attributes, plain in unordered:  # last: some entries were put back just now
                 reorder(attributes, plain.names)
