@@ -50,6 +50,7 @@ _READS_STATISTICS = frozenset(
 # torch that change buffers.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | {"batch_norm", "instance_norm", "native_batch_norm"}
+# Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
     "_modules",
     "_forward_pre_hooks",
@@ -285,7 +286,7 @@ class Reach:
         return [entry for entry in self._watched if entry[0].get(entry[1], ABSENT) is not entry[2]]
 
     def added(self) -> list[tuple[Place, str]]:
-        """Attributes that classes have now and had not when they were searched."""
+        """Attributes that classes got after they were searched."""
         return [
             (ClassAttributes(c), name)
             for c, names in self._classes
@@ -325,13 +326,14 @@ class Plain(NamedTuple):
             for k, v in attributes.items()
             if type(v) in PLAIN_TYPES and k not in OWN_ATTRIBUTES
         }
-        fast = len(values) > 1 and type(attributes) is dict  # itemgetter calls a user's __getitem__
+        # itemgetter returns no tuple for one key, and calls a user's __getitem__
+        fast = len(values) > 1 and type(attributes) is dict
         get = itemgetter(*values) if fast else functools.partial(_values_of, values)
         return Plain(tuple(attributes), values, get)
 
 
 def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
-    return [attributes.get(name, attributes) for name in names]
+    return [attributes.get(name, ABSENT) for name in names]
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:

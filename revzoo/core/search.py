@@ -126,8 +126,8 @@ def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
     return list(found)
 
 
-# Overridden ones too: super() calls them. Weak, since a function may hold its class, and a cache
-# would keep classes alive that were made inside of a function.
+# The functions that a class and its bases define, by name; overridden ones too, since super() calls
+# them. Weak, since a function may refer to its class, which the cache would keep alive.
 _Methods = dict[str, tuple[weakref.ref[types.FunctionType], ...]]
 
 
@@ -174,14 +174,12 @@ class Search:
 
     def run(self) -> None:
         """Follow names into objects until nothing new turns up."""
-        i, names = 0, len(self.names)
-        while i < len(self._objects):
-            self._expand(self._objects[i])
-            i += 1
-            # the names of a new function open attributes of earlier objects; all objects first,
-            # since a list of objects would be quadratic otherwise
-            if i == len(self._objects) and len(self.names) != names:
-                i, names = 0, len(self.names)
+        names = -1
+        while names != len(self.names):  # a new name opens attributes of earlier objects
+            names = len(self.names)
+            # the list grows meanwhile: to start again after each new object would be quadratic
+            for thing in self._objects:
+                self._expand(thing)
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
@@ -296,10 +294,10 @@ class Search:
         self.sized.append(v)
         if isinstance(v, _LISTS):
             self.lists.append(v)
-        table = entries(v) if isinstance(v, dict) else {}
-        if isinstance(v, dict) and len(table) <= MOST_ITEMS:
+        table = entries(v) if isinstance(v, dict) else None
+        items = list(enumerate(_items_of(v)) if table is None else table.items())
+        if table is not None and len(items) <= MOST_ITEMS:
             self.namespaces.append(table)
-        items = list(table.items()) if isinstance(v, dict) else list(enumerate(_items_of(v)))
         # the usual case, and the only cheap one for long lists
         if PLAIN_TYPES.issuperset(type(item) for _, item in items):
             if len(items) <= MOST_ITEMS and not isinstance(v, (tuple, frozenset)):
@@ -307,7 +305,7 @@ class Search:
             return
         place = Items(v) if isinstance(v, (list, collections.deque)) else table
         for key, item in items:
-            if isinstance(v, (tuple, set, frozenset)):
+            if place is None:  # a tuple or set
                 self.value(item, Constant(item), None, label)
             else:
                 self.value(item, place, key, f"{label}[{key!r}]")
@@ -422,6 +420,7 @@ class Search:
         for name in loaded:
             # not with _is_new: many functions share the globals, but load other names of them
             mark = id(f.__globals__), name
+            # a global that is missing, and no built-in, may be defined before the backward pass
             if mark not in self._visited and (name in f.__globals__ or name not in _BUILTINS):
                 self._visited.add(mark)
                 self.value(f.__globals__.get(name, ABSENT), f.__globals__, name, name)
@@ -445,7 +444,7 @@ def _aliases(v: Any, depth: int) -> Any:
     if depth > _DEPTH or type(v) in PLAIN_TYPES:
         return None
     if isinstance(v, dict):
-        aliases = _aliases_of(dict(entries(v).items()), depth)
+        aliases = _aliases_of(entries(v).copy(), depth)
     elif isinstance(v, _CONTAINERS):
         aliases = _aliases_of(dict(enumerate(_items_of(v))), depth)
     elif isinstance(v, types.SimpleNamespace) or dataclasses.is_dataclass(type(v)):
@@ -458,7 +457,7 @@ def _aliases(v: Any, depth: int) -> Any:
 
 
 def _aliases_of(items: dict[Any, Any], depth: int) -> dict[Any, Any]:
-    copies = {key: _aliases(item, depth + 1) for key, item in list(items.items())}
+    copies = {key: _aliases(item, depth + 1) for key, item in items.items()}
     return {key: item for key, item in copies.items() if item is not None}
 
 
@@ -488,7 +487,8 @@ def _items_of(container: Any) -> Iterable[Any]:
 
 
 def _attributes_of(v: Any) -> dict[str, Any]:
-    """Its ``__dict__``; getattr would call a user's ``__getattr__`` if there is none."""
+    """The ``__dict__`` of ``v``; empty if it has none."""
+    # getattr would call a user's __getattr__ or __getattribute__
     try:
         attributes: dict[str, Any] = object.__getattribute__(v, "__dict__")
     except AttributeError:
