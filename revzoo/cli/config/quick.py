@@ -147,19 +147,18 @@ def check_data_complete(data: Mapping[str, Any]) -> None:
 def check_names_by_source(config: Mapping[str, Any]) -> None:
     """Check names in tables, and names of options, against the source files.
 
-    The modules with the tables import torch or Lightning, and check the same names. Once one is
-    imported, its check is left to it: a plugin may have added rows.
+    The modules with the tables check the same names, but import torch or Lightning. The names of a
+    module that is imported already are not checked here: a plugin may have added rows.
     """
     data, logger, trainer = config["data"], config["logger"], config["trainer"]
     if rows := _rows("revzoo.training.callbacks.registry", "CALLBACKS"):
         check_options(config["callbacks"], rows)
     if rows := _rows("revzoo.data.registry", "DATA", positional=True):
         check_choice("data._target_", data.get("_target_"), rows)
-        own = rows[str(data["_target_"])]
         # data sets pass **options on to ImageData
         shared = options("revzoo.data.module", "ImageData")
-        given = [key for key in data if key != "_target_"]
-        check_names(given, [*shared, *own], where="data")
+        known = [*shared, *rows[data["_target_"]]]
+        check_names((key for key in data if key != "_target_"), known, where="data")
     if rows := _rows("revzoo.training.loggers", "LOGGERS"):
         kind = logger.get("kind")
         check_choice("logger.kind", kind, (*rows, CSV_ONLY, None))

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-MODELS = Path(__file__).parents[2] / "models"
+MODEL_SOURCES = Path(__file__).parents[2] / "models"
 
 
 def table_options(module: str, table: str, *, positional: bool = False) -> dict[str, list[str]]:
@@ -25,7 +25,8 @@ def table_options(module: str, table: str, *, positional: bool = False) -> dict[
         positional: whether positional parameters are options too.
 
     Returns:
-        Empty if the module comes without a source file.
+        The names of the options, by the name of the row; empty if the module comes without a source
+        file.
     """
     for node in _statements(module):
         if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == table:
@@ -38,7 +39,11 @@ def table_options(module: str, table: str, *, positional: bool = False) -> dict[
 
 
 def options(module: str, name: str, *, positional: bool = False) -> list[str]:
-    """The keyword-only parameters of a function or a class's constructor; empty without source."""
+    """The keyword-only parameters of a function, or of a class's constructor.
+
+    With ``positional``, the positional ones, too. A class without a constructor inherits the one of
+    its first base. Empty for a name that is neither, and without a source file.
+    """
     where, node = _definition(module, name)
     if isinstance(node, ast.ClassDef):
         methods = [item for item in node.body if isinstance(item, ast.FunctionDef)]
@@ -49,37 +54,40 @@ def options(module: str, name: str, *, positional: bool = False) -> list[str]:
         node = constructor[0]
     if not isinstance(node, ast.FunctionDef):
         return []
-    ordinary = [a.arg for a in node.args.args if a.arg != "self"] if positional else []
-    return [*ordinary, *(a.arg for a in node.args.kwonlyargs)]
+    parameters = [*(node.args.args if positional else ()), *node.args.kwonlyargs]
+    return [parameter.arg for parameter in parameters if parameter.arg != "self"]
 
 
 def model_keywords(name: str) -> list[str]:
-    """The keywords of a model: of ``create_model``, of its network class and of its row.
+    """The keywords of a model: of ``create_model``, of its network class and of its row's class.
 
-    Of all network classes, where several share a file. Empty for a name that is no key of a table
-    in ``revzoo.models``, and without source files.
+    Where several network classes share a file, the keywords of all of them. Empty for a name that
+    is no key of a table ``...: dict[str, Row]`` in ``revzoo.models``, and without source files.
     """
-    for module in [f"revzoo.models.{path.stem}" for path in sorted(MODELS.glob("*.py"))]:
+    for module in [f"revzoo.models.{path.stem}" for path in sorted(MODEL_SOURCES.glob("*.py"))]:
         statements = _statements(module)
         for node in statements:
             if not isinstance(node, ast.AnnAssign) or not isinstance(node.value, ast.Dict):
                 continue
             if name in _keys(node.value):
-                row = ast.unparse(node.annotation).removeprefix("dict[str, ").removesuffix("]")
-                _, fields = _definition(module, row)
-                assert isinstance(fields, ast.ClassDef)
+                row_class = (
+                    ast.unparse(node.annotation).removeprefix("dict[str, ").removesuffix("]")
+                )
+                _, row = _definition(module, row_class)
+                assert isinstance(row, ast.ClassDef)
                 classes = [item.name for item in statements if isinstance(item, ast.ClassDef)]
-                networks = [options(module, each) for each in classes]
+                # of the classes in the file, networks take a number of classes
+                networks = [keys for c in classes if "num_classes" in (keys := options(module, c))]
                 return [
                     *options("revzoo.models.registry", "create_model", positional=True),
-                    *(key for network in networks if "num_classes" in network for key in network),
-                    *(ast.unparse(x.target) for x in fields.body if isinstance(x, ast.AnnAssign)),
+                    *(key for keys in networks for key in keys),
+                    *(ast.unparse(x.target) for x in row.body if isinstance(x, ast.AnnAssign)),
                 ]
     return []
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
-    """The class or function of this name, and the module that defines it."""
+    """The module that defines a class or function, and its definition; None if there is none."""
     # the last definition counts: the first ones may be overloads
     for node in reversed(_statements(module)):
         if isinstance(node, ast.ImportFrom) and name in [alias.name for alias in node.names]:
@@ -90,7 +98,7 @@ def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:
 
 
 def _keys(table: ast.Dict) -> list[str]:
-    # None for **other
+    # a key is None for **other
     return [ast.literal_eval(key) for key in table.keys if isinstance(key, ast.Constant)]
 
 
@@ -98,7 +106,7 @@ def _keys(table: ast.Dict) -> list[str]:
 def _statements(module: str) -> Sequence[ast.stmt]:
     """The statements of a module's source file; empty without one."""
     package, *parts = module.split(".")
-    # of the whole name, it would import the packages above the module
+    # find_spec of the whole name would import the packages above the module
     spec = find_spec(package)
     if spec is None or spec.origin is None:
         return ()
