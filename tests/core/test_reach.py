@@ -389,9 +389,9 @@ def guarded(base):
         base.clear(self)
         raise TakenError
 
-    names = "get __getitem__ __setitem__ __delitem__ __iter__ __len__ __missing__ items keys values"
-    names += " copy clear update pop popitem append extend add"
-    return type("Guarded", (base,), dict.fromkeys(names.split(), take))()
+    methods = "get __getitem__ __setitem__ __delitem__ __iter__ __len__ __missing__ items keys"
+    methods += " values copy clear update pop popitem append extend add"
+    return type("Guarded", (base,), dict.fromkeys(methods.split(), take))()
 
 
 def add(base, box, key, value):
@@ -434,7 +434,7 @@ def test_the_order_of_a_dictionary_outlives_a_replay(mode):
     assert list(recent) == ["c", "a", "b"]
 
 
-def pair(branch, mode, before_backward=lambda: None, **context):
+def gradients(branch, mode, before_backward=lambda: None, **context):
     """The gradient of the input of ``branch`` by the mode, and by plain autograd."""
     x = vectors(3, 4)
     plain = x.detach().requires_grad_()
@@ -523,8 +523,8 @@ def test_what_was_deleted_before_the_backward_stays_deleted(mode):
         nonlocal cell
         del cell, slots.scale, Derived.scale
 
-    x, y = pair(branch, mode, delete)
-    assert error(x, y) < 1e-12
+    gradient, expected = gradients(branch, mode, delete)
+    assert error(gradient, expected) < 1e-12
     assert not hasattr(slots, "scale")
     assert Derived.scale == 5.0
     with pytest.raises(NameError):
@@ -559,11 +559,11 @@ def test_what_was_added_before_the_backward_is_hidden_from_the_replay(mode):
         module.register_buffer("new", values)
 
     try:
-        x, y = pair(branch, mode, add)
+        gradient, expected = gradients(branch, mode, add)
         assert globals()["_added_scale"] == 3.0
     finally:
         globals().pop("_added_scale", None)
-    assert error(x, y) < 1e-12
+    assert error(gradient, expected) < 1e-12
     assert slots.scale == Derived.scale == 3.0
     assert module.shift is module.new is values
 
@@ -600,8 +600,8 @@ def test_a_branch_computes_with_what_python_keeps_about_a_class(mode, load):
         Settings.__annotations__["scale"] = 3.0
         Settings.__parameters__ = 3.0
 
-    x, y = pair(lambda x: torch.tanh(x * load(Settings)), mode, change)
-    assert error(x, y) < 1e-12
+    gradient, expected = gradients(lambda x: torch.tanh(x * load(Settings)), mode, change)
+    assert error(gradient, expected) < 1e-12
 
 
 class Conditioned(nn.Module):
@@ -629,10 +629,10 @@ def test_an_argument_changed_before_the_backward(mode, change):
         y = checkpoint(Conditioned(), x, cond)
         replace()
         y.sum().backward()
-        found, expected = x.grad, plain.grad
+        gradient, expected = x.grad, plain.grad
     else:
-        found, expected = pair(Conditioned(), mode, replace, cond=cond)
-    assert error(found, expected) < 1e-12
+        gradient, expected = gradients(Conditioned(), mode, replace, cond=cond)
+    assert error(gradient, expected) < 1e-12
     assert len(cond.norm._forward_hooks) == (change == "hook")
     if change == "scales":
         assert cond.scales == [3.0]
@@ -669,7 +669,7 @@ def test_entries_have_the_order_of_the_forward_pass(mode, kind, change):
         "numbers": float,
         "functions": lambda i: float(i).__mul__,
         "tensors": lambda i: torch.tensor(float(i), dtype=torch.float64),
-        "modules": lambda i: tanh_module(i),
+        "modules": scaling_module,
     }[kind]
     table = holder._modules if kind == "modules" else {}
     table |= {"a": make(2), "b": make(3), "c": make(5)}
@@ -688,12 +688,12 @@ def test_entries_have_the_order_of_the_forward_pass(mode, kind, change):
         else:
             table["d"] = make(7)
 
-    x, y = pair(branch, mode, before_backward)
-    assert error(x, y) < 1e-12
+    gradient, expected = gradients(branch, mode, before_backward)
+    assert error(gradient, expected) < 1e-12
     assert "".join(table) == {"deleted": "ac", "moved": "bca", "added": "abcd"}[change]
 
 
-def tanh_module(scale):
+def scaling_module(scale):
     module = nn.Module()
     module.forward = lambda v: scale * v
     return module
@@ -708,20 +708,18 @@ def test_a_class_replaced_before_the_backward(mode):
         scale, shift = 3.0, 1.0
 
     kinds = {"kind": Two}
-    x, y = pair(
+    gradient, expected = gradients(
         lambda x: torch.tanh(x * kinds["kind"].scale + kinds["kind"].shift),
         mode,
         lambda: kinds.update(kind=Three),
     )
-    assert error(x, y) < 1e-12
+    assert error(gradient, expected) < 1e-12
     assert kinds["kind"] is Three
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_parameter_made_by_the_first_forward_pass_keeps_its_gradient(mode):
     class Lazy(nn.Module):
-        scale = None
-
         def __init__(self):
             super().__init__()
             self.shift = None
@@ -794,6 +792,6 @@ def test_a_method_replaced_before_the_backward(mode):
     def triple(self, x):
         return 3 * x
 
-    x, y = pair(Scaled(), mode, replace)
-    assert error(x, y) < 1e-12
+    gradient, expected = gradients(Scaled(), mode, replace)
+    assert error(gradient, expected) < 1e-12
     assert Scaled.scaled is triple
