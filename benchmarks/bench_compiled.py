@@ -50,9 +50,10 @@ def build(candidate: str, args: argparse.Namespace) -> Callable[[], object]:
     labels = torch.zeros(args.batch, dtype=torch.int64)
     kind, _, mode = candidate.partition(" ")
     if kind != "torch":
-        revzoo.set_memory(model, setting(model, tuple(images.shape), mode))
+        revzoo.set_memory(model, mode_or_plan(model, tuple(images.shape), mode))
     callback = CompiledBranches()
     if kind == "compiled":
+        # it compiles the children of a module
         callback.setup(None, nn.ModuleList([model]), "fit")
     run = model
     if kind == "torch":
@@ -71,8 +72,8 @@ def build(candidate: str, args: argparse.Namespace) -> Callable[[], object]:
     return step
 
 
-def setting(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
-    """A mode, or the plan that it names."""
+def mode_or_plan(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
+    """The argument of ``set_memory`` for one of ``MODES`` and images of this shape."""
     if mode != "auto" and not mode.startswith("plan"):
         return mode
     planner = Planner(model, shape, inverting="invert")
@@ -81,19 +82,20 @@ def setting(model: nn.Module, shape: tuple[int, ...], mode: str) -> object:
     least, most = planner.pure("invert"), planner.pure("store")
     assert least is not None
     assert most is not None
-    return planner.plan(int(least.peak + float(mode[5:]) * (most.peak - least.peak)))
+    share = float(mode.removeprefix("plan "))
+    return planner.plan(int(least.peak + share * (most.peak - least.peak)))
 
 
-def alone(args: argparse.Namespace) -> Iterator[str]:
-    """One figure of the one candidate, in this process."""
-    if args.figure == "memory":
-        yield json.dumps(growth(build(*args.only, args)))
-        return
+def measured(args: argparse.Namespace) -> object:
+    """One figure of the one candidate, measured in this process: bytes, or seconds and ratios."""
+    (candidate,) = args.only
     start = time.perf_counter()
-    step = build(*args.only, args)
+    step = build(candidate, args)
     compiling = time.perf_counter() - start
+    if args.figure == "memory":
+        return growth(step)
     steps = {"eager": build("eager store", args), "candidate": step}
-    yield json.dumps([compiling, *interleaved(steps, args.rounds)["candidate"]])
+    return [compiling, *interleaved(steps, args.rounds)["candidate"]]
 
 
 def rows(args: argparse.Namespace) -> Iterator[str]:
@@ -126,7 +128,7 @@ def main() -> None:
     torch._dynamo.config.recompile_limit = 1000
     torch._dynamo.config.accumulated_recompile_limit = 1000
     if args.figure:
-        print(*alone(args))
+        print(json.dumps(measured(args)))
         return
     print(environment() + f"- n = {args.rounds} rounds\n")
     print("| candidate | s a step | over eager `store` | MiB | compiling, s |")
