@@ -30,7 +30,7 @@ ABSENT = Absent()
 
 
 class Place(Protocol):
-    """The location of a value: a dictionary, or one of the wrappers below."""
+    """The location of a value: a dictionary, or one of the classes below."""
 
     def get(self, key: Any, default: Any = None, /) -> Any: ...
 

@@ -1,6 +1,6 @@
 """Compiles residual functions, and parts that store their activations, with ``torch.compile``.
 
-Inside a compiled part no memory mode applies. So the chain of steps stays eager and each residual
+Inside a compiled part, no memory mode applies. So the chain of steps stays eager and each residual
 function is compiled, except where all steps have mode ``store``: such a part is compiled as a
 whole, and the network itself if it stores everything. Compiling in place (``module.compile()``)
 changes no key of a ``state_dict``. Parts of one shape share one compiled graph.
@@ -11,8 +11,8 @@ and activations, which saves memory and time. Random draws are kept. torch's own
 
 Known limits: the first steps wait for the compiler. Each shape needs one graph for training and one
 for evaluation. Torch allows eight graphs per function by default; beyond that it warns and runs
-eagerly. So we raise the limit until training ends. Parts are chosen when training starts: one that
-gets another memory mode later still stores.
+eagerly. So we raise the limit until training ends. Parts are chosen when training starts: a storing
+part that gets another memory mode later still stores.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from revzoo.training.callbacks.base import RestoresAfterFit
 # training and evaluation, each for full batches and for other batch sizes
 GRAPHS_PER_PART = 4
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
-# Private in torch 2.15, but the only access: by default a graph also keeps what is cheap to repeat
-# if its uses lie far apart.
+# Rules by which torch's partitioner keeps what is cheap to repeat, for example if its uses lie far
+# apart. They are private in torch 2.15, but there is no other access.
 BANS = (
     "ban_recompute_used_far_apart",
     "ban_recompute_long_fusible_chains",
@@ -75,7 +75,7 @@ class CompiledBranches(RestoresAfterFit):
         """
         if stage != "fit":
             return
-        # of the children: Lightning calls training_step, not the module
+        # of the children: Lightning calls training_step, never the module itself
         parts = [part for child in pl_module.children() for part in compiled_parts(child)]
         if not parts:
             raise ValueError(
@@ -111,7 +111,7 @@ def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
     steps = leaves(module).values()
     if not steps:
         return
-    # a list of modules is never called
+    # a module without a forward, such as a ModuleList, is never called
     if all(step.memory == "store" for step in steps) and type(module).forward != nn.Module.forward:
         yield module
     elif isinstance(module, (Coupling, ResidualUnit)):
