@@ -127,8 +127,8 @@ def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
 
 
 # The functions that a class and its bases define, by name; overridden ones too, since super() calls
-# them. Weak, since a function may refer to its class, which the cache would keep alive.
-_Methods = dict[str, tuple[weakref.ref[types.FunctionType], ...]]
+# them.
+_Methods = dict[str, tuple[types.FunctionType, ...]]
 
 
 class _Object(NamedTuple):
@@ -184,7 +184,7 @@ class Search:
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
             if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
-                for f in _alive(functions):
+                for f in functions:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
@@ -266,7 +266,7 @@ class Search:
             _loads_any(f, _STEP_RUNNERS)
             for name, functions in _methods(type(m)).items()
             if name[:2] != "__"
-            for f in _alive(functions)
+            for f in functions
         )
         return calls and _is_running(m)
 
@@ -278,9 +278,7 @@ class Search:
         runs = _STEP_RUNNERS | {k for k, child in m._modules.items() if self._contains_step(child)}
         methods = {
             name: tuple(
-                weakref.ref(f)
-                for f in _alive(functions)
-                if name not in _ENTRY_POINTS or not _loads_any(f, runs)
+                f for f in functions if name not in _ENTRY_POINTS or not _loads_any(f, runs)
             )
             for name, functions in _methods(type(m)).items()
         }
@@ -523,7 +521,7 @@ def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
 
 def _is_running(m: nn.Module) -> bool:
     """Whether a user-defined method of ``m`` is running in this thread."""
-    codes = {f.__code__ for functions in _methods(type(m)).values() for f in _alive(functions)}
+    codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         # the code alone does not show the object: several of one class share it
@@ -554,7 +552,7 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     return frozenset(names), frozenset(attributes)
 
 
-@_cached
+# not cached: a method may be replaced between two forward passes
 def _methods(cls: type) -> _Methods:
     """The functions that user-defined classes define, including property getters."""
     methods: _Methods = {}
@@ -562,12 +560,8 @@ def _methods(cls: type) -> _Methods:
         if not _foreign(c.__module__):
             for name, value in vars(c).items():
                 if (f := _function_of(value)) is not None:
-                    methods[name] = (*methods.get(name, ()), weakref.ref(f))
+                    methods[name] = (*methods.get(name, ()), f)
     return methods
-
-
-def _alive(functions: Iterable[weakref.ref[types.FunctionType]]) -> Iterable[types.FunctionType]:
-    return (f for ref in functions if (f := ref()) is not None)
 
 
 def _function_of(value: Any) -> types.FunctionType | None:

@@ -795,3 +795,28 @@ def test_a_method_replaced_before_the_backward(mode):
     gradient, expected = gradients(Scaled(), mode, replace)
     assert error(gradient, expected) < 1e-12
     assert Scaled.scaled is triple
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_method_replaced_between_two_steps_is_searched(mode: str) -> None:
+    """The functions of a class were cached: a norm of the new one counted each batch twice."""
+
+    class Branch(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.activate(x)
+
+        def activate(self, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+    norm = nn.BatchNorm1d(4)
+    net = ReversibleSequence([AdditiveCoupling(Branch())], memory=mode)
+
+    def step() -> None:
+        x = torch.randn(5, 4, requires_grad=True)
+        sum(t.sum() for t in net(x, x)).backward()
+
+    step()
+    Branch.activate = lambda self, x: norm(x)  # type: ignore[method-assign]
+    for _ in range(3):
+        step()
+    assert norm.num_batches_tracked == 3
