@@ -107,6 +107,11 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _why_unsupported(module: nn.Module) -> str | None:
+    if module._compiled_call_impl is not None:
+        return (
+            "is compiled, so the layers inside are not called one by one: use it without "
+            "compile(), or without callbacks.compiled_branches"
+        )
     if mixes_samples(module):
         return (
             "is a batch normalisation in training: each output depends on all samples of the "

@@ -26,6 +26,7 @@ WITHOUT_TORCH = {
     "train +callbacks.emma={}": "did you mean 'ema'",
     "train callbacks.ema=0.9": "expected options in braces and quotes",
     "train +model.dropuot=0.1": "did you mean 'dropout'",
+    "train +model.reversible_bit=4": "there is name, ",  # not for a RevNet
     "train optim.name=sdg": "did you mean 'sgd'",
     "train +data.batch_sise=8": "did you mean 'batch_size'",
     "train data=imagefolder data.root=x +data.cache_byte=8": "did you mean 'cache_bytes'",

@@ -43,6 +43,8 @@ MONITORED = {
     for name in names
 }  # logged figures -> whether the best is the smallest or the largest
 
+OF_SAMPLES = ("private", "gradient_noise_scale", "hard_samples")  # callbacks
+
 
 def check_config(config: Mapping[str, Any]) -> None:
     """Check a composed configuration (plain containers).
@@ -60,6 +62,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_logger(config["logger"])
         check_data(config["data"])
         check_finetuning(config)
+        check_compiled(config["callbacks"])
         if config.get(TUNER) is not None:
             check_tuner(config)
 
@@ -75,6 +78,17 @@ def check_finetuning(config: Mapping[str, Any]) -> None:
         raise ConfigError(
             "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
             "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
+        )
+
+
+def check_compiled(callbacks: Mapping[str, Any]) -> None:
+    """Check that no callback needs the layers that ``compiled_branches`` compiles."""
+    others = [name for name in OF_SAMPLES if callbacks.get(name) is not None]
+    if callbacks.get("compiled_branches") is not None and others:
+        raise ConfigError(
+            f"callbacks.compiled_branches with callbacks.{others[0]}, which computes gradients of "
+            "samples at each layer: a compiled part does not call its layers. Set one of the two "
+            "to null"
         )
 
 

@@ -39,6 +39,8 @@ FITTED = {
     "num_classes": "the number of classes of the data",
     "in_chans": "the channels of the data; data.in_chans=N for a folder of images",
 }
+# arguments of create_model that a run sets itself, or that only some models take
+NOT_SUGGESTED = (*FITTED, "reversible_bits", "features_only", "out_indices")
 POSITIVE = ("max_epochs", "max_steps", "accumulate_grad_batches", "check_val_every_n_epoch")
 ENDLESS = ("max_epochs", "max_steps")  # may be -1
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
@@ -163,8 +165,9 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
         kind = logger.get("kind")
         check_choice("logger.kind", kind, (*rows, CSV_ONLY, None))
         check_names(logger, ("kind", *rows.get(str(kind), ())), where="logger")
-    if rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS"):
-        check_choice("optim.name", config["optim"].get("name", "sgd"), rows)
+    name = config["optim"].get("name")
+    if isinstance(name, str) and (rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS")):
+        check_choice("optim.name", name, rows)
     if arguments := options("pytorch_lightning.trainer.trainer", "Trainer"):
         known = [name for name in arguments if name not in MANAGED_BY_TRAIN]
         check_names(trainer, known, where="trainer")
@@ -172,8 +175,10 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
         check_choice("trainer.profiler", trainer.get("profiler"), (*rows, None))
     # weights, such as revnet38.cifar10, have their architecture's keywords
     architecture = str(config["model"].get("name")).partition(".")[0]
-    if "revzoo.models.registry" not in sys.modules and (known := model_keywords(architecture)):
-        check_names(config["model"], known, where="model")
+    if "revzoo.models.registry" not in sys.modules and (found := model_keywords(architecture)):
+        model = config["model"]
+        known = [k for k in dict.fromkeys(found) if k in model or k not in NOT_SUGGESTED]
+        check_names([k for k in model if k not in NOT_SUGGESTED], known, where="model")
 
 
 def _rows(module: str, table: str, *, positional: bool = False) -> dict[str, list[str]]:

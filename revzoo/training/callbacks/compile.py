@@ -22,19 +22,23 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 import torch.compiler.config
 from torch import nn
 
 from revzoo._checks import check_choice
-from revzoo.core.invertible import leaves
+from revzoo.core.invertible import Step, leaves
 from revzoo.layers.coupling import Coupling
+from revzoo.models.network import ImageNetwork
 from revzoo.models.unit import ResidualUnit, Transition
 from revzoo.training.callbacks.base import RestoresAfterFit
 
-# training and evaluation, each for full batches and for other batch sizes
-GRAPHS_PER_PART = 4
+# training and evaluation, for full batches and other batch sizes, with and without frozen parts
+GRAPHS_PER_PART = 16
 LIMITS = ("recompile_limit", "accumulated_recompile_limit")
+# Private in torch 2.15: by default, hooks that are registered after compiling would not run.
+SKIPS_HOOKS = "skip_nnmodule_hook_guards"
 # Rules by which torch's partitioner keeps what is cheap to repeat, for example if its uses lie far
 # apart. They are private in torch 2.15, but there is no other access.
 BANS = (
@@ -64,7 +68,8 @@ class CompiledBranches(RestoresAfterFit):
         if backend not in torch.compiler.list_backends(exclude_tags=()):
             check_choice("backend", backend, torch.compiler.list_backends())
         self.backend = backend
-        self._compiled: list[nn.Module] = []
+        # parts, with what a user's own compile() had set
+        self._compiled: list[tuple[nn.Module, Any]] = []
         self._replaced: list[tuple[Any, str, Any]] = []  # torch's settings, restored by `undo`
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -80,14 +85,15 @@ class CompiledBranches(RestoresAfterFit):
         if not parts:
             raise ValueError(
                 f"{type(pl_module).__name__} has no residual function to compile: expected a model "
-                "from create_model, or one with couplings; compile other models with torch.compile"
+                "of couplings or residual units; compile other models with torch.compile"
             )
         for name in LIMITS:
             limit = getattr(torch.compiler.config, name)
             self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
         for name in BANS:
             self._replace(torch._functorch.config, name, False)
-        self._compiled = parts
+        self._replace(torch._dynamo.config, SKIPS_HOOKS, False)
+        self._compiled = [(part, part._compiled_call_impl) for part in parts]
         for part in parts:
             # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose
             # another one, which keeps other tensors.
@@ -98,21 +104,23 @@ class CompiledBranches(RestoresAfterFit):
         setattr(settings, name, value)
 
     def undo(self, pl_module: pl.LightningModule) -> None:
-        for part in self._compiled:
+        for part, before in self._compiled:
             # torch 2.15 has no public way to undo module.compile()
-            part._compiled_call_impl = None
+            part._compiled_call_impl = before
         for settings, name, value in self._replaced:
             setattr(settings, name, value)
         self._compiled, self._replaced = [], []
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest parts of ``module`` that store, and the residual functions of its other steps."""
+    """The largest parts of ``module`` that store, and the residual functions of its other steps.
+
+    Parts are steps and networks of this package: other modules may do what torch cannot compile.
+    """
     steps = leaves(module).values()
     if not steps:
         return
-    # a module without a forward, such as a ModuleList, is never called
-    if all(step.memory == "store" for step in steps) and type(module).forward != nn.Module.forward:
+    if all(step.memory == "store" for step in steps) and isinstance(module, (Step, ImageNetwork)):
         yield module
     elif isinstance(module, (Coupling, ResidualUnit)):
         yield module.branch

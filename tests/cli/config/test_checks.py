@@ -7,7 +7,14 @@ import pytest
 from small_weights import write_entry
 
 from revzoo.cli.config import checks
-from revzoo.cli.config.checks import check_config, check_precision, device_kind
+from revzoo.cli.config.checks import (
+    OF_SAMPLES,
+    check_compiled,
+    check_config,
+    check_precision,
+    device_kind,
+)
+from revzoo.cli.config.errors import ConfigError
 from revzoo.data import ImageData
 from revzoo.models import pretrained
 from revzoo.weights.errors import UnknownWeightsError
@@ -131,6 +138,14 @@ def test_wrong_configurations_are_refused(overrides: list[str], message: str, co
     with pytest.raises(ValueError, match=message) as error:
         check_config(compose(*overrides))
     assert len(str(error.value).splitlines()) <= 2
+
+
+@pytest.mark.parametrize("name", OF_SAMPLES)
+def test_gradients_of_samples_and_compiled_branches_exclude_each_other(name: str) -> None:
+    check_compiled({"compiled_branches": {}, name: None})
+    check_compiled({"compiled_branches": None, name: {}})
+    with pytest.raises(ConfigError, match=f"compiled_branches with callbacks.{name}"):
+        check_compiled({"compiled_branches": {}, name: {}})
 
 
 def test_good_configurations_pass(compose: Any) -> None:

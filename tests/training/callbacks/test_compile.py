@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import pytorch_lightning as pl
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from small_task import TINY, Fails, TinyNet, loader, trainer
 
 import revzoo
+from revzoo.layers.per_sample import refuse_unsupported
 from revzoo.models import create_model
 from revzoo.training import Classifier, CompiledBranches
 from revzoo.training.callbacks.compile import BANS, compiled_parts
@@ -171,3 +173,49 @@ def test_gradients_have_the_dropout_of_the_forward_pass(memory: str) -> None:
     finally:
         callback.undo(network)
     assert (gradient * direction).sum().item() == pytest.approx(slope, rel=1e-5)
+
+
+@pytest.mark.parametrize("memory", ["store", "invert"])
+def test_hooks_that_come_after_compiling_run(tmp_path: Path, memory: str) -> None:
+    """torch does not look for new hooks by default."""
+
+    class Hook(pl.Callback):
+        def on_train_batch_start(
+            self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
+        ) -> None:
+            if batch_idx == 1:
+                convs = [m for m in pl_module.modules() if isinstance(m, torch.nn.Conv2d)]
+                convs[1].register_forward_hook(lambda module, inputs, output: output * 1.5)
+
+    model = {**TINY, "memory": memory}
+    eager = trained(tmp_path, model, Hook(), batches=3)
+    compiled = trained(tmp_path, model, Hook(), CompiledBranches(backend="aot_eager"), batches=3)
+    for name, value in compiled.state_dict().items():
+        torch.testing.assert_close(value, eager.state_dict()[name], rtol=1e-6, atol=1e-9)
+
+
+def test_a_users_own_compiling_and_torchs_settings_come_back() -> None:
+    module = Classifier({**TINY, "memory": "store"})
+    module.model.compile(backend="eager")
+    own, before = module.model._compiled_call_impl, torch._dynamo.config.skip_nnmodule_hook_guards
+    callback = CompiledBranches(backend="eager")
+    callback.setup(None, module, "fit")  # type: ignore[arg-type]
+    assert module.model._compiled_call_impl is not own
+    callback.undo(module)
+    assert module.model._compiled_call_impl is own
+    assert torch._dynamo.config.skip_nnmodule_hook_guards == before
+    assert {getattr(torch._functorch.config, name) for name in BANS} == {True}
+
+
+def test_modules_of_a_user_are_not_compiled_as_a_whole() -> None:
+    """Their code may do what torch cannot compile, such as counting its calls."""
+    model = create_model("revnet38", memory="store")
+    wrapped = torch.nn.Sequential(model, torch.nn.Identity())
+    assert list(compiled_parts(wrapped)) == [model]
+
+
+def test_gradients_of_samples_refuse_compiled_parts() -> None:
+    model = create_model("resnet32", norm="group")
+    model.compile(backend="eager")
+    with pytest.raises(ValueError, match="'ResNet' is compiled"):
+        refuse_unsupported(model)
