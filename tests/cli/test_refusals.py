@@ -28,6 +28,7 @@ WITHOUT_TORCH = {
     "train +model.dropuot=0.1": "did you mean 'dropout'",
     "train +model.reversible_bit=4": "there is name, ",  # not for a RevNet
     "train optim.name=sdg": "did you mean 'sgd'",
+    "train +optim.nesterv=true": "did you mean 'nesterov'",
     "train +data.batch_sise=8": "did you mean 'batch_size'",
     "train data=imagefolder data.root=x +data.cache_byte=8": "did you mean 'cache_bytes'",
     "train data._target_=revzoo.data.Digit": "did you mean 'revzoo.data.Digits'",

@@ -22,7 +22,7 @@ from revzoo._checks import (
     is_count,
 )
 from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.signatures import model_keywords, options, table_options
+from revzoo.cli.config.signatures import fields, model_keywords, options, table_options
 from revzoo.profiling.units import bytes_from
 from revzoo.training.callbacks.options import check_options
 
@@ -165,9 +165,12 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
         kind = logger.get("kind")
         check_choice("logger.kind", kind, (*rows, CSV_ONLY, None))
         check_names(logger, ("kind", *rows.get(str(kind), ())), where="logger")
-    name = config["optim"].get("name")
-    if isinstance(name, str) and (rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS")):
-        check_choice("optim.name", name, rows)
+    if rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS"):
+        optim = config["optim"]
+        check_names(optim, fields("revzoo.training.optim.optimizers", "OptimSpec"), where="optim")
+        # another type than a string gets its own message later
+        if isinstance(name := optim.get("name"), str):
+            check_choice("optim.name", name, rows)
     if arguments := options("pytorch_lightning.trainer.trainer", "Trainer"):
         known = [name for name in arguments if name not in MANAGED_BY_TRAIN]
         check_names(trainer, known, where="trainer")

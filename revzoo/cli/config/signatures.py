@@ -58,6 +58,13 @@ def options(module: str, name: str, *, positional: bool = False) -> list[str]:
     return [parameter.arg for parameter in parameters if parameter.arg != "self"]
 
 
+def fields(module: str, name: str) -> list[str]:
+    """The fields of a dataclass, in order; empty without source."""
+    _, node = _definition(module, name)
+    body = node.body if isinstance(node, ast.ClassDef) else []
+    return [ast.unparse(item.target) for item in body if isinstance(item, ast.AnnAssign)]
+
+
 def model_keywords(name: str) -> list[str]:
     """The keywords of a model: of ``create_model``, of its network class and of its row's class.
 
@@ -73,15 +80,13 @@ def model_keywords(name: str) -> list[str]:
                 row_class = (
                     ast.unparse(node.annotation).removeprefix("dict[str, ").removesuffix("]")
                 )
-                _, row = _definition(module, row_class)
-                assert isinstance(row, ast.ClassDef)
                 classes = [item.name for item in statements if isinstance(item, ast.ClassDef)]
                 # of the classes in the file, networks take a number of classes
                 networks = [keys for c in classes if "num_classes" in (keys := options(module, c))]
                 return [
                     *options("revzoo.models.registry", "create_model", positional=True),
                     *(key for keys in networks for key in keys),
-                    *(ast.unparse(x.target) for x in row.body if isinstance(x, ast.AnnAssign)),
+                    *fields(module, row_class),
                 ]
     return []
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytorch_lightning as pl
 
 from revzoo._checks import keyword_names
 from revzoo.cli.config import build, signatures
-from revzoo.cli.config.signatures import model_keywords, options, table_options
+from revzoo.cli.config.signatures import fields, model_keywords, options, table_options
 from revzoo.data import registry as data
 from revzoo.data.module import ImageData
 from revzoo.models.registry import MODELS, create_model
@@ -38,6 +39,9 @@ def test_the_sources_have_the_other_tables() -> None:
     assert table_options(loggers.__name__, "LOGGERS") == expected
     packaged = [n for n in optimizers.OPTIMIZERS if n in ("sgd", "adamw", "muon")]
     assert list(table_options(optimizers.__name__, "OPTIMIZERS")) == packaged
+    assert fields(optimizers.__name__, "OptimSpec") == [
+        field.name for field in dataclasses.fields(optimizers.OptimSpec)
+    ]
     assert list(table_options(build.__name__, "PROFILERS")) == list(build.PROFILERS)
 
 
