@@ -86,7 +86,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
 
         def fastest(mode: str, n: int) -> float:
             set_memory(replica, {"": mode})
-            _time(replica, states[n], device)  # to warm up
+            # the first one also warms up
             return 1e9 * min(_time(replica, states[n], device) for _ in range(rounds))
 
         stored = {n: fastest(plain.mode, n) for n in states}
