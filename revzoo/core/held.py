@@ -322,7 +322,7 @@ class Owned:
 
 
 def _tables_of(modules: list[nn.Module]) -> list[dict[str, Any]]:
-    """The dictionaries of the modules' parameters, then those of their buffers."""
+    """The modules' dictionaries of parameters, then of buffers."""
     return [*map(_parameters_of, modules), *map(_buffers_of, modules)]
 
 

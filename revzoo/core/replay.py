@@ -16,7 +16,7 @@ NOTE [ What a replay restores ]
        objects, classes, functions, dictionaries, closures and globals that the step reaches; grid
        and memory mode of every step. Assignments during the replay are undone afterwards. Lists,
        sets and deques have the items from before the forward pass, dictionaries also their order.
-       What was absent in the forward pass (an attribute of a class, a slot, a global) is absent.
+       An attribute of a class, a slot or a global that came after the forward pass is hidden.
     4. Parameters: the same tensor objects as in the forward pass (``torch.func.functional_call``
        swaps them). Shards of FSDP2 are an exception: FSDP2 gathers them before the forward pass
        and before the replay. A parameter that was changed in place, or converted
@@ -204,7 +204,7 @@ class _PlainValues:
     __slots__ = ("_containers", "_namespaces", "_outer_values", "_training")
 
     def __init__(self, reaches: list[Reach], members: list[list[nn.Module]]) -> None:
-        """``members``: the modules of the step, then those of its keyword arguments."""
+        """``members``: the modules of the step, then of its keyword arguments."""
         # without keyword arguments that reach something, there is one reach
         pairs = zip(reaches, members, strict=False)
         self._namespaces = [entry for reach, each in pairs for entry in reach.plain_values(each)]

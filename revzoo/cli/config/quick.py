@@ -46,7 +46,6 @@ ENDLESS = ("max_epochs", "max_steps")  # may be -1
 ACCELERATORS = ("auto", "gpu", "cuda", "mps", "cpu")
 # arguments of the Trainer that build_trainer takes from other sections
 MANAGED_BY_TRAIN = (
-    "self",
     "callbacks",
     "logger",
     "plugins",
@@ -165,9 +164,9 @@ def check_names_by_source(config: Mapping[str, Any]) -> None:
         kind = logger.get("kind")
         check_choice("logger.kind", kind, (*rows, CSV_ONLY, None))
         check_names(logger, ("kind", *rows.get(str(kind), ())), where="logger")
-    if rows := _rows("revzoo.training.optim.optimizers", "OPTIMIZERS"):
-        optim = config["optim"]
-        check_names(optim, fields("revzoo.training.optim.optimizers", "OptimSpec"), where="optim")
+    optimizers, optim = "revzoo.training.optim.optimizers", config["optim"]
+    if rows := _rows(optimizers, "OPTIMIZERS"):
+        check_names(optim, fields(optimizers, "OptimSpec"), where="optim")
         # another type than a string gets its own message later
         if isinstance(name := optim.get("name"), str):
             check_choice("optim.name", name, rows)
