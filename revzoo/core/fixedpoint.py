@@ -64,92 +64,88 @@ Grid = int | str
 Scale = float | Tensor
 
 
+class Unit:
+    """A grid: the value of one unit, and the range. All streams of a chain share the object.
+
+    Attributes:
+        bits: the fractional bits; None if the input decides them.
+        down: the value of one unit, a power of two; a tensor if the input decides it.
+        up: its inverse.
+        end: sums are exact below it.
+    """
+
+    __slots__ = ("_nan", "bits", "down", "end", "up")
+
+    def __init__(self, down: Scale, words: torch.dtype, bits: int | None = None) -> None:
+        self.bits = bits
+        self.down = down
+        self.up = down.reciprocal() if isinstance(down, Tensor) else 1 / down
+        # two bits less than the word: the sum of two such values still fits beside the sign
+        self.end = down * 2.0 ** (torch.iinfo(words).bits - 2)
+        # torch takes 5 us to wrap a number
+        on_cpu = type(down) is Tensor and down.device.type == "cpu"
+        self._nan: Scale = torch.full_like(down, math.nan) if on_cpu else math.nan  # type: ignore[arg-type]
+
+    def down_within(self, peak: Tensor | None) -> Scale:
+        """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
+        # a comparison on the device, since reading the peak would stall it
+        return self.down if peak is None else torch.where(peak < self.end, self.down, self._nan)
+
+
+@functools.cache
+def _unit_of(bits: int, words: torch.dtype, on_cpu: bool) -> Unit:
+    down = 2.0 ** -(bits + EXTRA_BITS if words == torch.int64 else bits)
+    with torch.inference_mode(False):
+        scale = torch.tensor(down, dtype=torch.float32, device="cpu") if on_cpu else down
+        return Unit(scale, words, bits)
+
+
 class Fixed:
-    """A stream as integers, ``(B, C, ...)``: ``words * down`` is its value.
+    """A stream as integers, ``(B, C, ...)``: ``words * unit.down`` is its value.
 
     Attributes:
         words: int32, or int64 for float64 streams.
-        down: the value of one unit, a power of two; a tensor if it depends on the input.
+        unit: its grid.
         dtype: of the float tensor.
-        peak: largest magnitude, in units, of this stream and of all values added to it so far, as
-            a tensor on the device; None for an empty stream.
+        peak: largest magnitude of this stream and of all values added to it so far, as a tensor on
+            the device; None for an empty stream.
     """
 
-    __slots__ = ("_up", "down", "dtype", "peak", "words")
+    __slots__ = ("dtype", "peak", "unit", "words")
 
     def __init__(
-        self,
-        words: Tensor,
-        down: Scale,
-        dtype: torch.dtype,
-        peak: Tensor | None = None,
-        up: Scale | None = None,
+        self, words: Tensor, unit: Unit, dtype: torch.dtype, peak: Tensor | None = None
     ) -> None:
         self.words = words
-        self.down = down
+        self.unit = unit
         self.dtype = dtype
         self.peak = peak
-        self._up = up
-
-    @property
-    def up(self) -> Scale:
-        """The inverse of ``down``."""
-        if self._up is None:
-            self._up = 1 / self.down if isinstance(self.down, float) else self.down.reciprocal()
-        return self._up
 
     @property
     def shape(self) -> torch.Size:
         return self.words.shape
 
-    @property
-    def limit(self) -> float:
-        """In units: sums of words and values below it do not overflow."""
-        return _limit(self.words.dtype)
-
     def read(self) -> Tensor:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        _in_chunks(_read, (self.words, floats), _down(self.down, self.peak, self.limit))
+        _in_chunks(_read, (self.words, floats), self.unit.down_within(self.peak))
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """A stream with the same values in other places."""
-        return Fixed(words, self.down, dtype or self.dtype, self.peak, self._up)
+        return Fixed(words, self.unit, dtype or self.dtype, self.peak)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
         words = self.words
         dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
-        _in_chunks(_subtract, (words, value, out), self.up)
-        return Fixed(out, self.down, self.dtype, self.peak, self._up)
+        _in_chunks(_subtract, (words, value, out), self.unit.up)
+        return self.with_words(out)
 
 
 Streams = tuple[Tensor | Fixed, ...]
-
-
-def _limit(words: torch.dtype) -> float:
-    # two bits less than the word: the sum of two such values still fits beside the sign
-    return 2.0 ** (torch.iinfo(words).bits - 2)
-
-
-def _down(down: Scale, peak: Tensor | None, limit: float) -> Scale:
-    """``down``; NaN where the ``peak`` went beyond the limit (rule 6)."""
-    if peak is None:
-        return down
-    if type(peak) is Tensor and peak.device.type == "cpu":  # torch takes 5 us to wrap a number
-        end, nan = _constants(limit)
-        return torch.where(torch.lt(peak, end), down, nan)
-    # a comparison on the device, since reading the peak would stall it
-    return torch.where(peak < limit, down, math.nan)
-
-
-@functools.cache
-def _constants(limit: float) -> tuple[Tensor, Tensor]:
-    with torch.inference_mode(False):
-        return torch.tensor(limit, device="cpu"), torch.tensor(math.nan, device="cpu")
 
 
 def counting_changes() -> AbstractContextManager[Any]:
@@ -226,10 +222,11 @@ def renew_words(state: Iterable[Tensor]) -> None:
         if t.layout is not torch.strided or not t.numel() or (fixed := fixed_of(t)) is None:
             continue
         # .data: the words of an unchanged stream do not count as changed
-        _in_chunks(_renew, (fixed.words.data, t.detach()), 1 / fixed.down, fixed.down)
+        unit = fixed.unit
+        _in_chunks(_renew, (t.detach(), fixed.words.data), unit.up, unit.down)
         if fixed.peak is not None:
-            peak = torch.maximum(fixed.peak, largest(t).to(fixed.peak.dtype) / fixed.down)
-            fixed.peak = torch.where(fixed.peak < fixed.limit, peak, fixed.peak)
+            peak = torch.maximum(fixed.peak, largest(t))
+            fixed.peak = torch.where(fixed.peak < unit.end, peak, fixed.peak)
 
 
 def _view_key(t: Tensor) -> tuple[Any, ...]:
@@ -265,25 +262,28 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     wide = any(t.dtype == torch.float64 for t in state)
     words = torch.int64 if wide else torch.int32
     fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == words]
-    if len(fixed) == len(state) and _have_scale(fixed, grid):
+    if len(fixed) == len(state) and _are_on(grid, fixed):
         return state
-    # a power of two, so products with it do not round
-    unit: Scale = 2.0**-grid if isinstance(grid, int) else _unit_for(state)
-    # one object for all streams: its identity shows that they are on the same grid
-    unit = unit * 2.0**-EXTRA_BITS if wide else unit
+    if isinstance(grid, int):
+        unit = _unit_of(grid, words, all(type(t) is Tensor and t.is_cpu for t in state))
+    else:
+        down = _down_for(state)
+        unit = Unit(down * 2.0**-EXTRA_BITS if wide else down, words)
     return tuple(_rounded_to(t, unit, words) for t in state)
 
 
-def _have_scale(fixed: Sequence[Fixed], grid: Grid) -> bool:
-    first = fixed[0]
+def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
+    first = fixed[0].unit
     if isinstance(grid, int):
-        extra = EXTRA_BITS if first.words.dtype == torch.int64 else 0
-        return all(isinstance(f.down, float) and f.down == 2.0 ** -(grid + extra) for f in fixed)
-    return isinstance(first.down, Tensor) and all(f.down is first.down for f in fixed)
+        return all(f.unit.bits == grid for f in fixed)
+    return first.bits is None and all(f.unit is first for f in fixed)
 
 
-def _unit_for(state: tuple[Tensor, ...]) -> Tensor:
-    """2**-DEFAULT_BITS or more, by the largest value (rule 5 of NOTE [ Words and floats ])."""
+def _down_for(state: tuple[Tensor, ...]) -> Tensor:
+    """2**-DEFAULT_BITS or more, by the largest value (rule 5 of NOTE [ Words and floats ]).
+
+    A power of two, so that products with it do not round.
+    """
     sizes = [largest(t).float() for t in state if t.numel()]
     size = functools.reduce(torch.maximum, sizes) if sizes else state[0].new_zeros(()).float()
     size = size.clamp_min(_EXPECTED_RANGE)
@@ -315,13 +315,11 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def _rounded_to(x: Tensor, unit: Scale, kind: torch.dtype) -> Tensor:
+def _rounded_to(x: Tensor, unit: Unit, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
-    up = 1 / unit
-    _in_chunks(_quantise, (x.detach(), words), up)
-    # in the dtype of the sums: float16 and bfloat16 do not hold 2**30
-    peak = largest(x).to(_computed_in(words)) * up if x.numel() else None
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak, up))
+    _in_chunks(_quantise, (x.detach(), words), unit.up)
+    peak = largest(x) if x.numel() else None
+    rounded: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak))
     return rounded
 
 
@@ -343,20 +341,18 @@ def _summed(
         *options: passed to ``fill`` after the scales.
         largest_part: the largest factor of the value in the sum.
     """
-    value, words = parts[-1], torch.empty_like(fixed.words)
+    value, words, unit = parts[-1], torch.empty_like(fixed.words), fixed.unit
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
-    up, down, peak = fixed.up, fixed.down, None
+    peak = None
     if value.numel():
-        peak = largest(value).to(_computed_in(words))
-        peak = peak * (up if largest_part == 1 else largest_part * up)
+        peak = largest(value) if largest_part == 1 else largest_part * largest(value).float()
         if fixed.peak is not None:
             peak = torch.maximum(peak, fixed.peak)
-        down = _down(down, peak, fixed.limit)
-    _in_chunks(fill, (*parts, words, total), up, down, *options)
+    _in_chunks(fill, (*parts, words, total), unit.up, unit.down_within(peak), *options)
     if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
-        peak = torch.fmax(peak, largest(total).to(peak.dtype) * up)
-    _set_words(total, Fixed(words, fixed.down, dtype, peak, up))
+        peak = torch.fmax(peak, largest(total))
+    _set_words(total, Fixed(words, unit, dtype, peak))
     return total
 
 
@@ -425,10 +421,10 @@ def undo_second_difference(
 ) -> Fixed:
     """Recover ``before``; ``side`` are the low bits of its words, from :func:`pack_bits`."""
     words = torch.empty_like(total.words)
-    _in_chunks(_shift_out, (total.words, x, value, words), 1 / total.down, bits)
+    _in_chunks(_shift_out, (total.words, x, value, words), total.unit.up, bits)
     # the shift left zeros in the low bits, where the dropped ones go
     words |= _unpack_bits(side, words, bits)
-    return Fixed(words, total.down, total.dtype, total.peak)
+    return total.with_words(words)
 
 
 def _difference(
@@ -510,7 +506,7 @@ def _slot_bits(bits: int) -> int:
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.down, fixed.words.dtype)
+    return _rounded_to(x.to(fixed.dtype), fixed.unit, fixed.words.dtype)
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -563,7 +559,7 @@ def apply_to_words(
     # streams may exchange values, so each gets the largest peak of all
     peaks = [f.peak for f in state if f.peak is not None]
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
-    first = Fixed(state[0].words, state[0].down, state[0].dtype, peak)
+    first = Fixed(state[0].words, state[0].unit, state[0].dtype, peak)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
     return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)
 
@@ -593,7 +589,7 @@ def _read(words: Tensor, floats: Tensor, scratch: Tensor, down: Scale) -> None:
         floats.copy_(scratch.copy_(words).mul_(down))
 
 
-def _renew(words: Tensor, floats: Tensor, scratch: Tensor, up: Scale, down: Scale) -> None:
+def _renew(floats: Tensor, words: Tensor, scratch: Tensor, up: Scale, down: Scale) -> None:
     new = torch.empty_like(words)
     _quantise(floats, new, scratch, up)
     # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
@@ -624,8 +620,13 @@ def _subtract_and_read(
 
 
 def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Scale) -> None:
-    """``fn(*tensors, scratch, *scales)``, piece by piece, so that ``scratch`` is small."""
-    words = next(t for t in tensors if not t.is_floating_point())
+    """``fn(*tensors, scratch, *scales)``, piece by piece, so that ``scratch`` is small.
+
+    Floats at the end of ``tensors`` are results; ``fn`` writes them last, so they are the scratch
+    if they have its type.
+    """
+    result = tensors[-1]
+    words = tensors[-2] if result.is_floating_point() else result
     kind, count = _computed_in(words), words.numel()
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
     flat: list[Tensor] = []
@@ -633,12 +634,19 @@ def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Sc
     if count > chunk and all(t.stride() == words.stride() for t in tensors):
         flat = [t for t in map(in_memory_order, tensors) if t is not None]
     if len(flat) < len(tensors):
-        fn(*tensors, torch.empty_like(words, dtype=kind), *scales)
+        scratch = result if result.dtype == kind else torch.empty_like(words, dtype=kind)
+        fn(*tensors, scratch, *scales)
         return
-    scratch = torch.empty(chunk, dtype=kind, device=words.device)
     if not has_values(words):
         flat = [t[:chunk] for t in flat]  # one piece takes the memory of all
-    for pieces in zip(*(torch.split(t, chunk) for t in flat), strict=True):
+    # chunk() makes equal pieces, except the last
+    cut = [t.chunk(-(-count // chunk)) for t in flat]
+    if result.dtype == kind:
+        for pieces in zip(*cut, strict=True):
+            fn(*pieces, pieces[-1], *scales)
+        return
+    scratch = torch.empty_like(cut[0][0], dtype=kind)
+    for pieces in zip(*cut, strict=True):
         fn(*pieces, scratch[: len(pieces[0])], *scales)
 
 

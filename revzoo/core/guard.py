@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, as_fixed, as_floats, largest
+from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Streams, Unit, as_fixed, as_floats, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
 
@@ -108,9 +108,10 @@ class Samples(NamedTuple):
     """Values of a computed stream, and of an operand, whose size sets the scale of rounding."""
 
     stream: int
-    values: Tensor
+    values: Tensor  # of a fixed-point stream, its words
     operand: Tensor
     plan: _Plan
+    unit: Unit | None = None  # of words
 
 
 class _Drift:
@@ -149,6 +150,8 @@ class _Drift:
         elif samples.plan.channels:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
         self.actual = _values_at(computed, samples.plan.places)
+        if samples.unit is not None and isinstance(computed, Tensor):  # a step that lost its words
+            self.actual = self.actual.double() * samples.unit.up
         # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
             _channel_ranges(computed, channels.dim)
@@ -162,19 +165,18 @@ class _Drift:
 
 
 class Peak(NamedTuple):
-    """The largest magnitude of a fixed-point stream, its limit and its unit."""
+    """The largest magnitude of a fixed-point stream, and its grid."""
 
     step: Step
     name: str
-    units: Tensor
-    limit: float
-    unit: Scale
+    value: Tensor
+    unit: Unit
 
 
 def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
     """The peaks of a step's outputs, each over all streams that it was summed from."""
     return [
-        Peak(step, name, t.peak, t.limit, t.down)
+        Peak(step, name, t.peak, t.unit)
         for t in outputs
         if isinstance(t, Fixed) and t.peak is not None and has_values(t.words)
     ]
@@ -200,7 +202,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             if has_values(t.words):
                 plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
                 values = _values_at(t, plan.places)
-                found.append(Samples(i, values, values, plan))
+                found.append(Samples(i, values, values, plan, t.unit))
         elif _comparable(t):
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
@@ -224,7 +226,7 @@ def _comparable(t: Tensor) -> bool:
 
 def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
     if isinstance(t, Fixed):
-        return torch.take(t.words, places).double() * t.down
+        return torch.take(t.words, places)
     t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
     return torch.take(t.detach(), places)
 
@@ -430,18 +432,21 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
     Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
-    values = _read([peak.units for peak in peaks])
+    values = _read([peak.value for peak in peaks])
+    units = list(dict.fromkeys(peak.unit for peak in peaks))
+    ends = _read([torch.as_tensor(unit.end, dtype=torch.float64) for unit in units])
+    end_of = dict(zip(units, ends, strict=True))
     pairs = zip(reversed(peaks), reversed(values), strict=True)
-    found = [(peak, value) for peak, value in pairs if not value < peak.limit]
+    found = [(peak, value) for peak, value in pairs if not value < end_of[peak.unit]]
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 
 def _range_error(peak: Peak, value: float) -> RangeError:
-    unit = float(peak.unit)
+    unit, end = float(peak.unit.down), float(peak.unit.end)
     # words of 64 bits have EXTRA_BITS more, which users do not count
-    bits = round(-math.log2(unit)) - (EXTRA_BITS if peak.limit > 2.0**32 else 0)
+    bits = round(-math.log2(unit)) - (EXTRA_BITS if end / unit > 2.0**32 else 0)
     # one bit in reserve, since training changes the values
-    excess = math.ceil(math.log2(value / peak.limit)) + 1 if math.isfinite(value) else bits + 1
+    excess = math.ceil(math.log2(value / end)) + 1 if math.isfinite(value) else bits + 1
     fitting = bits - excess if excess <= bits else None
     remedy = (
         "normalise the branches, or lower the learning rate if the training diverges"
@@ -449,8 +454,8 @@ def _range_error(peak: Peak, value: float) -> RangeError:
         else f"choose grid={fitting} or fewer bits"
     )
     error = RangeError(
-        f"{peak.name}: a stream or a value added to it reached {value * unit:.3g}, but with grid="
-        f"{bits} sums are exact only below {peak.limit * unit:g}; {remedy}"
+        f"{peak.name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
+        f"sums are exact only below {end:g}; {remedy}"
     )
     error.grid = fitting
     return error
@@ -503,7 +508,9 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
         kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
-        key = (d.actual.device, len(d.actual), len(d.samples.operand), *kinds)
+        # by type, since a stack of words and floats would round the words
+        types = d.actual.dtype, d.samples.values.dtype
+        key = (d.actual.device, len(d.actual), len(d.samples.operand), *types, *kinds)
         groups.setdefault(key, []).append(d)
     return list(groups.values())
 
