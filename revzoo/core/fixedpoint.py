@@ -58,7 +58,10 @@ EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
-_CHUNK_OF_DEVICES = 2**22  # values; 16 MB of scratch instead of a stream
+_CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
+
+backend: str | None = None
+"""The backend of ``torch.compile`` that fuses the operations of a sum; None runs them eagerly."""
 
 Grid = int | str
 Scale = float | Tensor
@@ -140,7 +143,9 @@ class Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
         words = self.words
         dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
-        out = value.view(words.dtype) if overwrite and dense else torch.empty_like(words)
+        # a compiled graph may not write over its input in another type
+        reuses = overwrite and dense and backend is None
+        out = value.view(words.dtype) if reuses else torch.empty_like(words)
         _in_chunks(_subtract, (words, value, out), self.unit.up)
         return self.with_words(out)
 
@@ -334,7 +339,7 @@ def _summed(
     """Compute a sum; returns its float tensor, with words.
 
     Args:
-        fill: computes the sum (see :func:`_in_chunks`) from ``parts`` into words and floats.
+        fill: computes the sum from ``parts`` into words and floats.
         fixed: the stream that is added to.
         parts: the summands; the value is the last one.
         dtype: of the float tensor.
@@ -427,20 +432,15 @@ def undo_second_difference(
     return total.with_words(words)
 
 
-def _difference(
-    x: Tensor, value: Tensor, words: Tensor, scratch: Tensor, of_value: Scale, of_x: Scale
-) -> None:
+def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Scale, of_x: Scale) -> None:
     """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
-    if value.dtype == scratch.dtype:
-        torch.mul(value, of_value, out=scratch)
-    else:
-        scratch.copy_(value).mul_(of_value)
+    total = value.to(_computed_in(words)) * of_value
     # alpha cannot be a tensor
     if isinstance(of_x, Tensor):
-        scratch.addcmul_(x, of_x)
+        total.addcmul_(x, of_x)
     else:
-        scratch.add_(x, alpha=of_x)
-    words.copy_(scratch.round_())
+        total.add_(x, alpha=of_x)
+    words.copy_(total.round_())
 
 
 def _factors(up: Scale, bits: int) -> tuple[Scale, Scale]:
@@ -455,21 +455,18 @@ def _shift_in(
     value: Tensor,
     words: Tensor,
     total: Tensor,
-    scratch: Tensor,
     up: Scale,
     down: Scale,
     n: int,
 ) -> None:
-    _difference(x, value, words, scratch, *_factors(up, n))
+    _difference(x, value, words, *_factors(up, n))
     # an arithmetic shift: it rounds down, also below zero, and _shift_out adds the rest
     words += before >> n
-    _read(words, total, scratch, down)
+    _read(words, total, down)
 
 
-def _shift_out(
-    total: Tensor, x: Tensor, value: Tensor, before: Tensor, scratch: Tensor, up: Scale, n: int
-) -> None:
-    _difference(x, value, before, scratch, *_factors(up, n))
+def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Scale, n: int) -> None:
+    _difference(x, value, before, *_factors(up, n))
     torch.sub(total, before, out=before)
     before <<= n
 
@@ -574,80 +571,83 @@ def _computed_in(words: Tensor) -> torch.dtype:
     return torch.float64 if words.dtype == torch.int64 else torch.float32
 
 
-def _quantise(x: Tensor, words: Tensor, scratch: Tensor, up: Scale) -> None:
-    if x.dtype == scratch.dtype:
-        torch.mul(x, up, out=scratch)
-    else:
-        scratch.copy_(x).mul_(up)
-    words.copy_(scratch.round_())
+def _quantise(x: Tensor, words: Tensor, up: Scale) -> None:
+    words.copy_((x.to(_computed_in(words)) * up).round_())
 
 
-def _read(words: Tensor, floats: Tensor, scratch: Tensor, down: Scale) -> None:
-    if floats.dtype == scratch.dtype:
+def _read(words: Tensor, floats: Tensor, down: Scale) -> None:
+    if floats.dtype == _computed_in(words):
         floats.copy_(words).mul_(down)
     else:
-        floats.copy_(scratch.copy_(words).mul_(down))
+        floats.copy_(words.to(_computed_in(words)).mul_(down))
 
 
-def _renew(floats: Tensor, words: Tensor, scratch: Tensor, up: Scale, down: Scale) -> None:
+def _renew(floats: Tensor, words: Tensor, up: Scale, down: Scale) -> None:
     new = torch.empty_like(words)
-    _quantise(floats, new, scratch, up)
+    _quantise(floats, new, up)
     # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
-    known = scratch.copy_(words).mul_(down).to(floats.dtype)
+    known = torch.empty_like(floats)
+    _read(words, known, down)
     # 1 where the float changed: on a CPU, booleans and torch.where are seven times as slow
     changed = known.ne_(floats).to(words.dtype)
     words += new.sub_(words).mul_(changed)
 
 
-def _subtract(words: Tensor, value: Tensor, out: Tensor, scratch: Tensor, up: Scale) -> None:
-    _quantise(value, out, scratch, up)
+def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Scale) -> None:
+    _quantise(value, out, up)
     torch.sub(words, out, out=out)
 
 
 def _add_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Scale, down: Scale
 ) -> None:
-    _quantise(value, words, scratch, up)
+    _quantise(value, words, up)
     torch.add(x, words, out=words)
-    _read(words, total, scratch, down)
+    _read(words, total, down)
 
 
 def _subtract_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, scratch: Tensor, up: Scale, down: Scale
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Scale, down: Scale
 ) -> None:
-    _subtract(x, value, words, scratch, up)
-    _read(words, total, scratch, down)
+    _subtract(x, value, words, up)
+    _read(words, total, down)
+
+
+# Their results do not depend on how a compiler orders or fuses the operations: each one is exact,
+# or is a rounding.
+_COMPILABLE = (_quantise, _read, _subtract, _add_and_read, _subtract_and_read)
+
+
+@functools.cache
+def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
+    compiled: Callable[..., None] = torch.compile(fn, backend=backend, dynamic=True)
+    return compiled
 
 
 def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Scale) -> None:
-    """``fn(*tensors, scratch, *scales)``, piece by piece, so that ``scratch`` is small.
-
-    Floats at the end of ``tensors`` are results; ``fn`` writes them last, so they are the scratch
-    if they have its type.
-    """
-    result = tensors[-1]
-    words = tensors[-2] if result.is_floating_point() else result
-    kind, count = _computed_in(words), words.numel()
+    """``fn(*tensors, *scales)``, piece by piece, so that its temporary tensors are small."""
+    words = next(t for t in tensors if not t.is_floating_point())
+    if backend is not None and fn in _COMPILABLE and has_values(words):
+        _compiled(fn, backend)(*(_flat(tensors) or tensors), *scales)
+        return
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
-    flat: list[Tensor] = []
-    # equal strides: the same places in memory hold corresponding elements
-    if count > chunk and all(t.stride() == words.stride() for t in tensors):
-        flat = [t for t in map(in_memory_order, tensors) if t is not None]
-    if len(flat) < len(tensors):
-        scratch = result if result.dtype == kind else torch.empty_like(words, dtype=kind)
-        fn(*tensors, scratch, *scales)
-        return
-    if not has_values(words):
-        flat = [t[:chunk] for t in flat]  # one piece takes the memory of all
-    # chunk() makes equal pieces, except the last
-    cut = [t.chunk(-(-count // chunk)) for t in flat]
-    if result.dtype == kind:
-        for pieces in zip(*cut, strict=True):
-            fn(*pieces, pieces[-1], *scales)
-        return
-    scratch = torch.empty_like(cut[0][0], dtype=kind)
-    for pieces in zip(*cut, strict=True):
-        fn(*pieces, scratch[: len(pieces[0])], *scales)
+    flat = _flat(tensors) if words.numel() > chunk else None
+    if flat is None:
+        fn(*tensors, *scales)
+    elif not has_values(words):
+        fn(*[t[:chunk] for t in flat], *scales)  # one piece takes the memory of all
+    else:
+        count = -(-words.numel() // chunk)
+        for pieces in zip(*[t.chunk(count) for t in flat], strict=True):
+            fn(*pieces, *scales)
+
+
+def _flat(tensors: tuple[Tensor, ...]) -> list[Tensor] | None:
+    """The tensors as rows, if the same places in memory hold corresponding elements."""
+    if any(t.stride() != tensors[0].stride() for t in tensors):
+        return None
+    flat = [t for t in map(in_memory_order, tensors) if t is not None]
+    return flat if len(flat) == len(tensors) else None
 
 
 class _Round(torch.autograd.Function):

@@ -21,7 +21,8 @@ from revzoo import (
     drift,
     set_memory,
 )
-from revzoo.core.fixedpoint import round_to_grid
+from revzoo.core import fixedpoint
+from revzoo.core.fixedpoint import fixed_of, put_on_grid, round_to_grid
 from revzoo.core.modes import assign_memory
 
 BF16 = torch.autocast("cpu", dtype=torch.bfloat16)
@@ -352,3 +353,35 @@ def test_a_plan_with_exact_steps_before_inverted_ones():
         results.append(torch.autograd.grad(loss, [x, *net.parameters()]))
     assert all(torch.allclose(a, e, atol=1e-5) for a, e in zip(*results, strict=True))
     assert drift(net)["steps.0.steps.1"] == 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("grid", ["auto", 20])
+def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
+    """Sums of streams and their inverses, of pictures in both layouts, beyond the range, too."""
+
+    def sums(backend):
+        monkeypatch.setattr(fixedpoint, "backend", backend)
+        torch.manual_seed(0)
+        found = []
+        for layout in (torch.contiguous_format, torch.channels_last):
+            x, y, z = torch.randn(3, 2, 4, 5, 5).to(dtype)
+            z[0, 0, 0, 0] = 3e9  # beyond the range
+            (x,) = put_on_grid((x.contiguous(memory_format=layout),), grid)
+            for value in (y.contiguous(memory_format=layout), y.transpose(2, 3), z):
+                total = fixedpoint.add(x, value, fixed_of(x), sign=1 if value is y else -1)
+                back = fixed_of(total).minus(value.clone(), overwrite=True)
+                found += [total, fixed_of(total).peak, back.read()]
+                if value is not z:  # what an integer does beyond its range is undefined
+                    found += [fixed_of(total).words, back.words]
+        return found
+
+    torch._dynamo.reset()
+    fixedpoint._compiled.cache_clear()
+    eager = sums(None)
+    compiled = sums("inductor" if dtype == torch.float32 else "aot_eager")
+    assert torch._dynamo.utils.counters["frames"]["ok"] > 0
+    for a, b in zip(eager, compiled, strict=True):
+        assert a.dtype == b.dtype
+        assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
+    assert any(t.is_floating_point() and t.isnan().any() for t in eager)

@@ -3,7 +3,8 @@
 Inside a compiled part, no memory mode applies. So the chain of steps stays eager and each residual
 function is compiled, except where all steps have mode ``store``: such a part is compiled as a
 whole, and the network itself if it stores everything. Compiling in place (``module.compile()``)
-changes no key of a ``state_dict``. Parts of one shape share one compiled graph.
+changes no key of a ``state_dict``. Parts of one shape share one compiled graph. The sums of
+fixed-point streams are compiled, too, with the same results bit for bit.
 
 A graph keeps few activations: the backward kernels repeat all that they can fuse, such as norms
 and activations, which saves memory and time. Random draws are kept. torch's own option for this,
@@ -28,6 +29,7 @@ import torch.compiler.config
 from torch import nn
 
 from revzoo._checks import check_choice
+from revzoo.core import fixedpoint
 from revzoo.core.invertible import Step, leaves
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
@@ -93,6 +95,7 @@ class CompiledBranches(RestoresAfterFit):
         for name in BANS:
             self._replace(torch._functorch.config, name, False)
         self._replace(torch._dynamo.config, SKIPS_HOOKS, False)
+        self._replace(fixedpoint, "backend", self.backend)
         self._compiled = [(part, part._compiled_call_impl) for part in parts]
         for part in parts:
             # A replay must run the graph of the forward pass. With dynamic shapes, torch may choose
