@@ -64,10 +64,10 @@ backend: str | None = None
 """The backend of ``torch.compile`` that fuses the operations of a sum; None runs them eagerly."""
 
 Grid = int | str
-Scale = float | Tensor
+Factor = float | Tensor
 
 
-class Unit:
+class Scale:
     """A grid: the value of one unit, and the range. All streams of a chain share the object.
 
     Attributes:
@@ -79,7 +79,7 @@ class Unit:
 
     __slots__ = ("_nan", "bits", "down", "end", "up")
 
-    def __init__(self, down: Scale, words: torch.dtype, bits: int | None = None) -> None:
+    def __init__(self, down: Factor, words: torch.dtype, bits: int | None = None) -> None:
         self.bits = bits
         self.down = down
         self.up = down.reciprocal() if isinstance(down, Tensor) else 1 / down
@@ -87,40 +87,40 @@ class Unit:
         self.end = down * 2.0 ** (torch.iinfo(words).bits - 2)
         # torch takes 5 us to wrap a number
         on_cpu = type(down) is Tensor and down.device.type == "cpu"
-        self._nan: Scale = torch.full_like(down, math.nan) if on_cpu else math.nan  # type: ignore[arg-type]
+        self._nan: Factor = torch.full_like(down, math.nan) if on_cpu else math.nan  # type: ignore[arg-type]
 
-    def down_within(self, peak: Tensor | None) -> Scale:
+    def down_within(self, peak: Tensor | None) -> Factor:
         """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
         # a comparison on the device, since reading the peak would stall it
         return self.down if peak is None else torch.where(peak < self.end, self.down, self._nan)
 
 
 @functools.cache
-def _unit_of(bits: int, words: torch.dtype, on_cpu: bool) -> Unit:
+def _scale_of(bits: int, words: torch.dtype, on_cpu: bool) -> Scale:
     down = 2.0 ** -(bits + EXTRA_BITS if words == torch.int64 else bits)
     with torch.inference_mode(False):
-        scale = torch.tensor(down, dtype=torch.float32, device="cpu") if on_cpu else down
-        return Unit(scale, words, bits)
+        factor = torch.tensor(down, dtype=torch.float32, device="cpu") if on_cpu else down
+        return Scale(factor, words, bits)
 
 
 class Fixed:
-    """A stream as integers, ``(B, C, ...)``: ``words * unit.down`` is its value.
+    """A stream as integers, ``(B, C, ...)``: ``words * scale.down`` is its value.
 
     Attributes:
         words: int32, or int64 for float64 streams.
-        unit: its grid.
+        scale: its grid.
         dtype: of the float tensor.
         peak: largest magnitude of this stream and of all values added to it so far, as a tensor on
             the device; None for an empty stream.
     """
 
-    __slots__ = ("dtype", "peak", "unit", "words")
+    __slots__ = ("dtype", "peak", "scale", "words")
 
     def __init__(
-        self, words: Tensor, unit: Unit, dtype: torch.dtype, peak: Tensor | None = None
+        self, words: Tensor, scale: Scale, dtype: torch.dtype, peak: Tensor | None = None
     ) -> None:
         self.words = words
-        self.unit = unit
+        self.scale = scale
         self.dtype = dtype
         self.peak = peak
 
@@ -132,12 +132,12 @@ class Fixed:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        _in_chunks(_read, (self.words, floats), self.unit.down_within(self.peak))
+        _in_chunks(_read, (self.words, floats), self.scale.down_within(self.peak))
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
         """A stream with the same values in other places."""
-        return Fixed(words, self.unit, dtype or self.dtype, self.peak)
+        return Fixed(words, self.scale, dtype or self.dtype, self.peak)
 
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
@@ -146,7 +146,7 @@ class Fixed:
         # a compiled graph may not write over its input in another type
         reuses = overwrite and dense and backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
-        _in_chunks(_subtract, (words, value, out), self.unit.up)
+        _in_chunks(_subtract, (words, value, out), self.scale.up)
         return self.with_words(out)
 
 
@@ -227,11 +227,11 @@ def renew_words(state: Iterable[Tensor]) -> None:
         if t.layout is not torch.strided or not t.numel() or (fixed := fixed_of(t)) is None:
             continue
         # .data: the words of an unchanged stream do not count as changed
-        unit = fixed.unit
-        _in_chunks(_renew, (t.detach(), fixed.words.data), unit.up, unit.down)
+        scale = fixed.scale
+        _in_chunks(_renew, (t.detach(), fixed.words.data), scale.up, scale.down)
         if fixed.peak is not None:
             peak = torch.maximum(fixed.peak, largest(t))
-            fixed.peak = torch.where(fixed.peak < unit.end, peak, fixed.peak)
+            fixed.peak = torch.where(fixed.peak < scale.end, peak, fixed.peak)
 
 
 def _view_key(t: Tensor) -> tuple[Any, ...]:
@@ -270,18 +270,18 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     if len(fixed) == len(state) and _are_on(grid, fixed):
         return state
     if isinstance(grid, int):
-        unit = _unit_of(grid, words, all(type(t) is Tensor and t.is_cpu for t in state))
+        scale = _scale_of(grid, words, all(type(t) is Tensor and t.is_cpu for t in state))
     else:
         down = _down_for(state)
-        unit = Unit(down * 2.0**-EXTRA_BITS if wide else down, words)
-    return tuple(_rounded_to(t, unit, words) for t in state)
+        scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, words)
+    return tuple(_rounded_to(t, scale, words) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
-    first = fixed[0].unit
+    first = fixed[0].scale
     if isinstance(grid, int):
-        return all(f.unit.bits == grid for f in fixed)
-    return first.bits is None and all(f.unit is first for f in fixed)
+        return all(f.scale.bits == grid for f in fixed)
+    return first.bits is None and all(f.scale is first for f in fixed)
 
 
 def _down_for(state: tuple[Tensor, ...]) -> Tensor:
@@ -320,11 +320,11 @@ class _Rounded(torch.autograd.Function):
         return gradient, None
 
 
-def _rounded_to(x: Tensor, unit: Unit, kind: torch.dtype) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
-    _in_chunks(_quantise, (x.detach(), words), unit.up)
+    _in_chunks(_quantise, (x.detach(), words), scale.up)
     peak = largest(x) if x.numel() else None
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, unit, x.dtype, peak))
+    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak))
     return rounded
 
 
@@ -346,7 +346,7 @@ def _summed(
         *options: passed to ``fill`` after the scales.
         largest_part: the largest factor of the value in the sum.
     """
-    value, words, unit = parts[-1], torch.empty_like(fixed.words), fixed.unit
+    value, words, scale = parts[-1], torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
     peak = None
@@ -354,10 +354,10 @@ def _summed(
         peak = largest(value) if largest_part == 1 else largest_part * largest(value).float()
         if fixed.peak is not None:
             peak = torch.maximum(peak, fixed.peak)
-    _in_chunks(fill, (*parts, words, total), unit.up, unit.down_within(peak), *options)
+    _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
     if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
         peak = torch.fmax(peak, largest(total))
-    _set_words(total, Fixed(words, unit, dtype, peak))
+    _set_words(total, Fixed(words, scale, dtype, peak))
     return total
 
 
@@ -426,13 +426,13 @@ def undo_second_difference(
 ) -> Fixed:
     """Recover ``before``; ``side`` are the low bits of its words, from :func:`pack_bits`."""
     words = torch.empty_like(total.words)
-    _in_chunks(_shift_out, (total.words, x, value, words), total.unit.up, bits)
+    _in_chunks(_shift_out, (total.words, x, value, words), total.scale.up, bits)
     # the shift left zeros in the low bits, where the dropped ones go
     words |= _unpack_bits(side, words, bits)
     return total.with_words(words)
 
 
-def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Scale, of_x: Scale) -> None:
+def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Factor, of_x: Factor) -> None:
     """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
     total = value.to(_computed_in(words)) * of_value
     # alpha cannot be a tensor
@@ -443,7 +443,7 @@ def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Scale, of_x: 
     words.copy_(total.round_())
 
 
-def _factors(up: Scale, bits: int) -> tuple[Scale, Scale]:
+def _factors(up: Factor, bits: int) -> tuple[Factor, Factor]:
     """Of the value and of x in the second difference, in units."""
     b = 2.0**-bits
     return up * (1 + b), up * (-2 * b)
@@ -455,8 +455,8 @@ def _shift_in(
     value: Tensor,
     words: Tensor,
     total: Tensor,
-    up: Scale,
-    down: Scale,
+    up: Factor,
+    down: Factor,
     n: int,
 ) -> None:
     _difference(x, value, words, *_factors(up, n))
@@ -465,7 +465,7 @@ def _shift_in(
     _read(words, total, down)
 
 
-def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Scale, n: int) -> None:
+def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Factor, n: int) -> None:
     _difference(x, value, before, *_factors(up, n))
     torch.sub(total, before, out=before)
     before <<= n
@@ -503,7 +503,7 @@ def _slot_bits(bits: int) -> int:
 
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.unit, fixed.words.dtype)
+    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -556,7 +556,7 @@ def apply_to_words(
     # streams may exchange values, so each gets the largest peak of all
     peaks = [f.peak for f in state if f.peak is not None]
     peak = functools.reduce(torch.maximum, peaks) if peaks else None
-    first = Fixed(state[0].words, state[0].unit, state[0].dtype, peak)
+    first = Fixed(state[0].words, state[0].scale, state[0].dtype, peak)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
     return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)
 
@@ -571,18 +571,18 @@ def _computed_in(words: Tensor) -> torch.dtype:
     return torch.float64 if words.dtype == torch.int64 else torch.float32
 
 
-def _quantise(x: Tensor, words: Tensor, up: Scale) -> None:
+def _quantise(x: Tensor, words: Tensor, up: Factor) -> None:
     words.copy_((x.to(_computed_in(words)) * up).round_())
 
 
-def _read(words: Tensor, floats: Tensor, down: Scale) -> None:
+def _read(words: Tensor, floats: Tensor, down: Factor) -> None:
     if floats.dtype == _computed_in(words):
         floats.copy_(words).mul_(down)
     else:
         floats.copy_(words.to(_computed_in(words)).mul_(down))
 
 
-def _renew(floats: Tensor, words: Tensor, up: Scale, down: Scale) -> None:
+def _renew(floats: Tensor, words: Tensor, up: Factor, down: Factor) -> None:
     new = torch.empty_like(words)
     _quantise(floats, new, up)
     # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
@@ -593,13 +593,13 @@ def _renew(floats: Tensor, words: Tensor, up: Scale, down: Scale) -> None:
     words += new.sub_(words).mul_(changed)
 
 
-def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Scale) -> None:
+def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Factor) -> None:
     _quantise(value, out, up)
     torch.sub(words, out, out=out)
 
 
 def _add_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Scale, down: Scale
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Factor, down: Factor
 ) -> None:
     _quantise(value, words, up)
     torch.add(x, words, out=words)
@@ -607,7 +607,7 @@ def _add_and_read(
 
 
 def _subtract_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Scale, down: Scale
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Factor, down: Factor
 ) -> None:
     _subtract(x, value, words, up)
     _read(words, total, down)
@@ -624,22 +624,22 @@ def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
     return compiled
 
 
-def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *scales: Scale) -> None:
-    """``fn(*tensors, *scales)``, piece by piece, so that its temporary tensors are small."""
+def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *factors: Factor) -> None:
+    """``fn(*tensors, *factors)``, piece by piece, so that its temporary tensors are small."""
     words = next(t for t in tensors if not t.is_floating_point())
     if backend is not None and fn in _COMPILABLE and has_values(words):
-        _compiled(fn, backend)(*(_flat(tensors) or tensors), *scales)
+        _compiled(fn, backend)(*(_flat(tensors) or tensors), *factors)
         return
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
     flat = _flat(tensors) if words.numel() > chunk else None
     if flat is None:
-        fn(*tensors, *scales)
+        fn(*tensors, *factors)
     elif not has_values(words):
-        fn(*[t[:chunk] for t in flat], *scales)  # one piece takes the memory of all
+        fn(*[t[:chunk] for t in flat], *factors)  # one piece takes the memory of all
     else:
         count = -(-words.numel() // chunk)
         for pieces in zip(*[t.chunk(count) for t in flat], strict=True):
-            fn(*pieces, *scales)
+            fn(*pieces, *factors)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> list[Tensor] | None:

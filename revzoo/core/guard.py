@@ -45,7 +45,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Streams, Unit, as_fixed, as_floats, largest
+from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, as_fixed, as_floats, largest
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
 
@@ -111,7 +111,7 @@ class Samples(NamedTuple):
     values: Tensor  # of a fixed-point stream, its words
     operand: Tensor
     plan: _Plan
-    unit: Unit | None = None  # of words
+    scale: Scale | None = None  # of words
 
 
 class _Drift:
@@ -150,8 +150,8 @@ class _Drift:
         elif samples.plan.channels:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
         self.actual = _values_at(computed, samples.plan.places)
-        if samples.unit is not None and isinstance(computed, Tensor):  # a step that lost its words
-            self.actual = self.actual.double() * samples.unit.up
+        if samples.scale is not None and isinstance(computed, Tensor):  # a step that lost its words
+            self.actual = self.actual.double() * samples.scale.up
         # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
             _channel_ranges(computed, channels.dim)
@@ -170,13 +170,13 @@ class Peak(NamedTuple):
     step: Step
     name: str
     value: Tensor
-    unit: Unit
+    scale: Scale
 
 
 def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
     """The peaks of a step's outputs, each over all streams that it was summed from."""
     return [
-        Peak(step, name, t.peak, t.unit)
+        Peak(step, name, t.peak, t.scale)
         for t in outputs
         if isinstance(t, Fixed) and t.peak is not None and has_values(t.words)
     ]
@@ -202,7 +202,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             if has_values(t.words):
                 plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
                 values = _values_at(t, plan.places)
-                found.append(Samples(i, values, values, plan, t.unit))
+                found.append(Samples(i, values, values, plan, t.scale))
         elif _comparable(t):
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
@@ -433,16 +433,16 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
     values = _read([peak.value for peak in peaks])
-    units = list(dict.fromkeys(peak.unit for peak in peaks))
-    ends = _read([torch.as_tensor(unit.end, dtype=torch.float64) for unit in units])
-    end_of = dict(zip(units, ends, strict=True))
+    scales = list(dict.fromkeys(peak.scale for peak in peaks))
+    ends = _read([torch.as_tensor(scale.end, dtype=torch.float64) for scale in scales])
+    end_of = dict(zip(scales, ends, strict=True))
     pairs = zip(reversed(peaks), reversed(values), strict=True)
-    found = [(peak, value) for peak, value in pairs if not value < end_of[peak.unit]]
+    found = [(peak, value) for peak, value in pairs if not value < end_of[peak.scale]]
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 
 def _range_error(peak: Peak, value: float) -> RangeError:
-    unit, end = float(peak.unit.down), float(peak.unit.end)
+    unit, end = float(peak.scale.down), float(peak.scale.end)
     # words of 64 bits have EXTRA_BITS more, which users do not count
     bits = round(-math.log2(unit)) - (EXTRA_BITS if end / unit > 2.0**32 else 0)
     # one bit in reserve, since training changes the values

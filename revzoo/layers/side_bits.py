@@ -52,7 +52,7 @@ from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import (
     AUTO,
     Fixed,
-    Unit,
+    Scale,
     as_floats,
     fixed_of,
     keeps_words,
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
     joined: bool  # whether it joined the run of the previous block
     continues: bool  # whether the next block can join
-    unit: Unit | None  # its grid
+    scale: Scale | None  # its grid
 
 
 _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
@@ -156,7 +156,7 @@ class SideBits(Invertible):
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
             _previous[y] = known, *_context_of(y)
-        _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.unit)
+        _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
         return tree_unflatten([y, *rest, *self._others], self._structure)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
@@ -192,7 +192,7 @@ class SideBits(Invertible):
         if self.fits is None or y.device.type == "cpu":
             peak = float(fixed.peak)
             # infinite values fit no grid, so a new run would not help: the guard raises
-            self.fits = peak < float(fixed.unit.end) or not math.isfinite(peak)
+            self.fits = peak < float(fixed.scale.end) or not math.isfinite(peak)
         return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
@@ -467,7 +467,7 @@ def _row(path: str, step: SideBits) -> BlockRow:
     if call is None:
         return BlockRow(path, step.bits, "", None)
     roles = {(True, True): "joins", (False, True): "starts", (True, False): "ends"}
-    grid = None if call.unit is None else _bits_of(call.unit.down)
+    grid = None if call.scale is None else _bits_of(call.scale.down)
     return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)
 
 
