@@ -157,6 +157,15 @@ def hooked(layer: nn.Module) -> bool:
     return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
 
 
+def calls_only_forward(layer: nn.Module) -> bool:
+    """Whether a call of ``layer`` runs the ``forward`` of its class and nothing else."""
+    own = layer._backward_hooks or layer._backward_pre_hooks
+    of_all = module._global_backward_hooks or module._global_backward_pre_hooks
+    replaced = layer._compiled_call_impl is not None or "forward" in vars(layer)
+    called = type(layer).__call__ is nn.Module.__call__
+    return called and not (hooked(layer) or own or of_all or replaced)
+
+
 def _identity(state: tuple[Any, ...]) -> list[Any]:
     """Memory, geometry and version of each stream; equal for an alias."""
     return [

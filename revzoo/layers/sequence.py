@@ -10,12 +10,17 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, overload
+from typing import Any, Self, TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.calls import inverse_on_grid, refuse_changed_outputs, versions_of
+from revzoo.core.calls import (
+    calls_only_forward,
+    inverse_on_grid,
+    refuse_changed_outputs,
+    versions_of,
+)
 from revzoo.core.fixedpoint import (
     Grid,
     apply_with_words,
@@ -31,6 +36,7 @@ from revzoo.core.invertible import (
     Step,
     as_state,
     bare,
+    is_container,
     label_steps,
     leaves,
     name_of,
@@ -297,28 +303,44 @@ class ReversibleSequence(Invertible):
             assign_memory(members, "invert")
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
+        return bare(self._run(list(state), context))
+
+    def _run(self, streams: list[Tensor], context: dict[str, Any]) -> State:
+        """Streams and extra outputs after the steps; empties ``streams``."""
         if keeps_words():  # not in a captured graph, which would repeat the assignment
             # a stream from an outer sequence was checked there; the check reads every value
             nested, _thread.nested = getattr(_thread, "nested", False), False
             if not nested:
-                renew_words(t for t in state if isinstance(t, Tensor))
-        outputs, _, extras = self._walk(state, (), context)
-        return bare((*outputs, *extras))
+                renew_words(t for t in streams if isinstance(t, Tensor))
+        outputs, _, extras = self._walk(streams, (), context)
+        return (*outputs, *extras)
 
     def _walk(
-        self, state: State, total: State, context: dict[str, Any]
+        self, streams: list[Tensor], total: State, context: dict[str, Any]
     ) -> tuple[State, State, State]:
         """Run the steps; ``total``, if not empty, is the sum of log-determinants before them.
+
+        Empties ``streams``, which would keep the first ones in memory until the last step has run.
 
         Returns:
             The streams, the sum, and the steps' extra outputs.
         """
+        state: State = tuple(streams)
+        streams.clear()
         extras: list[Tensor] = []
         merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if merge:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
-        for step in self:
+        waiting = list(self)[::-1]
+        while waiting:
+            step = waiting.pop()
+            if _opens(step, state):
+                waiting += list(step)[::-1]
+                continue
+            # a stem or transition keeps autocast's dtype: nothing is reconstructed from its input
+            if not is_container(step) and step.invertible:
+                state = on_grid_of(step, widened(state))
             state, total, more = _advance(step, state, total, context)
             extras += more
         if merge:
@@ -374,7 +396,7 @@ class ReversibleSequence(Invertible):
         """
         self._check_invertible()
         renew_words(t for t in state if isinstance(t, Tensor))
-        outputs, (total,), _ = self._walk(state, (zero_total(state[0]),), context)
+        outputs, (total,), _ = self._walk(list(state), (zero_total(state[0]),), context)
         return bare(outputs), total
 
     def log_det(self, *state: Tensor, **context: Any) -> Tensor:
@@ -410,6 +432,28 @@ class ReversibleSequence(Invertible):
             )
 
 
+def run_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
+    """``sequence(*streams)``; empties the list, so that each stream is freed after its last use."""
+    if _is_plain(sequence):
+        return sequence._run(streams, {})
+    return as_state(sequence(*streams))
+
+
+def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
+    """Whether the members of ``step`` can run in its place."""
+    # the same streams: it splits no tensor
+    return isinstance(step, ReversibleSequence) and _is_plain(step) and len(state) == step.streams
+
+
+def _is_plain(sequence: ReversibleSequence) -> bool:
+    """Whether a call only runs the members: then it need not happen.
+
+    A call keeps its inputs in memory until the last member has run.
+    """
+    inherits = type(sequence).forward is ReversibleSequence.forward
+    return inherits and calls_only_forward(sequence)
+
+
 def _advance(
     step: Step, state: State, total: State, context: dict[str, Any]
 ) -> tuple[State, State, State]:
@@ -417,7 +461,7 @@ def _advance(
     # a container runs its members, whose tapes join (NOTE [ Chains joined by hand ])
     if isinstance(step, ReversibleSequence):
         if total:
-            return step._walk(state, total, context)
+            return step._walk(list(state), total, context)
         if keeps_words():
             _thread.nested = True  # its input is a stream of this one
         try:
@@ -426,8 +470,6 @@ def _advance(
             if keeps_words():
                 _thread.nested = False
     else:
-        # a stem or transition keeps autocast's dtype: nothing is reconstructed from its input
-        state = widened(state) if step.invertible else state
         outputs = run_step(WithLogDet(step) if total else step, (*state, *total), **context)
     end = len(outputs) - step.extras
     cut = end - len(total)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import functools
 import math
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from typing import ClassVar, Literal, NamedTuple, overload
 
@@ -37,7 +36,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import set_memory
 from revzoo.layers.pool import GlobalPool
-from revzoo.layers.sequence import ReversibleSequence, merged
+from revzoo.layers.sequence import ReversibleSequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
 from revzoo.models.save import Saved, Spec
 
@@ -278,8 +277,13 @@ class ImageNetwork(Saved, ABC):
         Raises:
             ValueError: the images' channels or size do not fit.
         """
-        # a deque of one: a list would keep the states of all stages in memory
-        state = deque(self.stage_states(x), maxlen=1).pop()
+        self._check_images(x)
+        state: State = (x,)
+        for sequence in (self.stem, *self.stages):
+            assert isinstance(sequence, ReversibleSequence)
+            streams = list(state)
+            del state  # see run_sequence()
+            state = run_sequence(sequence, streams)
         if len(state) > 1:
             *_, last = self._steps()
             (merge,) = self._merge

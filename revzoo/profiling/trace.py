@@ -9,9 +9,10 @@ module instead of a row per tensor, and it does not know that a step of ours run
 backward pass. Its peak is the same (``tests/profiling/test_trace.py`` compares the two).
 
 NOTE [ Who made a tensor ]
-    In the forward pass and in a replay: the innermost running module of the model. In the backward
-    pass: the module whose forward pass recorded the running node. Autograd numbers nodes in order
-    of creation, so the nodes of a module have the numbers between its start and its end.
+    In the forward pass and in a replay: the innermost running module of the model. Sequences do not
+    count, nor modules that are created during the pass. In the backward pass: the module whose
+    forward pass recorded the running node. Autograd numbers nodes in order of creation, so the
+    nodes of a module have the numbers between its start and its end.
 """
 
 from __future__ import annotations
@@ -33,10 +34,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import flop_registry
 
@@ -45,6 +42,7 @@ from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import COUNTED, MODES, mode_of
 from revzoo.core.replay import is_replaying
+from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
 
@@ -157,6 +155,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.turn = 0
         self._alive: dict[int, Allocation] = {}  # by address of the storage
         self._names = {id(m): name for name, m in model.named_modules()}
+        # a sequence with hooks would keep its inputs longer
+        self._hooked = [m for m in model.modules() if not isinstance(m, ReversibleSequence)]
         # stacks: running modules by path, and the index in `calls` of their step (-1: none)
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
@@ -192,11 +192,12 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return len(self.levels)
 
     def __enter__(self) -> Trace:
-        # global hooks, which also see modules that are created during the pass;
-        # always_call: a replay that stops early leaves its modules by an exception
-        pre = register_module_forward_pre_hook(self._enter_module)
-        post = register_module_forward_hook(self._leave_module, always_call=True)
-        self._hooks = [pre, post]
+        for module in self._hooked:
+            # always_call: a replay that stops early leaves its modules by an exception
+            self._hooks += [
+                module.register_forward_pre_hook(self._enter_module),
+                module.register_forward_hook(self._leave_module, always_call=True),
+            ]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -268,15 +269,14 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._left = []
 
     def _enter_module(self, module: nn.Module, args: Any) -> None:
-        name = self._names.get(id(module))
-        # a module made during the pass has no name: its tensors belong to its caller
-        self._modules.append(self._modules[-1] if name is None else name)
+        name = self._names[id(module)]
+        self._modules.append(name)
         # nodes and steps are counted in the forward pass only
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         # only the outermost step counts: steps inside a branch belong to it
         index = self._current[-1]
-        if name is not None and index < 0 and isinstance(module, Step) and not is_container(module):
+        if index < 0 and isinstance(module, Step) and not is_container(module):
             state = [t for t in args if isinstance(t, Tensor)]
             joins = mode_of(module.memory).inverts and module.invertible
             layout = tuple(Layout(t.shape, t.stride(), t.dtype, t.requires_grad) for t in state)
