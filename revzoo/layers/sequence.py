@@ -356,11 +356,17 @@ class ReversibleSequence(Invertible):
             NotInvertibleError: a step loses information; the message names it.
             RangeError: a stream is too large for exact sums on its grid.
         """
-        self._check_invertible()
-        forget_stale_words(t for t in state if isinstance(t, Tensor))
-        return self._walk_back(state, context)
+        return bare(self._run_back(list(state), context))
 
-    def _walk_back(self, state: State, context: dict[str, Any]) -> Tensor | State:
+    def _run_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
+        """The input for the output ``streams``; empties the list."""
+        self._check_invertible()
+        forget_stale_words(t for t in streams if isinstance(t, Tensor))
+        return self._walk_back(streams, context)
+
+    def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
+        state: State = tuple(streams)
+        streams.clear()
         split = self.streams == self.outputs == 2
         merge = len(state) == 1 and isinstance(state[0], Tensor) and split
         state = apply_with_words(Split(self.dim, self.split).forward, state) if merge else state
@@ -368,7 +374,7 @@ class ReversibleSequence(Invertible):
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
                 if type(step).inverse is ReversibleSequence.inverse:
-                    state = as_state(step._walk_back(state, context))
+                    state = step._walk_back(list(state), context)
                 else:
                     state = as_state(step.inverse(*state, **context))
             else:
@@ -382,8 +388,7 @@ class ReversibleSequence(Invertible):
                     inputs = inverse_on_grid(step, *state, **context)
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
-        state = apply_with_words(Merge(self.dim, self.split).forward, state) if merge else state
-        return bare(state)
+        return apply_with_words(Merge(self.dim, self.split).forward, state) if merge else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
         """Outputs without extra outputs, and the sum of the steps' log-determinants ``(B,)``.
@@ -437,6 +442,13 @@ def run_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
     if _is_plain(sequence):
         return sequence._run(streams, {})
     return as_state(sequence(*streams))
+
+
+def invert_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
+    """``sequence.inverse(*streams)``; empties the list as :func:`run_sequence` does."""
+    if type(sequence).inverse is ReversibleSequence.inverse:
+        return sequence._run_back(streams, {})
+    return as_state(sequence.inverse(*streams))
 
 
 def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:

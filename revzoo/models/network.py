@@ -36,7 +36,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import set_memory
 from revzoo.layers.pool import GlobalPool
-from revzoo.layers.sequence import ReversibleSequence, merged, run_sequence
+from revzoo.layers.sequence import ReversibleSequence, invert_sequence, merged, run_sequence
 from revzoo.layers.split import Merge, halves
 from revzoo.models.save import Saved, Spec
 
@@ -311,7 +311,9 @@ class ImageNetwork(Saved, ABC):
             state = apply_with_words(functools.partial(halves, dim=self.channel_dim), state)
         for sequence in reversed([self.stem, *self.stages]):
             assert isinstance(sequence, ReversibleSequence)
-            state = as_state(sequence.inverse(*state))
+            streams = list(state)
+            del state
+            state = invert_sequence(sequence, streams)
         return state[0]
 
     def stage_states(self, x: Tensor) -> Iterator[State]:

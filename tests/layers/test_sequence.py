@@ -23,6 +23,7 @@ from revzoo import (
 )
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import MODES
+from revzoo.profiling.live import LiveMemory
 
 
 class Stem(Step):
@@ -378,3 +379,46 @@ def test_steps_are_given_as_a_list():
     block = ReversibleBlock(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"ReversibleSequence\(\[a, b\]\)"):
         ReversibleSequence(block, block)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x * 2
+
+
+def nested_blocks():
+    blocks = [ReversibleBlock(Doubled()) for _ in range(3)]
+    return ReversibleSequence([blocks[0], ReversibleSequence(blocks[1:])], memory="store")
+
+
+def test_streams_are_freed_after_their_last_use():
+    x1, x2 = torch.randn(2, 1, 2**16)
+    net = nested_blocks()
+    with torch.no_grad(), LiveMemory() as memory:
+        net(x1, x2)
+    # the two streams of a coupling, the branch's value and the sum
+    assert memory.peak / x1.nbytes == pytest.approx(4, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["forward", "pre", "backward", "override", "compiled"])
+def test_inner_sequences_are_called_if_anybody_watches(kind):
+    net = nested_blocks()
+    block = net[1][0]
+    called = []
+    if kind == "forward":
+        block.register_forward_hook(lambda *_: called.append(kind))
+    elif kind == "pre":
+        block.register_forward_pre_hook(lambda *_: called.append(kind))
+    elif kind == "backward":
+        block.register_full_backward_hook(lambda *_: called.append(kind))
+    elif kind == "override":
+        forward = block.forward
+        block.forward = lambda *state: called.append(kind) or forward(*state)
+    else:  # what compile() sets
+        block._compiled_call_impl = lambda *state: called.append(kind) or block.forward(*state)
+    state = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+    y1, y2 = net(*state)
+    (y1 + y2).sum().backward()
+    assert called
+    for y, plain in zip((y1, y2), nested_blocks()(*state), strict=True):
+        assert torch.equal(y, plain)
