@@ -64,7 +64,6 @@ backend: str | None = None
 """The backend of ``torch.compile`` that fuses the operations of a sum; None runs them eagerly."""
 
 Grid = int | str
-Factor = float | Tensor
 
 
 class Scale:
@@ -72,35 +71,25 @@ class Scale:
 
     Attributes:
         bits: the fractional bits; None if the input decides them.
-        down: the value of one unit, a power of two; a tensor if the input decides it.
+        down: the value of one unit, a power of two, as a scalar tensor on the streams' device.
         up: its inverse.
         end: sums are exact below it.
     """
 
     __slots__ = ("_nan", "bits", "down", "end", "up")
 
-    def __init__(self, down: Factor, words: torch.dtype, bits: int | None = None) -> None:
+    def __init__(self, down: Tensor, words: torch.dtype, bits: int | None = None) -> None:
         self.bits = bits
         self.down = down
-        self.up = down.reciprocal() if isinstance(down, Tensor) else 1 / down
+        self.up = down.reciprocal()
         # two bits less than the word: the sum of two such values still fits beside the sign
         self.end = down * 2.0 ** (torch.iinfo(words).bits - 2)
-        # torch takes 5 us to wrap a number
-        on_cpu = type(down) is Tensor and down.device.type == "cpu"
-        self._nan: Factor = torch.full_like(down, math.nan) if on_cpu else math.nan  # type: ignore[arg-type]
+        self._nan = torch.full_like(down, math.nan)
 
-    def down_within(self, peak: Tensor | None) -> Factor:
+    def down_within(self, peak: Tensor | None) -> Tensor:
         """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
         # a comparison on the device, since reading the peak would stall it
         return self.down if peak is None else torch.where(peak < self.end, self.down, self._nan)
-
-
-@functools.cache
-def _scale_of(bits: int, words: torch.dtype, on_cpu: bool) -> Scale:
-    down = 2.0 ** -(bits + EXTRA_BITS if words == torch.int64 else bits)
-    with torch.inference_mode(False):
-        factor = torch.tensor(down, dtype=torch.float32, device="cpu") if on_cpu else down
-        return Scale(factor, words, bits)
 
 
 class Fixed:
@@ -269,11 +258,9 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == words]
     if len(fixed) == len(state) and _are_on(grid, fixed):
         return state
-    if isinstance(grid, int):
-        scale = _scale_of(grid, words, all(type(t) is Tensor and t.is_cpu for t in state))
-    else:
-        down = _down_for(state)
-        scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, words)
+    bits = grid if isinstance(grid, int) else None
+    down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
+    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, words, bits)
     return tuple(_rounded_to(t, scale, words) for t in state)
 
 
@@ -290,11 +277,17 @@ def _down_for(state: tuple[Tensor, ...]) -> Tensor:
     A power of two, so that products with it do not round.
     """
     sizes = [largest(t).float() for t in state if t.numel()]
-    size = functools.reduce(torch.maximum, sizes) if sizes else state[0].new_zeros(()).float()
-    size = size.clamp_min(_EXPECTED_RANGE)
+    size = functools.reduce(torch.maximum, sizes) if sizes else _scalar(state, 0.0)
+    # the end of the range must be a float32, too
+    size = size.clamp(_EXPECTED_RANGE, 2.0**116)
     # frexp instead of log2, which may round to the wrong power of two
     mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
     return size / mantissa * (2.0**-DEFAULT_BITS / (2 * _EXPECTED_RANGE))
+
+
+def _scalar(state: tuple[Tensor, ...], value: float) -> Tensor:
+    # of float32, whatever the default is; filled on the device, without a transfer
+    return state[0].new_full((), value, dtype=torch.float32)
 
 
 def largest(t: Tensor) -> Tensor:
@@ -432,18 +425,13 @@ def undo_second_difference(
     return total.with_words(words)
 
 
-def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Factor, of_x: Factor) -> None:
+def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Tensor, of_x: Tensor) -> None:
     """``of_value * value + of_x * x``, rounded; only the product with value and the sum round."""
     total = value.to(_computed_in(words)) * of_value
-    # alpha cannot be a tensor
-    if isinstance(of_x, Tensor):
-        total.addcmul_(x, of_x)
-    else:
-        total.add_(x, alpha=of_x)
-    words.copy_(total.round_())
+    words.copy_(total.addcmul_(x, of_x).round_())
 
 
-def _factors(up: Factor, bits: int) -> tuple[Factor, Factor]:
+def _factors(up: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Of the value and of x in the second difference, in units."""
     b = 2.0**-bits
     return up * (1 + b), up * (-2 * b)
@@ -455,8 +443,8 @@ def _shift_in(
     value: Tensor,
     words: Tensor,
     total: Tensor,
-    up: Factor,
-    down: Factor,
+    up: Tensor,
+    down: Tensor,
     n: int,
 ) -> None:
     _difference(x, value, words, *_factors(up, n))
@@ -465,7 +453,7 @@ def _shift_in(
     _read(words, total, down)
 
 
-def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Factor, n: int) -> None:
+def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tensor, n: int) -> None:
     _difference(x, value, before, *_factors(up, n))
     torch.sub(total, before, out=before)
     before <<= n
@@ -571,18 +559,18 @@ def _computed_in(words: Tensor) -> torch.dtype:
     return torch.float64 if words.dtype == torch.int64 else torch.float32
 
 
-def _quantise(x: Tensor, words: Tensor, up: Factor) -> None:
+def _quantise(x: Tensor, words: Tensor, up: Tensor) -> None:
     words.copy_((x.to(_computed_in(words)) * up).round_())
 
 
-def _read(words: Tensor, floats: Tensor, down: Factor) -> None:
+def _read(words: Tensor, floats: Tensor, down: Tensor) -> None:
     if floats.dtype == _computed_in(words):
         floats.copy_(words).mul_(down)
     else:
         floats.copy_(words.to(_computed_in(words)).mul_(down))
 
 
-def _renew(floats: Tensor, words: Tensor, up: Factor, down: Factor) -> None:
+def _renew(floats: Tensor, words: Tensor, up: Tensor, down: Tensor) -> None:
     new = torch.empty_like(words)
     _quantise(floats, new, up)
     # only changed values: a float32 holds 24 bits of a word, so the others would lose bits (rule 3)
@@ -593,13 +581,13 @@ def _renew(floats: Tensor, words: Tensor, up: Factor, down: Factor) -> None:
     words += new.sub_(words).mul_(changed)
 
 
-def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Factor) -> None:
+def _subtract(words: Tensor, value: Tensor, out: Tensor, up: Tensor) -> None:
     _quantise(value, out, up)
     torch.sub(words, out, out=out)
 
 
 def _add_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Factor, down: Factor
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
 ) -> None:
     _quantise(value, words, up)
     torch.add(x, words, out=words)
@@ -607,7 +595,7 @@ def _add_and_read(
 
 
 def _subtract_and_read(
-    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Factor, down: Factor
+    x: Tensor, value: Tensor, words: Tensor, total: Tensor, up: Tensor, down: Tensor
 ) -> None:
     _subtract(x, value, words, up)
     _read(words, total, down)
@@ -624,22 +612,22 @@ def _compiled(fn: Callable[..., None], backend: str) -> Callable[..., None]:
     return compiled
 
 
-def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *factors: Factor) -> None:
-    """``fn(*tensors, *factors)``, piece by piece, so that its temporary tensors are small."""
+def _in_chunks(fn: Callable[..., None], tensors: tuple[Tensor, ...], *options: Any) -> None:
+    """``fn(*tensors, *options)``, piece by piece, so that its temporary tensors are small."""
     words = next(t for t in tensors if not t.is_floating_point())
     if backend is not None and fn in _COMPILABLE and has_values(words):
-        _compiled(fn, backend)(*(_flat(tensors) or tensors), *factors)
+        _compiled(fn, backend)(*(_flat(tensors) or tensors), *options)
         return
     chunk = _CHUNK if words.device.type == "cpu" else _CHUNK_OF_DEVICES
     flat = _flat(tensors) if words.numel() > chunk else None
     if flat is None:
-        fn(*tensors, *factors)
+        fn(*tensors, *options)
     elif not has_values(words):
-        fn(*[t[:chunk] for t in flat], *factors)  # one piece takes the memory of all
+        fn(*[t[:chunk] for t in flat], *options)  # one piece takes the memory of all
     else:
         count = -(-words.numel() // chunk)
         for pieces in zip(*[t.chunk(count) for t in flat], strict=True):
-            fn(*pieces, *factors)
+            fn(*pieces, *options)
 
 
 def _flat(tensors: tuple[Tensor, ...]) -> list[Tensor] | None:

@@ -419,9 +419,8 @@ def check_range(step: Step, state: State) -> None:
 
 def _read(found: Sequence[Tensor]) -> list[float]:
     """The values of scalars; one transfer if they are on one device."""
-    # double holds every other type's values
-    if len({v.dtype for v in found}) > 1:
-        found = [v.double() for v in found]
+    if len(kinds := {v.dtype for v in found}) > 1:  # not every device has float64
+        found = [v.double() if torch.float64 in kinds else v.float() for v in found]
     if len({v.device for v in found}) > 1:
         return [v.item() for v in found]
     return torch.stack(tuple(found)).tolist() if found else []
@@ -434,10 +433,14 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     """
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
-    ends = _read([torch.as_tensor(scale.end, dtype=torch.float64) for scale in scales])
-    end_of = dict(zip(scales, ends, strict=True))
+    end_of = dict(zip(scales, _read([scale.end for scale in scales]), strict=True))
     pairs = zip(reversed(peaks), reversed(values), strict=True)
-    found = [(peak, value) for peak, value in pairs if not value < end_of[peak.scale]]
+    found = [
+        # a NaN in one stream makes the scale of all streams NaN
+        (peak, math.nan if math.isnan(end_of[peak.scale]) else value)
+        for peak, value in pairs
+        if not value < end_of[peak.scale]
+    ]
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 

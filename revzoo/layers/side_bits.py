@@ -192,7 +192,7 @@ class SideBits(Invertible):
         if self.fits is None or y.device.type == "cpu":
             peak = float(fixed.peak)
             # infinite values fit no grid, so a new run would not help: the guard raises
-            self.fits = peak < float(fixed.scale.end) or not math.isfinite(peak)
+            self.fits = not float(fixed.scale.end) <= peak < math.inf
         return self.fits
 
     def inverse(self, *state: Tensor, **context: Any) -> State:
@@ -467,10 +467,6 @@ def _row(path: str, step: SideBits) -> BlockRow:
     if call is None:
         return BlockRow(path, step.bits, "", None)
     roles = {(True, True): "joins", (False, True): "starts", (True, False): "ends"}
-    grid = None if call.scale is None else _bits_of(call.scale.down)
+    down = None if call.scale is None else call.scale.down
+    grid = None if down is None or not has_values(down) else round(-math.log2(float(down)))
     return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)
-
-
-def _bits_of(down: float | Tensor) -> int | None:
-    known = isinstance(down, float) or has_values(down)
-    return round(-math.log2(float(down))) if known else None

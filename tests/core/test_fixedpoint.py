@@ -6,6 +6,7 @@ import pytest
 import torch
 from compare import conv_branch, conv_net, images, linear_net, train, twin
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.module import register_module_forward_hook
 
 from revzoo import (
@@ -385,3 +386,44 @@ def test_compiled_sums_are_bit_equal(dtype, grid, monkeypatch):
         assert a.dtype == b.dtype
         assert torch.equal(a.nan_to_num(nan=7.0), b.nan_to_num(nan=7.0))
     assert any(t.is_floating_point() and t.isnan().any() for t in eager)
+
+
+def test_a_fake_pass_does_not_change_later_ones():
+    net = linear_net()
+    set_memory(net, "exact", grid=18)
+    x = torch.randn(3, 8, dtype=torch.float64)
+    before = net(x)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        net(x)
+    assert torch.equal(net(x), before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", [torch.Tensor, nn.Parameter])
+def test_the_default_dtype_does_not_matter(dtype, kind):
+    net = linear_net().to(dtype)
+    set_memory(net, "exact", grid=26)
+    x = kind(torch.randn(3, 8, dtype=dtype).clamp(-2, 2))
+    expected = net(x)
+    try:
+        torch.set_default_dtype(torch.float16)
+        found = net(x)
+        found.sum().backward()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(("value", "dtype"), [(3e38, torch.float32), (1e39, torch.float64)])
+def test_values_near_the_end_of_float32_are_out_of_range(value, dtype):
+    net = linear_net().to(dtype)
+    set_memory(net, "exact")
+    with pytest.raises(RangeError, match=r"reached (1e\+39|3e\+38)"):
+        net(torch.full((2, 8), value, dtype=dtype)).sum().backward()
+
+
+def test_nan_in_one_stream():
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4)) for _ in range(3)], memory="exact")
+    y1, y2 = net(torch.full((2, 4), torch.nan), torch.randn(2, 4))
+    (y1 + y2).sum().backward()
+    assert net[0].branch.weight.grad.isnan().all()

@@ -439,7 +439,7 @@ def test_bits_are_packed_and_come_back(bits):
     packed = pack_bits(words, bits)
     assert len(packed) == -(-words.numel() // {1: 8, 3: 2, 4: 2, 5: 1, 8: 1}[bits])
     q = (((1 + 2.0**-bits) * value - 2 * 2.0**-bits * x) * 2**23).round().to(torch.int32)
-    total = Fixed(q + (words >> bits), Scale(2.0**-23, torch.int32), torch.float32)
+    total = Fixed(q + (words >> bits), Scale(torch.tensor(2.0**-23), torch.int32), torch.float32)
     back = undo_second_difference(total, x, value, packed, bits)
     assert (back.words - words).abs().max() <= 2**bits * 64  # by the rounding of q as written here
     assert torch.equal(back.words & (2**bits - 1), words & (2**bits - 1))
