@@ -42,6 +42,7 @@ from revzoo import (
 from revzoo.core.checkpoint import Tape
 from revzoo.core.guard import sample
 from revzoo.interop.foreign import read_tensors
+from revzoo.layers.lean import Lean
 from revzoo.profiling.live import LiveMemory
 
 
@@ -2457,3 +2458,132 @@ def test_arguments_of_the_wrong_type_are_named(make, message):
     """They raised a TypeError or KeyError of Python, or were accepted."""
     with pytest.raises(ValueError, match=message):
         make()
+
+
+def test_a_replay_keeps_the_callers_mode_of_warnings_about_determinism():
+    """The caller's mode became an error instead of a warning; so did the mode of the replay."""
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x):
+            seen.append(torch.get_deterministic_debug_mode())
+            return x.sin()
+
+    try:
+        torch.set_deterministic_debug_mode("warn")
+        y = checkpoint(Looks(), torch.randn(2, requires_grad=True))
+        torch.set_deterministic_debug_mode("default")
+        y.sum().backward()
+        assert seen == [1, 1]
+        y = checkpoint(Looks(), torch.randn(2, requires_grad=True))
+        torch.set_deterministic_debug_mode("warn")
+        y.sum().backward()
+        assert torch.get_deterministic_debug_mode() == 1
+    finally:
+        torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.parametrize("place", [1, 2])
+def test_a_backward_hook_on_an_activation_alone_runs(place):
+    layers = Lean(nn.Linear(4, 4), nn.ReLU(), nn.Dropout(0.5), nn.Linear(4, 4))
+    called = []
+    layers[place].register_full_backward_hook(lambda *_: called.append(place))
+    layers(torch.randn(2, 4, requires_grad=True)).sum().backward()
+    assert called == [place]
+
+
+class Counts(revzoo.Step):
+    """Replaces a large buffer in each pass, from the second on."""
+
+    streams = 1
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(2**14 + 1))
+        self.counts = False
+
+    def forward(self, x):
+        if self.counts:
+            self.count = self.count + 1
+        return (x * (1 + self.count[0])).sin()
+
+
+def test_a_large_buffer_may_be_replaced_for_the_first_time_in_a_later_pass():
+    """The replay said that it was changed in place."""
+    found = []
+    for mode in ("store", "recompute"):
+        step, x = Counts(), vectors()
+        step.memory = mode
+        for step.counts in (False, True):
+            found.append(torch.autograd.grad(step(x).sum(), x)[0])
+        assert step.count[0] == 1
+    assert torch.equal(found[1], found[3])
+
+
+def test_a_large_tensor_that_a_function_replaces():
+    holder = {"t": torch.zeros(2**14 + 1)}
+
+    def fn(x):
+        holder["t"] = holder["t"] + 1
+        return (x * holder["t"][0]).sin()
+
+    x = vectors()
+    checkpoint(fn, x).sum().backward()
+    assert torch.equal(x.grad, x.cos())
+    assert holder["t"][0] == 1
+
+
+@pytest.mark.parametrize("part", [True, False])
+@pytest.mark.parametrize("outer", ["exact", "invert"])
+def test_a_stored_run_of_side_bits_in_a_branch(outer, part):
+    """Its bits reached the outer step, which has none."""
+    torch.manual_seed(0)
+    blocks = [revzoo.Residual(nn.Sequential(nn.Linear(4, 4), nn.Tanh())) for _ in range(3)]
+    branch = revzoo.make_reversible(nn.Sequential(*blocks), bits=4)
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), AdditiveCoupling(branch)], memory=None)
+    for step in net:
+        step.memory, step.grid = outer, "auto" if outer == "exact" else None
+    set_memory(branch, "store", grid=20)
+    state = [torch.randn(2, 4, requires_grad=True) for _ in range(2)]
+
+    def effects():
+        y1, y2 = net(*state)
+        loss = y1.square().sum() if part else (y1 * y2).sum()
+        return torch.autograd.grad(loss, [*state, *branch.parameters()], materialize_grads=True)
+
+    found = effects()
+    for step in net:
+        step.memory = "store"
+    for a, b in zip(found, effects(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_the_range_of_a_step_that_is_only_inverted():
+    """It said that the step before was not deterministic."""
+
+    class Large(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * 1e5
+
+    torch.manual_seed(0)
+    net = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4)), AdditiveCoupling(Large(4, 4))])
+    y1, _ = net(torch.randn(2, 4, requires_grad=True), torch.randn(2, 4, requires_grad=True))
+    with pytest.raises(revzoo.RangeError, match=r"^steps\.1 .*grid="):
+        y1.sum().backward()
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_inverses_of_values_that_are_not_finite(value):
+    """It could not convert NaN to an integer, or named a grid of -91 bits."""
+    net = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4))])
+    y = torch.randn(2, 8)
+    y[0, 0] = value
+    with pytest.raises(revzoo.RangeError, match=f"is {value}, expected finite values"):
+        net.inverse(y)
+
+
+def test_a_branch_without_its_extra_output():
+    coupling = AdditiveCoupling(nn.Identity())
+    coupling.extras = 1
+    with pytest.raises(TypeError, match="returned Tensor, expected a tuple of 2 tensors"):
+        coupling(torch.ones(1, 2), torch.ones(1, 2))

@@ -121,6 +121,15 @@ def is_faked(inputs: Iterable[Tensor]) -> bool:
     return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
 
 
+def runs_eagerly() -> bool:
+    """Whether code runs as written: not in torch.func transforms and captured graphs."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_tracing_state() is None
+    )
+
+
 # global settings that branches depend on, besides autocast: getter, setter
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
@@ -128,7 +137,8 @@ _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
     (torch._C._get_mem_efficient_sdp_enabled, torch.backends.cuda.enable_mem_efficient_sdp),
     (torch._C._get_math_sdp_enabled, torch.backends.cuda.enable_math_sdp),
     (torch._C._get_cudnn_sdp_enabled, torch.backends.cuda.enable_cudnn_sdp),
-    (torch._C._get_deterministic_algorithms, torch.use_deterministic_algorithms),
+    # the mode, not the flag: it has a third value, for warnings
+    (torch.get_deterministic_debug_mode, torch.set_deterministic_debug_mode),
 )  # torch's public getters call these, but are slower
 _READS = tuple(read for read, _ in _SWITCHES)
 Ambient = tuple[torch.device | None, list[Any]]

@@ -1,4 +1,4 @@
-"""Calls of a step and of its inverse, with what would make them disagree refused.
+"""Calls a step and its inverse, and refuses whatever would make them disagree.
 
 The words of fixed-point streams move with the values. An inverse undoes neither a hook that changes
 a stream nor a change in place.
@@ -32,7 +32,7 @@ def call_on_grid(
     """``call(step, *state, **context)``; the words move with the values."""
     if not _keeps_words_of(step):
         return call(step, *state, **context)
-    # in other calls than ours, a hook may change the outputs
+    # plain_call checks no hooks: outputs that one may have changed get no words
     trusted = call is call_without_changing_hooks or not hooked(step)
     return _call_with_words(
         step,
@@ -206,7 +206,7 @@ def refuse_changed_inputs(name: str, inputs: State, versions: list[int]) -> None
         inputs,
         versions,
         f"{name} changed its input stream",
-        "the other stream would be combined with another value in each memory mode. Make the "
+        "expected no change, since a replay would start from the changed values. Make the "
         "first operation of the branch out of place (inplace=False)",
     )
 

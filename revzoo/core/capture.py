@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.slots import graph_is_kept, save_for_backward
 
 OnGradient = Callable[["Call", Tensor], None]
@@ -125,9 +126,7 @@ class _Capture:
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        if not torch.is_grad_enabled() or torch.compiler.is_compiling():
-            return
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if not torch.is_grad_enabled() or not runs_eagerly():
             return
         leaves = tree_leaves(output)
         tensors = [t for t in leaves if isinstance(t, Tensor) and t.grad_fn is not None]
@@ -151,7 +150,7 @@ class _Capture:
         if trainable and (count := len(set(tensors))) > 1:
             raise TypeError(
                 f"{type(module).__name__} returned {count} different tensors, expected one: "
-                "the gradient of each would come by itself. Put its parameters into layers that "
+                "each has a gradient of its own. Put its parameters into layers that "
                 "return one tensor"
             )
         inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2

@@ -69,6 +69,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
 from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of
 from revzoo.core.guard import COMPARED, Guard
@@ -105,7 +106,7 @@ def record(
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    # In floating point the guard compares the reconstructed input.
+    # rule 10: in floating point a reconstructed step runs to the end, for the guard
     stops = not tape.entries and (not inverts or drift_limit == 0)
     entry = Entry(step, state, context, drift_limit, stops=stops)
     tape.close()  # steps inside this one must not join this chain
@@ -139,11 +140,9 @@ def _joins(step: Step, state: State) -> bool:
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
     """Whether autograd records the call, outside transforms and captured graphs."""
-    # torch.func refuses saved-tensor hooks
-    if not torch.is_grad_enabled() or torch._C._functorch.peek_interpreter_stack() is not None:
-        return False
-    # a captured graph has no Python objects such as slots, and its compiler decides what to keep
-    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+    # torch.func refuses saved-tensor hooks; a captured graph has no Python objects such as slots,
+    # and its compiler decides what to keep
+    if not torch.is_grad_enabled() or not runs_eagerly():
         return False
     if forward_ad._current_level >= 0 and not is_replaying():  # a replay needs no tangents
         return False
@@ -271,6 +270,7 @@ class Tape:
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
+                self._guard.add_peaks(self.entries[i].peaks)
                 state = self.entries[i].invert(state)
             # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)

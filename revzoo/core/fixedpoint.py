@@ -48,6 +48,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
 AUTO = "auto"
@@ -56,7 +57,7 @@ _MOST_BITS = 29
 # 23 + 29 fractional bits: as precise as float64 near 1
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-_EXPECTED_RANGE = 4.0  # inputs below this have DEFAULT_BITS
+_EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
 
@@ -78,18 +79,24 @@ class Scale:
 
     __slots__ = ("_nan", "bits", "down", "end", "up")
 
-    def __init__(self, down: Tensor, words: torch.dtype, bits: int | None = None) -> None:
+    def __init__(self, down: Tensor, word_type: torch.dtype, bits: int | None = None) -> None:
         self.bits = bits
         self.down = down
         self.up = down.reciprocal()
         # two bits less than the word: the sum of two such values still fits beside the sign
-        self.end = down * 2.0 ** (torch.iinfo(words).bits - 2)
+        self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
         self._nan = torch.full_like(down, math.nan)
 
     def down_within(self, peak: Tensor | None) -> Tensor:
         """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
         # a comparison on the device, since reading the peak would stall it
         return self.down if peak is None else torch.where(peak < self.end, self.down, self._nan)
+
+
+def fraction_bits(scale: Scale) -> int:
+    """The fractional bits of a grid as users count them, without ``EXTRA_BITS`` (host sync)."""
+    down, end = float(scale.down), float(scale.end)
+    return round(-math.log2(down)) - (EXTRA_BITS if end / down > 2.0**32 else 0)
 
 
 class Fixed:
@@ -131,9 +138,9 @@ class Fixed:
     def minus(self, value: Tensor, *, overwrite: bool = False) -> Fixed:
         """Subtract ``value``; ``overwrite`` allows reusing its memory."""
         words = self.words
-        dense = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
+        fits = value.dtype.itemsize == words.dtype.itemsize and value.stride() == words.stride()
         # a compiled graph may not write over its input in another type
-        reuses = overwrite and dense and backend is None
+        reuses = overwrite and fits and backend is None
         out = value.view(words.dtype) if reuses else torch.empty_like(words)
         _in_chunks(_subtract, (words, value, out), self.scale.up)
         return self.with_words(out)
@@ -166,12 +173,7 @@ def can_have_words(state: Iterable[Tensor]) -> bool:
 
 def keeps_words() -> bool:
     """Whether streams keep words here (rule 7 of NOTE [ Words and floats ])."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and forward_ad._current_level < 0
-        and torch._C._get_tracing_state() is None
-    )
+    return runs_eagerly() and forward_ad._current_level < 0
 
 
 _KEY = "_revzoo_fixed"  # attribute of a storage: place of the float tensor in it -> Fixed
@@ -254,21 +256,21 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     The gradient of the rounding is the identity.
     """
     wide = any(t.dtype == torch.float64 for t in state)
-    words = torch.int64 if wide else torch.int32
-    fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == words]
+    word_type = torch.int64 if wide else torch.int32
+    fixed = [f for t in state if (f := fixed_of(t)) is not None and f.words.dtype == word_type]
     if len(fixed) == len(state) and _are_on(grid, fixed):
         return state
     bits = grid if isinstance(grid, int) else None
     down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
-    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, words, bits)
-    return tuple(_rounded_to(t, scale, words) for t in state)
+    scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
+    return tuple(_rounded_to(t, scale, word_type) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
-    first = fixed[0].scale
     if isinstance(grid, int):
         return all(f.scale.bits == grid for f in fixed)
-    return first.bits is None and all(f.scale is first for f in fixed)
+    scale = fixed[0].scale
+    return scale.bits is None and all(f.scale is scale for f in fixed)
 
 
 def _down_for(state: tuple[Tensor, ...]) -> Tensor:
@@ -279,10 +281,10 @@ def _down_for(state: tuple[Tensor, ...]) -> Tensor:
     sizes = [largest(t).float() for t in state if t.numel()]
     size = functools.reduce(torch.maximum, sizes) if sizes else _scalar(state, 0.0)
     # the end of the range must be a float32, too
-    size = size.clamp(_EXPECTED_RANGE, 2.0**116)
+    size = size.clamp(_EXPECTED_RANGE / 2, 2.0**116)
     # frexp instead of log2, which may round to the wrong power of two
     mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
-    return size / mantissa * (2.0**-DEFAULT_BITS / (2 * _EXPECTED_RANGE))
+    return size / mantissa * (2.0**-DEFAULT_BITS / _EXPECTED_RANGE)
 
 
 def _scalar(state: tuple[Tensor, ...], value: float) -> Tensor:
@@ -327,7 +329,7 @@ def _summed(
     parts: tuple[Tensor, ...],
     dtype: torch.dtype,
     *options: Any,
-    largest_part: int,
+    weight: int,
 ) -> Tensor:
     """Compute a sum; returns its float tensor, with words.
 
@@ -337,14 +339,14 @@ def _summed(
         parts: the summands; the value is the last one.
         dtype: of the float tensor.
         *options: passed to ``fill`` after the scales.
-        largest_part: the largest factor of the value in the sum.
+        weight: how many times the value counts in the peak.
     """
     value, words, scale = parts[-1], torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
     peak = None
     if value.numel():
-        peak = largest(value) if largest_part == 1 else largest_part * largest(value).float()
+        peak = largest(value) if weight == 1 else weight * largest(value).float()
         if fixed.peak is not None:
             peak = torch.maximum(peak, fixed.peak)
     _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
@@ -361,7 +363,7 @@ class _Sum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = _add_and_read if sign > 0 else _subtract_and_read
-        return _summed(fill, fixed, (fixed.words, value), x.dtype, largest_part=1)
+        return _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
@@ -392,7 +394,7 @@ class _SecondDifference(torch.autograd.Function):
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
-        return _summed(_shift_in, fixed, parts, x.dtype, bits, largest_part=2)
+        return _summed(_shift_in, fixed, parts, x.dtype, bits, weight=2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:

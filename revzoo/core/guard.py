@@ -11,9 +11,10 @@ All figures stay on the device. They are read once, after the backward pass.
 NOTE [ Streams that overflow ]
     Nothing can be recovered from an infinite output, and plain training has no finite gradients
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
-    chains that ran in float16 and ended in values that are not finite. In other types it still
-    compares what is finite in both passes, so a wrong inverse does not hide behind an overflow, and
-    warns of the rest.
+    chains that ran in float16 and ended in values that are not finite. It also skips fixed-point
+    chains with such a value, which makes the whole stream NaN. Otherwise it still compares what is
+    finite in both passes, so a wrong inverse does not hide behind an overflow, and warns of the
+    rest.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -45,7 +46,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.fixedpoint import EXTRA_BITS, Fixed, Scale, Streams, as_fixed, as_floats, largest
+from revzoo.core.fixedpoint import (
+    Fixed,
+    Scale,
+    Streams,
+    as_fixed,
+    as_floats,
+    fraction_bits,
+    largest,
+)
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
 
@@ -147,7 +156,7 @@ class _Drift:
         self.samples = samples
         if isinstance(computed, Tensor):
             computed = computed.detach()
-        elif samples.plan.channels:  # the stream was floating-point in the forward pass
+        elif samples.scale is None:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
         self.actual = _values_at(computed, samples.plan.places)
         if samples.scale is not None and isinstance(computed, Tensor):  # a step that lost its words
@@ -351,7 +360,7 @@ class Guard:
         addresses = {address(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
-    def bound(self, peaks: list[Peak]) -> None:
+    def add_peaks(self, peaks: list[Peak]) -> None:
         """Record peaks, which must be below their limits."""
         self._peaks += peaks
 
@@ -445,11 +454,15 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
 
 def _range_error(peak: Peak, value: float) -> RangeError:
-    unit, end = float(peak.scale.down), float(peak.scale.end)
-    # words of 64 bits have EXTRA_BITS more, which users do not count
-    bits = round(-math.log2(unit)) - (EXTRA_BITS if end / unit > 2.0**32 else 0)
+    if not math.isfinite(value):
+        return RangeError(
+            f"{peak.name}: a stream or a value added to it is {value:g}, expected finite values: "
+            "check the data, normalise the branches, or lower the learning rate if the training "
+            "diverges"
+        )
+    bits, end = fraction_bits(peak.scale), float(peak.scale.end)
     # one bit in reserve, since training changes the values
-    excess = math.ceil(math.log2(value / end)) + 1 if math.isfinite(value) else bits + 1
+    excess = math.ceil(math.log2(value / end)) + 1
     fitting = bits - excess if excess <= bits else None
     remedy = (
         "normalise the branches, or lower the learning rate if the training diverges"
@@ -552,15 +565,15 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         f"{drift.name}: a recomputed stream is off by {error:.2g} of its size (limit "
         f"{drift.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are wrong. "
     )
-    if drift.limit == 0:
-        remedy = (
-            "On a grid it must be equal, so the step is not deterministic, or its output was "
-            f"changed around autograd (y.data, y.numpy()): {drift.step.instead}"
-        )
-    elif not drift.inverts:
+    if not drift.inverts:
         remedy = (
             "It was computed again from the same inputs, so it is not deterministic, or reads "
             f"values that changed since: {drift.step.instead}"
+        )
+    elif drift.samples.scale is not None:
+        remedy = (
+            "On a grid it must be equal, so the step is not deterministic, or its output was "
+            f"changed around autograd (y.data, y.numpy()): {drift.step.instead}"
         )
     else:
         remedy = (

@@ -4,9 +4,10 @@ See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.replay
 
 NOTE [ Gathered once ]
     A search result keeps the places of its modules' parameters and statistics, and their traits
-    (class, dtype, device, shape). Each forward pass checks that tables, training flags and traits
-    are the same, and gathers them again if they are not. We look at parameters one by one only if
-    one is replaced or changed before the backward pass.
+    (class, dtype, device, ``requires_grad``; of statistics also the shape). Each forward pass
+    checks that tables, training flags and traits are the same, and gathers them again if they are
+    not. We look at parameters one by one only if one is replaced or changed before the backward
+    pass.
 
 NOTE [ Copies of buffers ]
     Only after a forward pass do we know whether it changed a buffer in place. So we copy each
@@ -136,9 +137,15 @@ class Snapshot(NamedTuple):
     unseen: bool  # whether code may change it without a new version
 
     @property
-    def changed(self) -> bool:
+    def replaced(self) -> bool:
+        """Whether another tensor is in its place."""
+        return not self.held.still_there()
+
+    @property
+    def written(self) -> bool:
+        """Whether the tensor was changed in place, as far as can be seen."""
         held, t = self.held, self.held.tensor
-        if not held.still_there() or version_of(t) != held.version:
+        if version_of(t) != held.version:
             return True
         if not self.unseen:
             return False
@@ -246,11 +253,9 @@ class Owned:
         self._scratch: list[Tensor] = []
 
     @staticmethod
-    def of(
-        reach: Reach, modules: list[nn.Module], reads: bool, unseen: bool
-    ) -> tuple[Owned, list[Tensor]]:
+    def of(reach: Reach, modules: list[nn.Module], reads: bool) -> tuple[Owned, list[Tensor]]:
         """The places in ``modules`` and their present tensors; gathered once for ``reach``."""
-        key = [reads, unseen, *map(_training, modules)]
+        key = [reads, *map(_training, modules)]
         owned: Owned | None = reach.owned
         tensors = None if owned is None else owned.tensors_if_same(modules, key)
         if owned is None or tensors is None:
@@ -458,7 +463,7 @@ class StepTensors:
 
         Returns False if a tensor is no ordinary one; then it captures only the names in the tables.
         """
-        owned, tensors = Owned.of(reach, modules, self.reads_statistics, self._updates_unseen)
+        owned, tensors = Owned.of(reach, modules, self.reads_statistics)
         self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent
         if not owned.plain:
             return False
@@ -586,12 +591,14 @@ class StepTensors:
         """Keep the snapshots of tensors that the forward pass changed; check the others later."""
         snapshots, self._snapshots = self._snapshots, []
         # by storage: a change through one tensor changes others that share its memory
-        written = {address(s.held.tensor) for s in snapshots if s.changed}
+        written = {address(s.held.tensor) for s in snapshots if s.written}
         for s in snapshots:
-            changed = bool(written) and address(s.held.tensor) in written
+            overwritten = bool(written) and address(s.held.tensor) in written
+            changed = overwritten or s.replaced
             if not changed:
                 self._held.append(s.held)
-            elif s.before is None:  # lost; with an impossible version, value() raises
+            elif overwritten and s.before is None:
+                # lost; with an impossible version, value() raises
                 self._snapshots.append(s._replace(held=s.held._replace(version=-1)))
             else:
                 self._snapshots.append(s)

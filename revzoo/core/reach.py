@@ -33,7 +33,7 @@ from revzoo.core.search import ABOUT_CLASS, CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, 
 from revzoo.core.threads import locks_of
 
 # attributes that a replay must not restore
-OWN_ATTRIBUTES = frozenset((CACHE_KEY, "forward", "drift"))
+NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
 _READS_STATISTICS = frozenset(
     (
         "running_mean",
@@ -313,7 +313,7 @@ class Plain(NamedTuple):
 
     def restore(self, attributes: dict[Any, Any]) -> None:
         """Restore the plain values and remove new names; other values stay."""
-        for name in attributes.keys() - set(self.names) - OWN_ATTRIBUTES:
+        for name in attributes.keys() - set(self.names) - NOT_RESTORED:
             del attributes[name]
         for name, value in self.values.items():
             if attributes.get(name, ABSENT) is not value:
@@ -322,9 +322,7 @@ class Plain(NamedTuple):
     @staticmethod
     def of(attributes: dict[Any, Any]) -> Plain:
         values = {
-            k: v
-            for k, v in attributes.items()
-            if type(v) in PLAIN_TYPES and k not in OWN_ATTRIBUTES
+            k: v for k, v in attributes.items() if type(v) in PLAIN_TYPES and k not in NOT_RESTORED
         }
         # itemgetter returns no tuple for one key, and calls a user's __getitem__
         fast = len(values) > 1 and type(attributes) is dict

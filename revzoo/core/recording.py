@@ -44,8 +44,8 @@ class ReplayMismatchError(RuntimeError):
     """A replay saved other tensors than the forward pass: the step is not deterministic."""
 
 
-# Storages smaller than a step's input by _SMALL_SHARE are kept, not replayed. A chain keeps at most
-# _MOST_SMALL times the largest of them: its memory must not grow with its depth.
+# Storages of at most 1/_SMALL_SHARE of the bytes of a step's input are kept, not replayed. In a
+# chain they may fill _MOST_SMALL/_SMALL_SHARE of it: its memory must not grow with its depth.
 _SMALL_SHARE, _MOST_SMALL = 512, 16
 
 
@@ -101,9 +101,9 @@ class Entry:
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
-        # the tape refers to slots weakly (rule 1): the graph decides how long they live
         self.inverts = False
-        self.saved: list[weakref.ref[Slot] | None] = []  # None for resident tensors
+        # weak (rule 1): the graph decides how long slots live; None for resident tensors
+        self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
         self.peaks: list[Peak] = []
         self._aside: SavedState | None = None
@@ -148,7 +148,7 @@ class Entry:
                 half=half,
                 inverts=self.inverts,
             )
-        guard.bound(self.peaks)
+        guard.add_peaks(self.peaks)
 
     def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
@@ -242,7 +242,11 @@ class Entry:
         return tuple(map(_with_strides, inputs, self.strides))
 
     def record_from_inputs(self, inputs: Streams) -> tuple[Streams, SlotRecorder]:
-        """Replay the step from its inputs; returns the streams that :meth:`observe` sampled."""
+        """Replay the step from its inputs.
+
+        Returns:
+            The streams that :meth:`observe` sampled; and the recorder.
+        """
         # an early stop leaves no outputs: then the guard compares the witness (rule 10)
         replayed = SlotRecorder(self, stops=self.witness is not None)
         outputs: State = ()
@@ -264,7 +268,8 @@ class Entry:
         """Replay the step while inverting it.
 
         Returns:
-            Its inputs, None if they are not needed; and the streams that :meth:`observe` sampled.
+            Its inputs, None if they are not needed; the streams that :meth:`observe` sampled; and
+            the recorder.
         """
         step = self.step
         assert isinstance(step, Invertible)
@@ -307,8 +312,9 @@ class _Witness:
     def take(self) -> State:
         """The tensor; nothing if it was changed in place or freed, since its values are lost."""
         t, self._tensor = self._tensor, None
-        gone = t is None or version_of(t) != self._version or not bytes_of(t)
-        return () if gone or t is None else (t,)
+        if t is None or version_of(t) != self._version or not bytes_of(t):
+            return ()
+        return (t,)
 
 
 class _AllRecordedError(BaseException):

@@ -77,13 +77,13 @@ from revzoo.core.places import (
     same,
     swap,
 )
-from revzoo.core.reach import OWN_ATTRIBUTES, Plain, Reach, reached, reached_from
+from revzoo.core.reach import NOT_RESTORED, Plain, Reach, reached, reached_from
 
 _thread = threading.local()
 
 
 def is_replaying() -> bool:
-    """Whether the calling code runs inside a replay, i.e. for the second time on the same values.
+    """Whether the calling code runs inside a replay or an inverse, not in a forward pass.
 
     For forward hooks and modules with side effects (logging, counting).
 
@@ -351,12 +351,12 @@ def parameters_of(step: nn.Module) -> Iterator[Tensor]:
 def _restore_namespace(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     if same(attributes, before):
         return
-    for name in attributes.keys() - before.keys() - OWN_ATTRIBUTES:
+    for name in attributes.keys() - before.keys() - NOT_RESTORED:
         del attributes[name]
     for name, value in before.items():
-        if name not in OWN_ATTRIBUTES and attributes.get(name, ABSENT) is not value:
+        if name not in NOT_RESTORED and attributes.get(name, ABSENT) is not value:
             attributes[name] = value
-    reorder(attributes, [name for name in before if name not in OWN_ATTRIBUTES])
+    reorder(attributes, [name for name in before if name not in NOT_RESTORED])
 
 
 def _are_there(read: Read, values: Sequence[Any]) -> bool:

@@ -26,7 +26,7 @@ NOTE [ What counts as reached ]
        it ignores weak references and values computed at run time.
 
 A search takes as long as a few torch operations. The step keeps the result, with every place that
-was searched; :meth:`Reach.holds` checks only these places.
+was searched; :meth:`Reach.unchanged` checks only these places.
 """
 
 from __future__ import annotations
@@ -167,8 +167,9 @@ class Search:
         self._kept: list[Any] = []  # alive, so that no id in _seen is reused
         self._visited: set[tuple[int, str]] = set()
         self._objects: list[_Object] = []
-        self._owned = set(modules_in([step]))
-        for m in modules_in([step]):
+        owned = modules_in([step])
+        self._owned = set(owned)
+        for m in owned:
             self._module(m)
         self.run()
 
@@ -378,10 +379,8 @@ class Search:
             self.sized.append(attributes)
 
     def _module(self, m: nn.Module) -> None:
-        if self._is_new(m):
-            self._search_module(m)
-
-    def _search_module(self, m: nn.Module) -> None:
+        if not self._is_new(m):
+            return
         cls = type(m)
         skipped = _STANDARD | _STEP_OPTIONS if isinstance(m, Step) else _STANDARD
         self._object(m.__dict__, _methods(cls), skipped, all_names=_inherits_code(cls))

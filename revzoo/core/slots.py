@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from revzoo.core.ambient import runs_eagerly
 from revzoo.core.fixedpoint import Fixed, Streams, backing_tensors
 from revzoo.core.tensors import address, version_of
 
@@ -153,7 +154,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
     For single operators whose gradient reads no values of ``x``: it receives uninitialised memory.
     """
-    if not hooks_allowed():
+    if not runs_eagerly():
         return contextlib.nullcontext()
     # nested hooks replace the outer ones in torch, so other tensors are passed on by hand
     pack, unpack = _thread.hooks or (Resident.of, unpack_resident)
@@ -170,15 +171,6 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
         return unpack(packed)
 
     return Recording(pack_others, unpack_others)
-
-
-def hooks_allowed() -> bool:
-    """Whether saved-tensor hooks work here: not in transforms and captured graphs."""
-    return (
-        not torch.compiler.is_compiling()
-        and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_tracing_state() is None
-    )
 
 
 def outside_recordings() -> _ThreadFields:
@@ -210,8 +202,7 @@ class SavedState:
         self._unpack: _Unpack | None = None
         self._state = state
         self._packed: tuple[Any, ...] = backing_tensors(state)
-        # the hooks of autograd check versions of tensors in the graph; a state on the tape is in
-        # none
+        # nobody else checks a state on the tape: it is in no graph
         self._versions = [version_of(t) for t in self._packed]
         if hooks is not None:
             pack, self._unpack = hooks
@@ -255,7 +246,7 @@ def note(layer: nn.Module, *packed: object) -> None:
     """Let replays of the running step recall small tensors that the layer computed.
 
     Args:
-        layer: at each of its calls; if it is called twice, nothing is recalled.
+        layer: the caller. Nothing is recalled of a layer that ran twice in the step.
         *packed: the tensors as the graph saved them; nothing is recalled if one has a slot.
     """
     notes = _thread.notes

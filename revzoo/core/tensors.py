@@ -8,7 +8,6 @@ differ, masks are permuted, and compiled backward graphs refuse their inputs.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -133,7 +132,7 @@ def as_dense(t: Tensor, like: Tensor) -> Tensor:
     lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)
     if lasts and not like.is_contiguous():
         return t.contiguous(memory_format=last)
-    if t.is_contiguous() or _extent(t) + 1 == t.numel():
+    if _has_no_gaps(t):
         return t
     return t.clone(memory_format=torch.preserve_format)
 
@@ -143,14 +142,17 @@ def _extent(t: Tensor) -> int:
     return sum(s * (n - 1) for n, s in zip(t.shape, t.stride(), strict=True))
 
 
+def _has_no_gaps(t: Tensor) -> bool:
+    """Whether the elements lie side by side in memory, in any order."""
+    # in an expanded tensor, gaps and repeats may cancel in the extent
+    return t.is_contiguous() or (
+        _extent(t) + 1 == t.numel() and not _overlaps(tuple(t.shape), t.stride())
+    )
+
+
 def fills_its_memory(t: Tensor) -> bool:
     """Whether each byte of its storage belongs to exactly one element of ``t``."""
-    if t.untyped_storage().nbytes() != t.nbytes:
-        return False
-    # An expanded row may have a storage of just the size that the tensor seems to have.
-    return t.is_contiguous() or (
-        not _overlaps(tuple(t.shape), t.stride()) and _extent(t) + 1 == math.prod(t.shape)
-    )
+    return t.untyped_storage().nbytes() == t.nbytes and _has_no_gaps(t)
 
 
 def has_values(t: Tensor) -> bool:

@@ -80,18 +80,17 @@ class Coupling(Invertible):
     def _values(self, x2: Tensor, context: Mapping[str, Any]) -> State:
         """The branch's value and its extra outputs."""
         values = self.branch(x2, **context)
-        state = (values,) if isinstance(values, Tensor) else values
-        if (
-            not isinstance(state, tuple)
-            or len(state) != 1 + self.extras
-            or (isinstance(values, tuple) and not self.extras)
-        ):
+        if not self.extras and isinstance(values, Tensor):
+            return (values,)
+        if not self.extras or not isinstance(values, tuple) or len(values) != 1 + self.extras:
+            got = f"{len(values)} values" if isinstance(values, tuple) else type(values).__name__
+            expected = f"a tuple of {1 + self.extras} tensors" if self.extras else "one tensor"
             raise TypeError(
-                f"{type(self.branch).__name__} returned a {type(values).__name__}, expected one "
-                f"tensor: wrap it in a module that returns the one to combine in {name_of(self)}, "
-                "or set the coupling's extras to the number of tensors after it"
+                f"{type(self.branch).__name__} returned {got}, expected {expected}: wrap it in a "
+                f"module that returns the tensor to combine in {name_of(self)}, or set the "
+                "coupling's extras to the number of tensors after it"
             )
-        return state
+        return values
 
     def replay(self, outputs: State, record: Recorder, context: Mapping[str, Any]) -> State:
         x2, y2 = outputs

@@ -24,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.calls import hooked
-from revzoo.core.slots import hooks_allowed, keeping_shape_of, note, recalled
+from revzoo.core.ambient import runs_eagerly
+from revzoo.core.calls import calls_only_forward
+from revzoo.core.slots import keeping_shape_of, note, recalled
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -40,7 +41,7 @@ _IN_PLACE: dict[type[nn.Module], Callable[..., Tensor]] = {
 
 
 class Lean(nn.Sequential):
-    """``nn.Sequential`` that keeps only the tensors for a gradient; same results and keys."""
+    """``nn.Sequential`` that keeps only the tensors for gradients; same results and keys."""
 
     def forward(self, x: Tensor) -> Tensor:
         return run(self, x)
@@ -49,13 +50,13 @@ class Lean(nn.Sequential):
 def run(layers: Iterable[nn.Module], x: Tensor) -> Tensor:
     """``x`` through ``layers``, one after the other."""
     layers = list(layers)
-    if not hooks_allowed():
+    if not runs_eagerly():
         for layer in layers:
             x = layer(x)
         return x
     new = False  # whether nothing else reads the memory of x
     for layer in layers:
-        if hooked(layer) or "forward" in layer.__dict__:
+        if not calls_only_forward(layer):
             x, new = layer(x), False
         elif new and type(layer) in _IN_PLACE and not x._is_view():
             x = _IN_PLACE[type(layer)](layer, x)

@@ -151,7 +151,7 @@ class ReversibleSequence(Invertible):
     def __getitem__(self, index: int | str | slice) -> Step | ReversibleSequence:
         if not isinstance(index, slice):
             return self._items()[self._position(index)][1]
-        part = self._alike(())
+        part = self._with_steps(())
         part.steps = self.steps[index]  # set together, so the steps keep their labels
         return part
 
@@ -197,7 +197,7 @@ class ReversibleSequence(Invertible):
     def __add__(self, other: ReversibleSequence) -> ReversibleSequence:
         if not isinstance(other, ReversibleSequence):
             return NotImplemented
-        return self._alike([*self._items(), *other._items()])
+        return self._with_steps([*self._items(), *other._items()])
 
     def __iadd__(self, other: Iterable[Step]) -> Self:
         self.extend(other)
@@ -208,7 +208,7 @@ class ReversibleSequence(Invertible):
         if type(times) is not int:
             return NotImplemented
         more = [(None, step) for step in self] * (times - 1)
-        return self._alike([*self._items(), *more] if times > 0 else ())
+        return self._with_steps([*self._items(), *more] if times > 0 else ())
 
     __rmul__ = __mul__
 
@@ -216,7 +216,7 @@ class ReversibleSequence(Invertible):
         self._set_steps((self * times)._items())
         return self
 
-    def _alike(self, items: Iterable[tuple[str | None, Step]]) -> ReversibleSequence:
+    def _with_steps(self, items: Iterable[tuple[str | None, Step]]) -> ReversibleSequence:
         """A sequence of other steps that splits and adds steps as this one does."""
         other = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
         other._set_steps(list(items))
@@ -413,7 +413,7 @@ class ReversibleSequence(Invertible):
             if not step.invertible:
                 raise NotInvertibleError(
                     f"step {i} of {len(self)}, {type(step).__name__}, has no inverse: it loses "
-                    "information"
+                    "information. Invert the steps behind it, or replace it by an invertible step"
                 )
 
     def _check_count(self, state: State) -> None:
@@ -425,8 +425,8 @@ class ReversibleSequence(Invertible):
                 )
         if len(state) != self.streams:
             raise ValueError(
-                f"{type(self).__name__} got {len(state)} streams, its first step takes "
-                f"{self.streams}"
+                f"{type(self).__name__} got {len(state)} streams, expected the {self.streams} that "
+                "its first step takes: pass that many"
             )
 
     def _check_mergeable(self, state: State) -> None:

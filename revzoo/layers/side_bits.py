@@ -55,6 +55,7 @@ from revzoo.core.fixedpoint import (
     Scale,
     as_floats,
     fixed_of,
+    fraction_bits,
     keeps_words,
     pack_bits,
     put_on_grid_of,
@@ -71,7 +72,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
-from revzoo.core.slots import put_aside
+from revzoo.core.slots import collect_asides, put_aside
 from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
 
@@ -84,7 +85,7 @@ _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lam
 
 
 def _context_of(x: Tensor) -> tuple[Any, bool]:
-    """Whether ``x`` is inside which checkpoint; a reentrant one adds ``requires_grad`` later."""
+    """Torch's running checkpoint, and ``x.requires_grad``, which a reentrant one sets later."""
     hooks = _hooks_now(True)
     return None if hooks is None else hooks[0], x.requires_grad
 
@@ -151,7 +152,9 @@ class SideBits(Invertible):
         before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
-        known, y, *rest = run_step(self, state, args=args, **kwargs)
+        # its own recording collects what it puts aside; in mode store nobody may
+        with collect_asides(None):
+            known, y, *rest = run_step(self, state, args=args, **kwargs)
         fixed = fixed_of(known)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
@@ -467,6 +470,8 @@ def _row(path: str, step: SideBits) -> BlockRow:
     if call is None:
         return BlockRow(path, step.bits, "", None)
     roles = {(True, True): "joins", (False, True): "starts", (True, False): "ends"}
-    down = None if call.scale is None else call.scale.down
-    grid = None if down is None or not has_values(down) else round(-math.log2(float(down)))
+    grid = None
+    # the scale of an input with NaN is NaN
+    if call.scale is not None and has_values(call.scale.down) and float(call.scale.end) > 0:
+        grid = fraction_bits(call.scale)
     return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)

@@ -24,7 +24,7 @@ HALVES: Parts = (1, 1)
 
 
 def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
-    """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, dense, strides in order."""
+    """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, as dense copies."""
     unit = x.shape[dim] // sum(parts)
     pieces = torch.split(x, [unit * n for n in parts], dim=dim)
     # pieces of torch.split are views with gaps; why not those, see the module
