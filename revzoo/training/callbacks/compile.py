@@ -78,10 +78,15 @@ class CompiledBranches(RestoresAfterFit):
         """Mark the parts; torch compiles each at its first call.
 
         Raises:
-            ValueError: the module has no residual function.
+            ValueError: the module has no residual function, or the trainer has two such callbacks.
         """
         if stage != "fit":
             return
+        if sum(isinstance(c, CompiledBranches) for c in getattr(trainer, "callbacks", ())) > 1:
+            raise ValueError(
+                "the trainer has more than one CompiledBranches: expected one, since each would "
+                "put torch's settings back as it found them"
+            )
         # of the children: Lightning calls training_step, never the module itself
         parts = [part for child in pl_module.children() for part in compiled_parts(child)]
         if not parts:
