@@ -26,6 +26,7 @@ from revzoo._checks import check_choice, check_module
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.trace import (
+    LOSS,
     Trace,
     fake_twin,
     images_for,
@@ -100,6 +101,7 @@ class Audit:
                 self.stages[allocation.stage] = (
                     self.stages.get(allocation.stage, 0) + allocation.size
                 )
+        self.stages = _loss_last(self.stages)
         self.rows = [
             Row(
                 mode,
@@ -124,7 +126,11 @@ class Audit:
                 if allocation.died is not None:
                     row[min(allocation.died, self._trace.tick)] -= allocation.size
         levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
-        return levels, self._trace.turn
+        return _loss_last(levels), self._trace.turn
+
+
+def _loss_last(of_stages: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(of_stages.items(), key=lambda item: item[0] == LOSS))
 
 
 @dataclass(frozen=True, slots=True)
