@@ -454,13 +454,16 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
 
 def _range_error(peak: Peak, value: float) -> RangeError:
+    end = float(peak.scale.end)
+    bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
     if not math.isfinite(value):
+        # values beyond the range read as NaN, too
+        limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""
         return RangeError(
-            f"{peak.name}: a stream or a value added to it is {value:g}, expected finite values: "
-            "check the data, normalise the branches, or lower the learning rate if the training "
-            "diverges"
+            f"{peak.name}: a stream or a value added to it is {value:g}, expected finite values"
+            f"{limit}: check the data, normalise the branches, or lower the learning rate if the "
+            "training diverges"
         )
-    bits, end = fraction_bits(peak.scale), float(peak.scale.end)
     # one bit in reserve, since training changes the values
     excess = math.ceil(math.log2(value / end)) + 1
     fitting = bits - excess if excess <= bits else None

@@ -352,7 +352,7 @@ def audit(
     Example:
         >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
         >>> round(report.peak_bytes / 2**20), "MiB"
-        (49, 'MiB')
+        (44, 'MiB')
     """
     check_module("model", model)
     if isinstance(input_shape, Tensor):

@@ -74,7 +74,7 @@ def test_a_branch_that_returns_several_tensors_is_named():
         def forward(self, x):
             return x, x
 
-    with pytest.raises(TypeError, match=r"Pair returned a tuple.*steps.0 AdditiveCoupling"):
+    with pytest.raises(TypeError, match=r"Pair returned 2 values.*steps.0 AdditiveCoupling"):
         train(AdditiveCoupling(Pair()), *streams())
 
 

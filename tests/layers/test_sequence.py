@@ -78,7 +78,7 @@ def test_odd_channels():
 
 def test_wrong_number_of_streams():
     x = torch.randn(2, 4, dtype=torch.float64)
-    with pytest.raises(ValueError, match="got 3 streams, its first step takes 2"):
+    with pytest.raises(ValueError, match="got 3 streams, expected the 2 that its first step takes"):
         linear_net()(x, x, x)
 
 
