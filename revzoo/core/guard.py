@@ -573,7 +573,7 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
             "It was computed again from the same inputs, so it is not deterministic, or reads "
             f"values that changed since: {drift.step.instead}"
         )
-    elif drift.samples.scale is not None:
+    elif drift.limit == 0:
         remedy = (
             "On a grid it must be equal, so the step is not deterministic, or its output was "
             f"changed around autograd (y.data, y.numpy()): {drift.step.instead}"
