@@ -290,7 +290,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._mark()
 
     def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:
-        self._modules.pop()
+        if len(self._modules) > 1:  # _where() empties it during replays of torch's checkpoint
+            self._modules.pop()
         if torch._C._current_autograd_node() is not None or is_replaying():
             return
         index = self._current.pop()

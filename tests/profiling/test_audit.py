@@ -164,3 +164,17 @@ def test_a_report_fits_into_80_columns():
     report = str(audit(revzoo.create_model("resnet32", reversible_bits=4), (2, 3, 32, 32)))
     assert max(map(len, report.splitlines())) <= 80
     assert "(the model's mode)" in report
+
+
+class Checkpointed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.body, x, use_reentrant=False)
+
+
+def test_models_with_torchs_checkpoint():
+    kept = [revzoo.audit(Checkpointed(), (4, 8), real=real).kept_bytes for real in (False, True)]
+    assert kept[0] == kept[1] > 0
