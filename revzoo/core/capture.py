@@ -149,9 +149,9 @@ class _Capture:
             )
         if trainable and (count := len(set(tensors))) > 1:
             raise TypeError(
-                f"{type(module).__name__} returned {count} different tensors, expected one: "
-                "each has a gradient of its own. Put its parameters into layers that "
-                "return one tensor"
+                f"{type(module).__name__} returned {count} different tensors, expected one, since "
+                "the gradients of its parameters are computed from the gradient of one output. Put "
+                "its parameters into layers that return one tensor"
             )
         inputs = [save_for_backward(t) for t in args if isinstance(t, Tensor)]  # rules 1 and 2
         tensors[0].register_hook(Call(self, module, inputs))  # type: ignore[no-untyped-call]

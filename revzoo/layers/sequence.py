@@ -438,14 +438,17 @@ class ReversibleSequence(Invertible):
 
 
 def run_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
-    """``sequence(*streams)``; empties the list, so that each stream is freed after its last use."""
+    """``sequence(*streams)``; empties the list, so that each stream is freed after its last use.
+
+    If the call does more than run the members, the list stays, and the streams as long as the call.
+    """
     if _is_plain(sequence):
         return sequence._run(streams, {})
     return as_state(sequence(*streams))
 
 
 def invert_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
-    """``sequence.inverse(*streams)``; empties the list as :func:`run_sequence` does."""
+    """``sequence.inverse(*streams)``; empties the list, unless a class overrides ``inverse``."""
     if type(sequence).inverse is ReversibleSequence.inverse:
         return sequence._run_back(streams, {})
     return as_state(sequence.inverse(*streams))
