@@ -419,6 +419,25 @@ class _Pass:
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
+class ForwardRange:
+    """The peaks of a forward pass that no backward pass checks."""
+
+    def __init__(self) -> None:
+        self._peaks: list[Peak] = []
+
+    def add(self, step: Step, outputs: State) -> None:
+        """Record the peaks of a guarded step's outputs."""
+        if step.guarded:
+            self._peaks += peaks_of(step, name_of(step), as_fixed(outputs))
+
+    def check(self) -> None:
+        """Raise a RangeError if a stream left its range (host sync)."""
+        # values that are not finite stay as they are, as in a plain network
+        found = _first_beyond_limit(self._peaks[::-1])
+        if found is not None and math.isfinite(found[1]):
+            raise _range_error(*found)
+
+
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
     found = _first_beyond_limit(peaks_of(step, name_of(step), as_fixed(state)))
@@ -436,9 +455,9 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 
 
 def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
-    """The first stream in forward order (the last replayed) at its limit, and its magnitude.
+    """The first stream in forward order at its limit, and its magnitude.
 
-    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
+    ``peaks`` are in the order of replays, the last step first. Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
@@ -470,7 +489,8 @@ def _range_error(peak: Peak, value: float) -> RangeError:
     remedy = (
         "normalise the branches, or lower the learning rate if the training diverges"
         if fitting is None
-        else f"choose grid={fitting} or fewer bits"
+        else "normalise the branches, or choose fewer bits: "
+        f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
     )
     error = RangeError(
         f"{peak.name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "

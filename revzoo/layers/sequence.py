@@ -28,7 +28,7 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     renew_words,
 )
-from revzoo.core.guard import check_range
+from revzoo.core.guard import ForwardRange, check_range
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -332,6 +332,8 @@ class ReversibleSequence(Invertible):
         if merge:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
+        # with gradients, the guard checks the range after the backward pass
+        unchecked = None if torch.is_grad_enabled() or not keeps_words() else ForwardRange()
         waiting = list(self)[::-1]
         while waiting:
             step = waiting.pop()
@@ -343,6 +345,10 @@ class ReversibleSequence(Invertible):
                 state = on_grid_of(step, widened(state))
             state, total, more = _advance(step, state, total, context)
             extras += more
+            if unchecked is not None:
+                unchecked.add(step, state)
+        if unchecked is not None:
+            unchecked.check()
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self

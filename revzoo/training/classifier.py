@@ -237,7 +237,7 @@ class Classifier(pl.LightningModule):
     def predict_step(self, batch: Batch | Tensor, batch_idx: int) -> Tensor:
         """Return class probabilities (B, num_classes); labels in the batch are ignored."""
         images = batch if isinstance(batch, Tensor) else batch[0]
-        return at_least_float32(self(images)).softmax(dim=1)
+        return at_least_float32(self.redo.evaluate(images)).softmax(dim=1)
 
     def configure_callbacks(self) -> list[pl.Callback]:
         """Callbacks of every run: log, stop at NaN, validate at the end, resume exactly."""
@@ -280,7 +280,7 @@ class Classifier(pl.LightningModule):
 
     def _evaluate(self, split: str, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        logits = at_least_float32(self(images))
+        logits = at_least_float32(self.redo.evaluate(images))
         loaders = getattr(trainer_of(self), f"{split}_dataloaders", None)
         # a process may hold repeated images only
         if count := count_unrepeated(loaders, batch_idx, len(logits)):

@@ -14,6 +14,9 @@ inputs, and compute the step again from the same state. A stream beyond the rang
    loss was NaN: the metrics are restored and count the new loss; ``train/loss_step`` stays NaN.
 4. Distributed processes agree on the drifted parts and the grid, so all of them repeat the step.
 
+A batch of validation or test gets a coarser grid for itself alone: the steps keep their grids, so
+processes need not agree.
+
 Networks without a part in mode ``invert`` or ``exact`` make no copies.
 """
 
@@ -76,6 +79,7 @@ class Redo:
         self.running = self.counted = self.may_widen = False
         self.loss: Tensor | None = None
         self._attempt: Attempt | None = None
+        self._warned = False  # of an evaluation beyond the range
 
     def begin(self, batch: Any, batch_idx: int) -> None:
         """Copy the state before a forward pass."""
@@ -123,6 +127,33 @@ class Redo:
             for p, gradient in zip(params, gradients, strict=True):
                 # a copy: the next attempt may fail as well
                 p.grad = None if gradient is None else gradient.clone()
+
+    def evaluate(self, images: Tensor) -> Tensor:
+        """The logits without gradients, on a coarser grid if a stream leaves its range.
+
+        Raises:
+            RangeError: no grid fits.
+        """
+        steps = [step for step in _steps(self.module).values() if step.grid is not None]
+        before = [step.grid for step in steps]
+        try:
+            while True:  # ends: each error coarsens the grid, and the coarsest has none that fits
+                try:
+                    logits: Tensor = self.module(images)
+                    return logits
+                except RangeError as error:
+                    if error.grid is None:
+                        raise
+                    set_grid(self.module, error.grid)
+                    self._warn_of(error)
+        finally:
+            for step, grid in zip(steps, before, strict=True):
+                step.grid = grid
+
+    def _warn_of(self, error: RangeError) -> None:
+        if not self._warned and self.module.trainer.is_global_zero:
+            log.warning("evaluating on multiples of 2**-%d: %s", error.grid, _reason(error))
+        self._warned = True
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:
         """The failure of all processes; None after a good backward pass."""
@@ -178,9 +209,8 @@ class Redo:
     def _report(self, change: str, error: Exception) -> None:
         trainer = self.module.trainer
         if trainer.is_global_zero:
-            # the advice of the error does not apply: the step is repeated instead
-            reason = str(error).partition(", so the gradients")[0].partition("; choose grid")[0]
-            log.warning("computing step %d again, with %s: %s", trainer.global_step, change, reason)
+            step, reason = trainer.global_step, _reason(error)
+            log.warning("computing step %d again, with %s: %s", step, change, reason)
 
     def _forward(self, attempt: Attempt, *, counted: bool) -> Tensor:
         """Compute the loss of the attempt again, scaled as Lightning scales it."""
@@ -212,6 +242,11 @@ class Redo:
         return DriftError(
             f"{error}. To continue with stored activations: --resume {folder} memory=store"
         )
+
+
+def _reason(error: Exception) -> str:
+    """The message without its advice, which a repetition follows."""
+    return str(error).partition(", so the gradients")[0].partition("; normalise")[0]
 
 
 def _steps(module: nn.Module) -> dict[str, Step]:

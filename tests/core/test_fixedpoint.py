@@ -129,10 +129,28 @@ def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
         RangeError, match=r"is nan, expected finite values below 256 \(with grid=22"
     ):
         net.inverse(y)
-    with pytest.raises(RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*choose grid=\d\d or"):
+    with pytest.raises(
+        RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*exact\", grid=\d\d\), or"
+    ):
         y.sum().backward()
     set_memory(net, "exact", grid=15)
     net(x).sum().backward()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_leaving_the_range_raises_without_a_backward_pass(mode):
+    inner = ReversibleSequence([AdditiveCoupling(nn.Softplus()) for _ in range(3)])
+    net = ReversibleSequence([inner, *[AdditiveCoupling(nn.Softplus()) for _ in range(3)]])
+    x = torch.full((2, 4), 100.0)
+    set_memory(net, "exact", grid=22)  # exact below 256
+    with mode():
+        with pytest.raises(RangeError, match=r"steps\.0\.steps\.1 Add\w+: .* reached 300"):
+            net(x)
+        # a stream that is not finite passes, as in a plain network
+        assert not net(torch.full((2, 4), float("inf"))).isfinite().any()
+        for step in net.modules():
+            step.guarded = False
+        assert net(x).isnan().any()
 
 
 def test_refused_where_arithmetic_is_not_exact():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 import os
 import socket
 from pathlib import Path
@@ -144,6 +145,28 @@ def test_a_stream_beyond_its_range_gets_a_coarser_grid(
     module, runner = fit(tmp_path, ckpt_path=tmp_path / "last.ckpt", **options)
     grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
     assert grids - {None} == {state.grid} == {callbacks_of(runner, RunState)[0].grid}
+
+
+def test_validation_beyond_the_range_has_finite_metrics(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``val/loss`` was NaN where streams left their range only in validation."""
+
+    class GrowLast(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            *_, conv = (m for m in pl_module.model.stages[0].modules() if isinstance(m, nn.Conv2d))
+            conv.weight.data.mul_(1e4)
+
+    with caplog.at_level(logging.WARNING, logger="revzoo"):
+        module, runner = fit(tmp_path, memory="exact", max_epochs=1)
+        runner.callbacks.append(GrowLast())  # type: ignore[attr-defined]
+        runner.validate(module, loader(), verbose=False)
+    assert math.isfinite(runner.callback_metrics["val/loss"])
+    grids = {s.grid for s in module.modules() if isinstance(s, Step) and s.memory == "exact"}
+    assert grids <= {None, "auto"}
+    (message,) = [r.getMessage() for r in caplog.records if "evaluating on" in r.getMessage()]
+    assert "reached" in message
+    assert "set_memory" not in message
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
