@@ -457,7 +457,8 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     """The first stream in forward order at its limit, and its magnitude.
 
-    ``peaks`` are in the order of replays, the last step first. Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
+    ``peaks`` are in the order of replays, the last step first. Finite magnitudes go first: a
+    stream beyond its limit turns later streams into NaN.
     """
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
