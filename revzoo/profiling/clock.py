@@ -1,9 +1,9 @@
 """Measures the time of each step on a few images.
 
-A step's time is nearly proportional to the number of images, so a sample of some milliseconds is
-enough. Equal steps are timed once, in mode ``store``. Other modes add time in proportion to the
-counted work, plus a constant, which two images measure: recording and replaying takes Python some
-time even for the smallest step. We time copies of steps with random weights, never the model.
+A step's time is a constant, which Python takes even for the smallest step, plus a part that is
+proportional to the counted work. The slope between two images and a sample of some milliseconds
+gives the second part, in mode ``store``; two images in each mode give the constants. Equal steps
+are timed once. We time copies of steps with random weights, never the model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def timed(
 
 
 class _Rate(NamedTuple):
-    """Measured over nominal time, and nanoseconds that each mode adds to the counted work."""
+    """Measured over nominal time of the counted work, and each mode's constant in nanoseconds."""
 
     factor: float
     constants: Mapping[str, float]
@@ -90,14 +90,13 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
             return 1e9 * min(_time(replica, states[n], device) for _ in range(rounds))
 
         stored = {n: fastest(plain.mode, n) for n in states}
-        factor = stored[count] * whole / count / max(1, plain.cost)
-        constants = {
-            # few images: the constant part shows where the work is small
-            c.mode: max(
-                0, fastest(c.mode, few) - stored[few] - factor * (c.cost - plain.cost) * few / whole
-            )
-            for c in choices[1:]
-        }
+        # the slope of a line through both: the constant part does not grow with the images
+        rise = (stored[count] - stored[few]) / max(1, count - few)
+        per_image = rise if rise > 0 else stored[count] / count
+        factor = per_image * whole / max(1, plain.cost)
+        # few images: the constant part shows where the work is small
+        small = {c.mode: fastest(c.mode, few) for c in choices[1:]} | {plain.mode: stored[few]}
+        constants = {c.mode: max(0, small[c.mode] - factor * c.cost * few / whole) for c in choices}
     return _Rate(factor, constants)
 
 
