@@ -185,9 +185,18 @@ def shortened(names: Iterable[object], most: int = 5) -> str:
 
 
 def did_you_mean(word: object, choices: Iterable[object], *, n: int = 1) -> str:
-    """``"; did you mean 'x'?"`` for the choices nearest to ``word``, or an empty string."""
+    """``"; did you mean 'x', 'y' or 'z'?"`` for the nearest choices, or an empty string.
+
+    It ends a sentence: only a new sentence may follow.
+    """
     matches = nearest(word, choices, n=n)
-    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""
+    return f"; did you mean {either(map(repr, matches))}?" if matches else ""
+
+
+def either(words: Iterable[str]) -> str:
+    """``"a, b or c"``."""
+    *others, last = words
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) -> T:

@@ -55,8 +55,9 @@ def unknown_name(name: str) -> str:
     """The message for a name that its library does not list."""
     library, _, own = name.partition(":")
     return (
-        f"there is no model {name!r}{did_you_mean(own, declared_names(library), n=3)}; expected "
-        f"{library}: and one of {library}.{'models.' * (library == 'torchvision')}list_models()"
+        f"there is no model {name!r}: expected {library}:NAME with a name of {library}."
+        f"{'models.' * (library == 'torchvision')}list_models()"
+        + did_you_mean(own, declared_names(library), n=3)
     )
 
 

@@ -1,3 +1,4 @@
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +26,11 @@ class Point:
 def test_nearest_names_the_nearest_or_nothing() -> None:
     assert did_you_mean("revnet39", ["resnet32", "revnet38"]) == "; did you mean 'revnet38'?"
     assert did_you_mean("zzz", ["resnet32", "revnet38"]) == ""
+
+
+def test_three_suggestions_are_a_list() -> None:
+    hint = did_you_mean("revnet3", ["revnet38", "revnet30", "revnet3x"], n=3)
+    assert re.fullmatch(r"; did you mean '\w+', '\w+' or '\w+'\?", hint)
 
 
 def test_lists_are_frozen() -> None:

@@ -345,10 +345,9 @@ def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ..
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         raise ValueError(
-            f"there is no model {name!r}"
+            f"there is no model {name!r} among the {len(MODELS)} of list_models()"
             # an exact name of a library is a better hint than a similar name of the zoo
             + (library_hint(name) or did_you_mean(name, MODELS, n=3))
-            + f"; list_models() gives all {len(MODELS)} names of the zoo"
         )
     return MODELS[name]
 
@@ -359,8 +358,8 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     for keyword in keywords:
         if keyword not in known:
             raise ValueError(
-                f"{name} takes no keyword {keyword!r}{did_you_mean(keyword, known, n=3)}; valid "
-                f"keywords are {', '.join(known)}"
+                f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
+                + did_you_mean(keyword, known, n=3)
             )
 
 

@@ -102,7 +102,7 @@ def test_info_without_weights_says_so(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_mistakes_end_without_a_traceback(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83'; did you mean"):
+    with pytest.raises(SystemExit, match="revzoo: there is no model 'revnet83' among"):
         main(["info", "revnet83"])
     with pytest.raises(SystemExit, match="--batch=0: expected"):
         main(["info", "revnet38", "--batch", "0"])
