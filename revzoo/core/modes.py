@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from revzoo._checks import check_module
+from revzoo._checks import check_module, did_you_mean
 from revzoo.core.calls import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
@@ -110,12 +110,22 @@ MODES: Mapping[str, Mode] = {
 COUNTED = tuple(name for name, mode in MODES.items() if not mode.elsewhere)
 """The modes that keep different numbers of bytes on the device."""
 
+PLANS = ("auto", "budget")
+"""Values of ``memory.mode`` of a run for which it makes a plan: no modes of a step."""
+
 
 def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
     if name not in MODES:
+        if name in PLANS:
+            raise ValueError(
+                f"memory mode {name!r} is a plan, with a mode for each step: make one, "
+                "plan = revzoo.plan_memory(model, input_shape, budget='4GiB'), and pass it, "
+                f"revzoo.set_memory(model, plan); a run makes its own, revzoo train memory={name}"
+            )
         known = ", ".join(map(repr, MODES))
-        raise ValueError(f"unknown memory mode {name!r}: expected one of {known}")
+        hint = did_you_mean(name, MODES)
+        raise ValueError(f"unknown memory mode {name!r}: expected one of {known}{hint}")
     return MODES[name]
 
 
@@ -185,6 +195,7 @@ def set_memory(
             modes compute in floating point by default, and in fixed point with a grid.
 
     Raises:
+        TypeError: the mode is neither a name nor a plan.
         ValueError: unknown mode, path or grid; no step in ``module``; an inverting mode if no step
             has an inverse; ``invert`` for a step whose inverse works only in fixed point; ``exact``
             or a grid for a step that is not exact.
@@ -196,6 +207,11 @@ def set_memory(
         >>> revzoo.set_memory(model, {"stages.0": "exact", "stages.1": "store"})
     """
     check_module("module", module)
+    if not isinstance(mode, (str, Mapping)):
+        raise TypeError(
+            f"mode is {mode!r}: expected one of {', '.join(map(repr, MODES))}, or a plan from "
+            "revzoo.plan_memory(...), which maps paths to modes"
+        )
     plan = {"": mode} if isinstance(mode, str) else dict(mode)
     chosen = [(mode_of(name), _steps_at(module, path, name)) for path, name in plan.items()]
     for each, steps in chosen:
@@ -229,9 +245,10 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     try:
         part = module.get_submodule(path)
     except AttributeError:
+        paths = [name for name, _ in module.named_modules()]
         raise ValueError(
             f"the plan has a mode for {path!r}, but {type(module).__name__} has no such part: use "
-            "the plan for the model that it was made for"
+            f"the plan for the model that it was made for{did_you_mean(path, paths)}"
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:

@@ -8,6 +8,7 @@ from torch import nn
 from revzoo import AdditiveCoupling, ReversibleSequence, Step, set_memory
 from revzoo.core import modes
 from revzoo.core.modes import MODES, Mode
+from revzoo.profiling.plan import PLANNED
 
 
 class Halve(Step):
@@ -37,6 +38,23 @@ def test_unknown_mode():
         set_memory(linear_net(), "inverse")
     with pytest.raises(ValueError, match="unknown memory mode"):
         ReversibleSequence([], memory="reversible")
+
+
+def test_a_misspelt_mode_gets_a_suggestion():
+    with pytest.raises(ValueError, match=r"'invrt': .*; did you mean 'invert'\?$"):
+        set_memory(linear_net(), "invrt")
+
+
+@pytest.mark.parametrize("mode", [None, 3, ["invert"]])
+def test_a_mode_is_a_name_or_a_plan(mode):
+    with pytest.raises(TypeError, match=r"mode is .*: expected one of 'store', .*plan_memory"):
+        set_memory(linear_net(), mode)
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_planned_mode_says_how_to_get_a_plan(name):
+    with pytest.raises(ValueError, match=rf"'{name}' is a plan.* = revzoo\.plan_memory\("):
+        set_memory(linear_net(), name)
 
 
 def test_the_module_comes_first():
@@ -122,6 +140,7 @@ def test_a_plan_gives_each_step_the_grid_of_its_mode():
     ("plan", "message"),
     [
         ({"front": "store", "side": "store"}, "'side'.* no such part"),
+        ({"front": "store", "bakc.0": "store"}, r"no such part.*; did you mean 'back\.0'\?$"),
         ({"front": "store", "back": "stor"}, "unknown memory mode 'stor'"),
         ({"front": "store", "back.0.steps.0.steps.0.branch": "store"}, "holds no step"),
     ],
