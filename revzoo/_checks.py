@@ -40,6 +40,15 @@ def check_module(name: str, value: object) -> None:
         raise TypeError(f"{name} is {what}: expected an nn.Module, such as create_model(NAME)")
 
 
+def check_callable(name: str, value: object) -> None:
+    """Raise a TypeError unless ``value`` can be called; nor may it be the class of a module."""
+    is_class = isinstance(value, type) and hasattr(value, "named_modules")
+    if is_class or not callable(value):
+        what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
+        remedy = f": create it first, {value.__name__}(...)" if isinstance(value, type) else ""
+        raise TypeError(f"{name} is {what}, expected a module or a function{remedy}")
+
+
 def check_count(name: str, value: object, *, least: int = 1) -> None:
     """Raise a ValueError unless ``value`` is an integer >= ``least``."""
     if not is_count(value, least):

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from revzoo._checks import check_callable
 from revzoo.core.invertible import Invertible, State
 from revzoo.core.modes import run_step
 
@@ -31,6 +32,7 @@ def invertible_checkpoint(
         The result of ``fn``. Consecutive calls form one chain, which keeps only its last output.
 
     Raises:
+        TypeError: ``fn`` or ``inverse`` cannot be called.
         ValueError: no positional argument is a tensor.
 
     Example:
@@ -40,6 +42,8 @@ def invertible_checkpoint(
         >>> x.grad
         tensor([3., 3.])
     """
+    check_callable("fn", fn)
+    check_callable("inverse", inverse)
     state = tuple(a for a in args if isinstance(a, Tensor))
     if not state:
         raise ValueError(

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from revzoo._checks import check_callable
 from revzoo.core.invertible import State, Step
 from revzoo.core.modes import run_step
 from revzoo.core.tensors import tensors_of
@@ -70,6 +71,7 @@ def checkpoint(
         The object that ``fn`` returns.
 
     Raises:
+        TypeError: ``fn`` cannot be called.
         ValueError: an option has another value.
         RuntimeError: ``fn`` changed a tensor argument in place, or ran a backward pass through its
             own values: call such a function directly.
@@ -96,6 +98,7 @@ def checkpoint(
         )
     options = _Options(context_fn, determinism_check == "default", debug, early_stop)
     if fn is not None:
+        check_callable("fn", fn)
         return _run(fn, args, kwargs, options)
     if args or kwargs:
         raise ValueError("checkpoint() without a function got arguments for one: pass fn first")

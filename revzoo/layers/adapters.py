@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_callable
 from revzoo.core.invertible import State
 from revzoo.layers.coupling import Coupling
 
@@ -34,6 +35,7 @@ class AffineAdapterNaive(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        check_callable("module", module)
         self.f = module
 
     def forward(self, x: Tensor, **context: Any) -> State:
@@ -61,6 +63,7 @@ class AffineAdapterSigmoid(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        check_callable("module", module)
         self.f = module
 
     def forward(self, x: Tensor, **context: Any) -> State:
@@ -128,6 +131,7 @@ class _Stacked(nn.Module):
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
+        check_callable("branch", branch)
         self.branch = branch
 
     def forward(self, x: Tensor, **context: Mapping[str, Any]) -> Tensor:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_number
+from revzoo._checks import check_callable, check_number
 from revzoo.core.fixedpoint import Fixed, add, as_floats, fixed_of, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.tensors import unshared
@@ -58,6 +58,7 @@ class Coupling(Invertible):
 
     def __init__(self, branch: nn.Module) -> None:
         super().__init__()
+        check_callable("branch", branch)
         self.branch = branch
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:

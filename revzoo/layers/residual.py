@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from revzoo._checks import check_callable
+
 
 class Residual(nn.Module):
     """``x + fn(x)``; any shape, which ``fn`` must keep.
@@ -50,8 +52,7 @@ class Residual(nn.Module):
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__()
-        if not callable(fn):
-            raise TypeError(f"Residual got a {type(fn).__name__}: expected a module or a method")
+        check_callable("fn", fn)
         self.fn = fn
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:

@@ -15,6 +15,7 @@ from typing import Any, Self, TypeGuard, overload
 import torch
 from torch import Tensor, nn
 
+from revzoo._checks import check_callable
 from revzoo.core.calls import (
     calls_only_forward,
     inverse_on_grid,
@@ -100,9 +101,10 @@ class ReversibleSequence(Invertible):
         split: tuple[int, int] = HALVES,
     ) -> None:
         super().__init__()
-        if more:
+        if more or not isinstance(steps, Iterable):
+            got = f"{len(more) + 1} modules" if more else f"one {type(steps).__name__}"
             raise TypeError(
-                f"ReversibleSequence got {len(more) + 1} modules: expected a list of steps, "
+                f"ReversibleSequence got {got}: expected a list of steps, "
                 "ReversibleSequence([a, b]), not (a, b) as for nn.Sequential"
             )
         self.dim = dim
@@ -367,6 +369,7 @@ class ReversibleSequence(Invertible):
     def _run_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
         """The input for the output ``streams``; empties the list."""
         self._check_invertible()
+        self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         return self._walk_back(streams, context)
 
@@ -391,7 +394,7 @@ class ReversibleSequence(Invertible):
                 # an inverse evaluates branches, which must not update statistics or draw the
                 # caller's numbers
                 with Conditions(step, state).restored():
-                    inputs = inverse_on_grid(step, *state, **context)
+                    inputs = _inverted(step, state, context)
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
         return apply_with_words(Merge(self.dim, self.split).forward, state) if merge else state
@@ -422,13 +425,16 @@ class ReversibleSequence(Invertible):
                     "information. Invert the steps behind it, or replace it by an invertible step"
                 )
 
-    def _check_count(self, state: State) -> None:
-        for i, t in enumerate(state):
+    def _check_tensors(self, streams: Iterable[object], call: str) -> None:
+        for i, t in enumerate(streams):
             if not isinstance(t, Tensor):
                 raise TypeError(
                     f"{type(self).__name__} got a {type(t).__name__} as stream {i}, expected a "
-                    "tensor: pass the streams one by one, seq(x1, x2)"
+                    f"tensor: pass the streams one by one, {call}"
                 )
+
+    def _check_count(self, state: State) -> None:
+        self._check_tensors(state, "seq(x1, x2)")
         if len(state) != self.streams:
             raise ValueError(
                 f"{type(self).__name__} got {len(state)} streams, expected the {self.streams} that "
@@ -458,6 +464,19 @@ def invert_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> Stat
     if type(sequence).inverse is ReversibleSequence.inverse:
         return sequence._run_back(streams, {})
     return as_state(sequence.inverse(*streams))
+
+
+def _inverted(step: Invertible, state: State, context: dict[str, Any]) -> State:
+    try:
+        return inverse_on_grid(step, *state, **context)
+    except RuntimeError as error:
+        if type(error) is RuntimeError:  # torch's, which names a wrong width, but not the step
+            shapes = " and ".join(str(tuple(t.shape)) for t in state)
+            error.add_note(
+                f"The inverse of {name_of(step)} got streams of shape {shapes}: expected the "
+                "shapes that its forward returns"
+            )
+        raise
 
 
 def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
@@ -570,11 +589,23 @@ class ReversibleBlock(ReversibleSequence):
             MemCNN.
         memory: see :class:`ReversibleSequence`.
 
+    Raises:
+        TypeError: ``f`` or ``g`` is no module, or there is a third one.
+
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))
         >>> y1, y2 = block(torch.randn(2, 4), torch.randn(2, 4))
     """
 
-    def __init__(self, f: nn.Module, g: nn.Module | None = None, *, memory: str = "auto") -> None:
+    def __init__(
+        self, f: nn.Module, g: nn.Module | None = None, *more: nn.Module, memory: str = "auto"
+    ) -> None:
+        if more:
+            raise TypeError(
+                f"ReversibleBlock got {len(more) + 2} residual functions, expected f and g: put "
+                "more into ReversibleSequence([AdditiveCoupling(f), AdditiveCoupling(g), ...])"
+            )
+        check_callable("f", f)
         g = copy.deepcopy(f) if g is None else g
+        check_callable("g", g)
         super().__init__([AdditiveCoupling(f), AdditiveCoupling(g)], memory=memory)

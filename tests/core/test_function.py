@@ -100,3 +100,10 @@ def test_modules_of_the_function_are_replayed_faithfully(wrap):
 def test_no_tensor():
     with pytest.raises(ValueError, match="no tensor among its positional arguments"):
         invertible_checkpoint(scale, unscale, 1.0, factor=vectors(1))
+
+
+def test_no_function():
+    with pytest.raises(TypeError, match="fn is 3, expected a module or a function"):
+        invertible_checkpoint(3, unscale, vectors(2))
+    with pytest.raises(TypeError, match="inverse is None, expected a module or a function"):
+        invertible_checkpoint(scale, None, vectors(2))

@@ -112,6 +112,11 @@ def test_methods_of_the_module_that_calls():
     assert torch.equal(net.inside.running_var, plain.inside.running_var)
 
 
+def test_what_cannot_be_called():
+    with pytest.raises(TypeError, match="fn is 3, expected a module or a function"):
+        checkpoint(3, torch.randn(2))
+
+
 def test_one_tensor_in_two_places_is_one_tensor_again():
     x = leaf()
     checkpoint(lambda a, b: (a * b).sin() if a is b else a.exp(), x, x).sum().backward()

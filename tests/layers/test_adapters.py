@@ -68,6 +68,9 @@ def test_the_values_are_memcnns(name):
 
 def test_refusals():
     x = torch.zeros(1, 2)
+    for adapter in (AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling):
+        with pytest.raises(TypeError, match="is 'f', expected a module or a function"):
+            adapter("f")
     with pytest.raises(TypeError, match="Linear returned a Tensor, expected a pair"):
         ScaledCoupling(nn.Linear(2, 2))(x, x)
     with pytest.raises(ValueError, match=r"shape \(1, 3\) for a stream of shape \(1, 2\)"):

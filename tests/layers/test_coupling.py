@@ -140,6 +140,8 @@ def test_refusals():
     x = torch.randn(3, 4)
     with pytest.raises(ValueError, match=r"returned shape \(3, 2\).*expects \(3, 4\)"):
         ReversibleSequence([AffineCoupling(nn.Linear(2, 2))])(x)
+    with pytest.raises(TypeError, match="branch is 'f', expected a module or a function"):
+        AffineCoupling("f")
     with pytest.raises(ValueError, match="clamp=0: expected a number in"):
         AffineCoupling(nn.Identity(), clamp=0)
     with pytest.raises(NotImplementedError, match="Coupling must define combine"):

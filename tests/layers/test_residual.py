@@ -136,7 +136,7 @@ def test_branches_among_other_blocks():
 
 def test_what_a_branch_may_return():
     x = torch.ones(2, 3)
-    with pytest.raises(TypeError, match="got a int: expected a module or a method"):
+    with pytest.raises(TypeError, match="fn is 3, expected a module or a function"):
         Residual(3)
     with pytest.raises(ValueError, match=r"shape \(2, 4\) for an input of \(2, 3\)"):
         Residual(nn.Linear(3, 4))(x)

@@ -82,6 +82,20 @@ def test_wrong_number_of_streams():
         linear_net()(x, x, x)
 
 
+def test_an_inverse_takes_tensors():
+    net = linear_net()
+    outputs = net(*torch.randn(2, 2, 4, dtype=torch.float64))
+    with pytest.raises(TypeError, match=r"got a tuple as stream 0.* one by one, inverse\(y1, y2\)"):
+        net.inverse(outputs)
+
+
+def test_an_inverse_of_the_wrong_width_names_the_step():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        linear_net().inverse(torch.randn(2, 10, dtype=torch.float64))
+    (note,) = error.value.__notes__
+    assert "steps.2.steps.1 AdditiveCoupling got streams of shape (2, 5) and (2, 5)" in note
+
+
 def test_a_member_that_is_no_step():
     with pytest.raises(TypeError, match="step 1 is a Linear, expected an Invertible"):
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
@@ -379,6 +393,22 @@ def test_steps_are_given_as_a_list():
     block = ReversibleBlock(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(TypeError, match=r"ReversibleSequence\(\[a, b\]\)"):
         ReversibleSequence(block, block)
+    with pytest.raises(TypeError, match=r"got one AdditiveCoupling: expected a list of steps"):
+        ReversibleSequence(AdditiveCoupling(nn.Identity()))
+
+
+@pytest.mark.parametrize(
+    ("functions", "message"),
+    [
+        (("f",), "f is 'f', expected a module or a function"),
+        ((nn.Tanh(), "invert"), "g is 'invert', expected a module"),
+        ((nn.Linear,), r"f is the class Linear, .*: create it first, Linear\(\.\.\.\)"),
+        ((nn.Tanh(), nn.Tanh(), nn.Tanh()), r"got 3 residual functions, expected f and g"),
+    ],
+)
+def test_a_block_takes_two_residual_functions(functions, message):
+    with pytest.raises(TypeError, match=message):
+        ReversibleBlock(*functions)
 
 
 class Doubled(nn.Module):
