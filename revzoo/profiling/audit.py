@@ -20,7 +20,7 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from revzoo._checks import check_choice, check_module
 from revzoo.core.modes import MODES, modes_in, set_memory
@@ -28,6 +28,7 @@ from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.trace import (
     LOSS,
     Trace,
+    checked_shape,
     fake_twin,
     images_for,
     modes_on,
@@ -355,8 +356,7 @@ def audit(
         (44, 'MiB')
     """
     check_module("model", model)
-    if isinstance(input_shape, Tensor):
-        raise TypeError(f"input_shape is a tensor: give its shape, {tuple(input_shape.shape)}")
+    shape = checked_shape(input_shape)
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     present = present_mode(model)
@@ -376,7 +376,7 @@ def audit(
                 if modes is None:
                     continue  # the mode does not fit all steps, and nobody asked for it
                 raise
-        trace = trace_step(twin, images_for(twin, input_shape))
+        trace = trace_step(twin, images_for(twin, shape))
         audits.append(Audit(mode, trace, extra))
         if mode == present:
             blocks = reversible_blocks(twin)
@@ -386,8 +386,7 @@ def audit(
         grids = {row.path: row.grid for row in reversible_blocks(model)}
         blocks = [row._replace(grid=grids[row.path]) for row in blocks]
         twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
-        plain = Audit("plain", trace_step(twin, images_for(twin, input_shape)), extra)
-    shape = tuple(input_shape)
+        plain = Audit("plain", trace_step(twin, images_for(twin, shape)), extra)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     return Report(name, shape, audits, blocks=blocks, plain=plain)

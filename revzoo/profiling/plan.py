@@ -31,7 +31,14 @@ from revzoo.core.modes import mode_of, set_memory
 from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, leanest
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
-from revzoo.profiling.trace import StepCall, fake_twin, images_for, stage_of, trace_step
+from revzoo.profiling.trace import (
+    StepCall,
+    checked_shape,
+    fake_twin,
+    images_for,
+    stage_of,
+    trace_step,
+)
 from revzoo.profiling.units import bytes_from, in_units
 
 _RANDOM_STATES = 2**13
@@ -124,7 +131,7 @@ class Planner:
         recompute: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self.shape, self.extra = model, tuple(input_shape), extra
+        self.model, self.shape, self.extra = model, checked_shape(input_shape), extra
         self.inverting, self.device = inverting or inverting_mode(model), device
         traces = measure(
             model, self.shape, inverting=self.inverting, recompute=recompute, device=device

@@ -440,6 +440,24 @@ def in_training(model: nn.Module) -> nn.Module:
     return model if model.training else model.train()
 
 
+def checked_shape(shape: Any) -> tuple[int, ...]:
+    """The shape of an input as a tuple.
+
+    Raises:
+        TypeError: it is the input itself.
+        ValueError: it is not a sequence of positive integers.
+    """
+    if isinstance(shape, Tensor):
+        raise TypeError(f"input_shape is a tensor: give its shape, {tuple(shape.shape)}")
+    sizes = counts_of(shape, repeat=0)
+    if not sizes:
+        raise ValueError(
+            f"input_shape={shape!r}: expected positive whole numbers, the batch first, such as "
+            "(64, 3, 32, 32)"
+        )
+    return sizes
+
+
 def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Random input for a twin; fake if the twin is.
 
@@ -447,15 +465,7 @@ def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None 
         twin: see :func:`fake_twin`.
         shape: of the whole batch.
         dtype: None for the dtype of the first floating-point parameter.
-
-    Raises:
-        ValueError: the shape is not a sequence of positive integers.
     """
-    if not counts_of(shape):
-        raise ValueError(
-            f"input_shape={tuple(shape)}: expected positive whole numbers, the batch first, such "
-            "as (64, 3, 32, 32)"
-        )
     like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
     mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
     with mode:

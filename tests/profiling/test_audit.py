@@ -1,6 +1,7 @@
 """Audits: the memory that a step keeps, counted on fake and on real tensors."""
 
 import csv
+import functools
 
 import pytest
 import torch
@@ -113,10 +114,13 @@ def test_the_series_has_the_peak():
     assert max(totals) == pytest.approx(trace.peak - trace.base, rel=0.02)
 
 
-@pytest.mark.parametrize("shape", [(), (0, 3, 32, 32), (4, 3, 32.0, 32), (4, -3, 32, 32)])
+@pytest.mark.parametrize(
+    "shape", [8, None, "4x3x8x8", (), (0, 3, 32, 32), (4, 3, 32.0, 32), (4, -3, 32, 32)]
+)
 def test_shapes_that_are_none_are_refused(shape):
-    with pytest.raises(ValueError, match="expected positive whole numbers"):
-        audit(small(), shape)
+    for count in (audit, functools.partial(revzoo.plan_memory, budget="1GiB")):
+        with pytest.raises(ValueError, match=r"input_shape=.*: expected positive whole numbers"):
+            count(small(), shape)
 
 
 def test_arguments_of_other_types():
