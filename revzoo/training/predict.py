@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 
+from revzoo._checks import check_count
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork
@@ -76,13 +77,17 @@ def predict(
         DataError: there is no such file, or it is no image.
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
         ValueError: the classes and the normalisation of the model are unknown; a tensor is not
-            (C, H, W), or its floats are not in [0, 1].
+            (C, H, W), is neither of bytes nor of floats in [0, 1]; ``size`` or ``top`` is no whole
+            number >= 1.
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
         >>> len(result), sum(result.values()) <= 1
         (2, True)
     """
+    for name, number in (("size", size), ("top", top)):
+        if number is not None:
+            check_count(name, number)
     if isinstance(model, ImageNetwork):
         network = model
     elif not isinstance(model, str | Path):  # swapped arguments are the usual mistake
@@ -106,13 +111,25 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     Raises:
         DataError: there is no such file, or it is no image.
         TypeError: ``image`` has another type.
-        ValueError: a tensor is not (C, H, W), or its floats are not in [0, 1].
+        ValueError: a tensor is not (C, H, W), or is neither of bytes nor of floats in [0, 1].
     """
     if isinstance(image, Tensor):
         if image.dim() != 3:
             raise ValueError(
                 f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
                 "batch give a list: list(images)"
+            )
+        # Normalize repeats the single channel of a grey image
+        if image.shape[0] not in (1, channels):
+            remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in (1, channels))
+            raise ValueError(
+                f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W) with "
+                f"{channels} channels{remedy}"
+            )
+        if image.dtype != torch.uint8 and not image.is_floating_point():
+            raise ValueError(
+                f"image is a tensor of {image.dtype}: expected bytes or floats in [0, 1]; if its "
+                "values are 0 to 255, give image.to(torch.uint8)"
             )
         if not image.is_floating_point() or not image.numel():
             return image

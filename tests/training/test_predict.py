@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -85,8 +86,24 @@ def test_tensors_that_are_no_images(folder: Path) -> None:
     for image in (torch.full((3, 8, 8), 255.0), torch.full((3, 8, 8), -1.0)):
         with pytest.raises(ValueError, match=r"float tensor with values from .* expected 0 to 1"):
             revzoo.predict(image, folder)
+    with pytest.raises(
+        ValueError, match=r"\(8, 8, 3\): .* 3 channels: .*image\.permute\(2, 0, 1\)"
+    ):
+        revzoo.predict(torch.rand(8, 8, 3), folder)
+    with pytest.raises(ValueError, match=r"\(4, 8, 8\): expected \(C, H, W\) with 3 channels$"):
+        revzoo.predict(torch.rand(4, 8, 8), folder)
+    with pytest.raises(ValueError, match=r"of torch\.int64: .* image\.to\(torch\.uint8\)"):
+        revzoo.predict(torch.full((3, 8, 8), 255), folder)
     with pytest.raises(TypeError, match=r"model is a Tensor: .* predict\(images, model\)"):
         revzoo.predict(folder, torch.rand(3, 8, 8))  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("option", ["top", "size"])
+@pytest.mark.parametrize("number", [0, -1, 2.5])
+def test_counts_are_whole_numbers(option: str, number: Any, image: Path, folder: Path) -> None:
+    """``top=0`` gave an empty result."""
+    with pytest.raises(ValueError, match=rf"{option}={number}: expected a whole number >= 1"):
+        revzoo.predict(image, folder, **{option: number})
 
 
 def test_a_run_is_no_weights(tmp_path: Path) -> None:
