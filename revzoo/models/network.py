@@ -296,14 +296,20 @@ class ImageNetwork(Saved, ABC):
         Raises:
             NotInvertibleError: a layer loses information (the message names it), or the model is in
                 training mode and drops activations, with a different mask in each pass.
-            ValueError: ``z`` has another number of dimensions, as logits have.
+            TypeError: ``z`` is no floating-point tensor.
+            ValueError: ``z`` has another number of dimensions or channels, as logits have.
             RangeError: a stream is too large for exact sums on the grid.
         """
         self._check_invertible()
-        if z.dim() != 4 + min(self.channel_dim, 0):
+        if not isinstance(z, Tensor) or not z.is_floating_point():
+            got = z.dtype if isinstance(z, Tensor) else type(z).__name__
+            raise TypeError(f"Got {got}; expected the floating-point tensor of encode(images).")
+        channels = self.feature_info[-1].num_chs
+        if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
-                f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns. "
-                "Logits and pooled features have lost the rest of the image."
+                f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns, "
+                f"with {channels} channels. Logits and pooled features have lost the rest of the "
+                "image."
             )
         # split into dense streams, as in the forward pass: kernels sum views in another order
         state: State = (z,)
@@ -395,6 +401,13 @@ class ImageNetwork(Saved, ABC):
             raise ValueError(
                 f"Got images of {channels} channels; this model expects {self.in_chans}. Create it "
                 f"with in_chans={channels}, or convert the images."
+            )
+        weight = next(self.parameters())
+        wider = x.element_size() > weight.element_size() and weight.is_floating_point()
+        if wider and not torch.is_autocast_enabled(x.device.type):
+            raise ValueError(
+                f"Got images of {x.dtype}; expected {weight.dtype}, as the weights of this model. "
+                f"Convert the images: x.to({weight.dtype})."
             )
         self.check_size(height, width)
 

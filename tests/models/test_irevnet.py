@@ -158,6 +158,21 @@ def test_an_inverse_with_dropout_is_refused_in_training_mode():
     model.eval().inverse(z)
 
 
+@pytest.mark.parametrize("channels", [31, 32])
+def test_a_representation_of_another_width_is_refused(channels):
+    model = create_model("irevnet13").eval()
+    with pytest.raises(ValueError, match=rf"\(2, {channels}, 4, 4\); .* with 128 channels"):
+        model.inverse(torch.randn(2, channels, 4, 4))
+
+
+@pytest.mark.parametrize("z", [None, torch.zeros(2, 128, 4, 4, dtype=torch.int64)])
+def test_a_representation_is_a_floating_point_tensor(z):
+    with pytest.raises(
+        TypeError, match=r"Got .*(None|int64).*; expected the floating-point tensor"
+    ):
+        create_model("irevnet13").eval().inverse(z)
+
+
 @pytest.mark.parametrize(
     ("name", "lossy"),
     [("revnet38", "stages.1.steps.0 Transition"), ("resnet32", "stem.steps.0 Stem")],
