@@ -2447,7 +2447,7 @@ def test_a_dictionary_whose_keys_change_after_the_forward(kind):
         (lambda: revzoo.Squeeze(2.0), r"factor=2\.0: expected a whole number"),
         (lambda: revzoo.InvertibleFlatten((2.5,)), r"shape=\(2\.5,\): expected the sizes"),
         (lambda: revzoo.InvertibleFlatten((2, 3), start_dim=1.0), r"start_dim=1\.0.*expected"),
-        (lambda: revzoo.ReversibleSequence([], split=2), "parts=2: expected two whole numbers"),
+        (lambda: revzoo.ReversibleSequence([], split=2), r"split=2: expected .* two whole numbers"),
         (
             lambda: revzoo.ReversibleSequence(collections.OrderedDict(append=nn.Identity())),
             "name 'append'",

@@ -71,7 +71,8 @@ class AffineAdapterSigmoid(nn.Module):
         if h.shape[1] % 2:
             raise ValueError(
                 f"{type(self.f).__name__} returned shape {tuple(h.shape)}: expected an even number "
-                "of channels, shifts and raw scales in turn"
+                "of channels, shifts and raw scales in turn; let the module of an "
+                "AffineAdapterSigmoid return twice the channels that it takes"
             )
         # in turn, not in halves: the order of MemCNN's weights
         return torch.sigmoid(h[:, 1::2] + 2.0), h[:, 0::2]

@@ -47,7 +47,7 @@ from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
-from revzoo.layers.split import HALVES, Merge, Split
+from revzoo.layers.split import HALVES, Merge, Split, check_cut
 
 _thread = threading.local()  # ``nested``: whether a sequence is calling the next one as its step
 
@@ -107,8 +107,7 @@ class ReversibleSequence(Invertible):
                 f"ReversibleSequence got {got}: expected a list of steps, "
                 "ReversibleSequence([a, b]), not (a, b) as for nn.Sequential"
             )
-        self.dim = dim
-        self.split = Split(dim, split).parts
+        self.dim, self.split = check_cut(dim, split, name="split")
         self.steps = _Steps()
         named = steps.items() if isinstance(steps, Mapping) else ((None, step) for step in steps)
         self._set_steps([(_checked_name(name), step) for name, step in named])

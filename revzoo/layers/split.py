@@ -9,13 +9,14 @@ value bit for bit, as mode ``exact`` needs.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from revzoo._checks import counts_of
+from revzoo._checks import counts_of, is_count
 from revzoo.core.invertible import Invertible, State
 from revzoo.layers.streams import no_change_of_volume
 
@@ -24,18 +25,48 @@ HALVES: Parts = (1, 1)
 
 
 def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
-    """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, as dense copies."""
+    """Two pieces of ``x`` along ``dim`` with relative sizes ``parts``, as dense copies.
+
+    Raises:
+        ValueError: the tensor has no such dimension, or its size is not divisible.
+    """
+    _check_has(x, dim)
     unit = x.shape[dim] // sum(parts)
+    if x.shape[dim] % sum(parts):
+        number = "an even number" if parts == HALVES else f"a multiple of {sum(parts)}"
+        raise ValueError(
+            f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim={dim}: "
+            f"expected {number} of channels there; choose another dim, other relative sizes "
+            "(split= of a sequence, parts= of Split), pad the channels or pass two streams"
+        )
     pieces = torch.split(x, [unit * n for n in parts], dim=dim)
     # pieces of torch.split are views with gaps; why not those, see the module
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
 
 
-def _check_parts(parts: Sequence[int]) -> Parts:
+def check_cut(dim: int, parts: Sequence[int], *, name: str = "parts") -> tuple[int, Parts]:
+    """``dim`` and ``parts``, whose argument is called ``name``, as Split and Merge keep them.
+
+    Raises:
+        ValueError: ``dim`` is no whole number, ``parts`` are not two positive ones.
+    """
+    if not is_count(dim, least=-sys.maxsize):
+        raise ValueError(f"dim={dim!r}: expected a dimension of the tensor, such as 1 or -1")
     counts = counts_of(parts, repeat=0)
     if len(counts) != 2:
-        raise ValueError(f"parts={parts}: expected two whole numbers of at least 1")
-    return counts[0], counts[1]
+        raise ValueError(
+            f"{name}={parts!r}: expected the relative sizes of two streams, two whole numbers of "
+            "at least 1, such as (1, 2)"
+        )
+    return int(dim), (counts[0], counts[1])
+
+
+def _check_has(x: Tensor, dim: int) -> None:
+    if not -x.dim() <= dim < x.dim():
+        raise ValueError(
+            f"dim={dim}: got a tensor of shape {tuple(x.shape)}, expected a dim from {-x.dim()} to "
+            f"{x.dim() - 1}"
+        )
 
 
 class Split(Invertible):
@@ -59,19 +90,9 @@ class Split(Invertible):
 
     def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
         super().__init__()
-        self.dim = dim
-        self.parts = _check_parts(parts)
+        self.dim, self.parts = check_cut(dim, parts)
 
     def forward(self, x: Tensor, **context: Any) -> State:
-        if not -x.dim() <= self.dim < x.dim() or x.shape[self.dim] % sum(self.parts):
-            number = (
-                "an even number" if self.parts == HALVES else f"a multiple of {sum(self.parts)}"
-            )
-            raise ValueError(
-                f"got one tensor of shape {tuple(x.shape)} to split in two streams along dim "
-                f"{self.dim}: expected {number} of channels there; choose dim or the sizes of the "
-                "parts, pad the channels or pass two streams"
-            )
         return halves(x, self.dim, self.parts)
 
     def inverse(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
@@ -97,17 +118,17 @@ class Merge(Invertible):
 
     def __init__(self, dim: int = 1, parts: Parts = HALVES) -> None:
         super().__init__()
-        self.dim = dim
-        self.parts = _check_parts(parts)
+        self.dim, self.parts = check_cut(dim, parts)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
+        _check_has(x1, self.dim)
         first, second = self.parts
         if x1.shape[self.dim] * second != x2.shape[self.dim] * first:
             raise ValueError(
-                f"got streams of shape {tuple(x1.shape)} and {tuple(x2.shape)} to merge along dim "
-                f"{self.dim}: expected sizes of {first} to {second} there, or the inverse would "
-                "cut elsewhere. A coupling swaps the streams, a ReversibleBlock swaps them back; "
-                "or pass the streams one by one"
+                f"got streams of shape {tuple(x1.shape)} and {tuple(x2.shape)} to merge along "
+                f"dim={self.dim}: expected sizes of {first} to {second} there, or the inverse "
+                "would cut elsewhere. A coupling swaps the streams, a ReversibleBlock swaps them "
+                "back; or pass the streams one by one"
             )
         # the gradients of cat() are views of one tensor, which would live as long as either of
         # them; the gradient of a product is dense and separate

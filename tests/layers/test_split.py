@@ -28,10 +28,32 @@ def test_the_halves_along_dim(dim):
     assert all(torch.equal(a, b) for a, b in zip(Merge(dim).inverse(x), (x1, x2), strict=True))
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((2, 3, 4), 1), ((2, 4), 2), ((2, 4), -3), ((4,), 1)])
-def test_what_cannot_be_halved(shape, dim):
-    with pytest.raises(ValueError, match=rf"\({shape[0]},.* along dim {dim}: expected an even"):
-        Split(dim)(torch.zeros(shape))
+@pytest.mark.parametrize(
+    "cut", [lambda x, dim: Split(dim)(x), lambda x, dim: Merge(dim).inverse(x)]
+)
+def test_an_odd_number_of_channels(cut):
+    with pytest.raises(ValueError, match=r"\(2, 3, 4\) .* along dim=1: expected an even number"):
+        cut(torch.zeros(2, 3, 4), 1)
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((2, 4), 2), ((2, 4), -3), ((4,), 1)])
+def test_a_tensor_without_that_dim(shape, dim):
+    x = torch.zeros(shape)
+    for call in (lambda: Split(dim)(x), lambda: Merge(dim)(x, x), lambda: Merge(dim).inverse(x)):
+        with pytest.raises(ValueError, match=rf"^dim={dim}: got .*\({shape[0]},.* expected a dim"):
+            call()
+
+
+def test_an_error_names_the_argument():
+    for cut in (Split, Merge):
+        with pytest.raises(ValueError, match=r"^dim='1': expected a dimension"):
+            cut(dim="1")
+        with pytest.raises(ValueError, match=r"^parts=3: expected .* two whole numbers"):
+            cut(parts=3)
+    with pytest.raises(ValueError, match=r"^dim=None: expected a dimension"):
+        ReversibleSequence([], dim=None)
+    with pytest.raises(ValueError, match=r"^split=\(1,\): expected .* two whole numbers"):
+        ReversibleSequence([], split=(1,))
 
 
 def test_an_error_of_zero_in_every_type():
@@ -80,7 +102,7 @@ def test_parts_that_do_not_fit():
     with pytest.raises(ValueError, match="expected a multiple of 3 of channels there"):
         Split(1, (1, 2))(torch.zeros(1, 4))
     for parts in ((1,), (0, 1), (1, 2.0), (1, 2, 3)):
-        with pytest.raises(ValueError, match="expected two whole numbers of at least 1"):
+        with pytest.raises(ValueError, match=r"expected .* two whole numbers of at least 1"):
             Split(1, parts)
     swaps = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 1))], split=(1, 2))
     with pytest.raises(ValueError, match=r"expected sizes of 1 to 2 there.*swaps the streams"):
