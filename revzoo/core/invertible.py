@@ -161,9 +161,13 @@ class Step(nn.Module):
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
-        # a container has no mode: its members may have different ones
-        own = type(self).__call__ is Step.__call__
-        return f"{type(self).__name__}[{self.memory}]" if own else type(self).__name__
+        from revzoo.core.modes import MODES  # imports this module
+
+        if type(self).__call__ is not Step.__call__:
+            # a container has no mode: its members may have different ones
+            return type(self).__name__
+        recomputed = MODES[self.memory].inverts and not self.invertible
+        return f"{type(self).__name__}[{'recompute' if recomputed else self.memory}]"
 
     @property
     def outputs(self) -> int:

@@ -45,6 +45,15 @@ def test_a_misspelt_mode_gets_a_suggestion():
         set_memory(linear_net(), "invrt")
 
 
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_repr_shows_what_a_step_without_inverse_does(mode):
+    net = ReversibleSequence([AdditiveCoupling(nn.Identity()), Halve()], memory=mode)
+    assert f"AdditiveCoupling[{mode}]" in repr(net)
+    assert "Halve[recompute]" in repr(net)
+    set_memory(net, "store")
+    assert "Halve[store]" in repr(net)
+
+
 @pytest.mark.parametrize("mode", [None, 3, ["invert"]])
 def test_a_mode_is_a_name_or_a_plan(mode):
     with pytest.raises(TypeError, match=r"mode is .*: expected one of 'store', .*plan_memory"):
