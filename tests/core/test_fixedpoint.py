@@ -323,6 +323,33 @@ def test_a_hook_that_changes_streams_on_a_grid(mode, where):
     assert torch.allclose(*results, atol=1e-5)
 
 
+def test_a_hook_on_a_block_may_work_in_place_in_exact_alone():
+    """docs/guide/memory.md says so: autograd keeps other tensors there."""
+    net = ReversibleSequence([ReversibleBlock(tanh_branch(), tanh_branch()) for _ in range(2)])
+
+    def gradient(mode, hook):
+        set_memory(net, mode)
+        x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+        handle = net[0].register_forward_hook(hook)
+        try:
+            return torch.autograd.grad(net(x).square().sum(), x)[0]
+        finally:
+            handle.remove()
+
+    def doubles(module, inputs, outputs):
+        return (2 * outputs[0], outputs[1])
+
+    def doubles_in_place(module, inputs, outputs):
+        outputs[0].mul_(2)
+
+    expected = gradient("store", doubles)
+    assert torch.allclose(gradient("exact", doubles_in_place), expected, atol=1e-5)
+    for mode in ("store", "invert"):
+        assert torch.allclose(gradient(mode, doubles), expected, atol=1e-5)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            gradient(mode, doubles_in_place)
+
+
 def test_a_padding_that_is_not_zero_is_not_exact():
     assert SpatialPadding(1).exact
     net = ReversibleSequence([SpatialPadding(1, value=1.0)])
