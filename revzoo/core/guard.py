@@ -601,9 +601,10 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
         )
     else:
         remedy = (
-            "Causes: streams in a narrow type (use autocast on a float32 model), a branch that "
-            "amplifies (normalise it; lower the learning rate if the training diverges) or is not "
-            "deterministic, a wrong inverse (see check_inverse()). Remedy: "
+            "Causes: streams in a narrow type (keep float32 weights, and train under "
+            "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
+            "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
+            "(see revzoo.check_inverse()). Remedy: "
             f"{drift.step.instead_of_inverse}"
         )
     return found + remedy
@@ -615,8 +616,7 @@ def _explain_lost(drift: _Drift, ratio: float) -> str:
         f"{ratio:.2g} of its spread (limit {math.sqrt(drift.limit):.2g}). It is nearly constant in "
         "the forward pass, so recomputed it is mostly rounding errors, which a normalisation "
         "amplifies: the gradients are wrong. Causes: pruned filters, dead channels, streams of "
-        "zeros. Use memory='exact', or 'recompute' for this step; set_drift_limit() changes the "
-        "limit"
+        f"zeros. Remedy: {drift.step.instead_of_inverse}"
     )
 
 

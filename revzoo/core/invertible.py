@@ -135,8 +135,8 @@ class Step(nn.Module):
     """How to run the step without replays, for error messages."""
 
     instead_of_inverse: str = (
-        "use memory='exact', or 'recompute' or 'store' for some steps; set_drift_limit() changes "
-        "the limit"
+        "revzoo.set_memory(model, 'exact'), or set_memory(step, 'recompute') or 'store' for some "
+        "steps; revzoo.set_drift_limit(model, LIMIT) changes the limit"
     )
     """Likewise without an inverse in floating point."""
 
