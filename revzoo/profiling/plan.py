@@ -17,7 +17,9 @@ mode.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,9 +27,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from revzoo._checks import either
 from revzoo.core.guard import CHANNELS, PER_CHANNEL
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import mode_of, set_memory
+from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, leanest
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
@@ -79,20 +83,34 @@ class Plan(Mapping[str, str]):
         return len(self.modes)
 
     def __str__(self) -> str:
-        stages: dict[str, list[str]] = {}
+        stages: dict[str, dict[str, str]] = {}
         for path, mode in self.modes.items():
             if not path:
                 continue
-            stages.setdefault(stage_of(path), []).append(mode)
+            stage = stage_of(path)
+            stages.setdefault(stage, {})[path.removeprefix(f"{stage}.")] = mode
         width = max(map(len, stages), default=0)
-        rows = [f"{stage:{width}}  {count_modes(modes)}" for stage, modes in stages.items()]
+        lines = []
+        for stage, modes in stages.items():
+            lines.append(f"{stage:{width}}  {count_modes(list(modes.values()))}")
+            if len({*modes.values()}) > 1:
+                margin = " " * (width + 2)
+                runs = "; ".join(_runs(modes))
+                lines += textwrap.wrap(runs, 79, initial_indent=margin, subsequent_indent=margin)
         return "\n".join(
             [
-                *rows,
+                *lines,
                 f"peak {in_units(self.peak_bytes)} of {in_units(self.budget)}, "
                 f"{self.seconds:.3g} s a step",
             ]
         )
+
+
+def _runs(modes: Mapping[str, str]) -> Iterator[str]:
+    """The runs of steps in one mode: ``steps.0 to steps.3: exact``."""
+    for mode, run in itertools.groupby(modes, modes.__getitem__):
+        first, *_, last = [*run] * 2
+        yield f"{first}{f' to {last}' * (first != last)}: {mode}"
 
 
 def count_modes(modes: Sequence[str]) -> str:
@@ -225,16 +243,31 @@ class Planner:
         if limit > fixed:
             # the share of the activations that fits; they grow with the images' number and area
             share = (limit - fixed) / max(1, need - fixed)
-            side = int(self.shape[-1] * math.sqrt(share)) if len(self.shape) == 4 else 0
-            if side:
-                remedies.insert(0, f"images of about {side} x {side} pixels")
+            if side := self._smaller_side(share):
+                remedies.insert(0, f"images of {side} x {side} pixels")
             if fits := int(self.shape[0] * share):
                 remedies.insert(0, f"a batch of about {fits}")
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients and input; use {' or '.join(remedies)}"
+            f"parameters, gradients and input; use {either(remedies)}"
         )
+
+    def _smaller_side(self, share: float) -> int:
+        """The largest side of images of this share of the area; 0 if none makes sense.
+
+        A multiple of the model's total stride, and at least a quarter of the present side.
+        """
+        if not isinstance(self.model, ImageNetwork):
+            return 0
+        side = self.shape[-1]
+        try:
+            stride = self.model.feature_info[-1].reduction
+            fitting = int(side * math.sqrt(share)) // stride * stride
+            self.model.check_size(fitting, fitting)
+        except ValueError:  # feature maps of unknown size, or a model of one size
+            return 0
+        return fitting if 4 * fitting >= side else 0
 
 
 def _uncounted(call: StepCall) -> int:

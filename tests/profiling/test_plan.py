@@ -103,6 +103,33 @@ def test_the_least_budget_is_reported_and_possible():
 
 
 @pytest.mark.parametrize(
+    ("name", "share", "remedies"),
+    [
+        ("revnet38", 0.4, r"a batch of about \d+, images of 20 x 20 pixels or a smaller model$"),
+        ("revnet38", 0.05, r"use a smaller model$"),  # a quarter of the side is 1/16 of the area
+        ("revvit_cifar", 0.5, r"use a batch of about \d or a smaller model$"),  # has one size
+    ],
+)
+def test_a_smaller_image_is_one_that_makes_sense(name, share, remedies):
+    planner = Planner(revzoo.create_model(name), SHAPE, clock=False)
+    fixed = planner.chain.base
+    with pytest.raises(revzoo.BudgetError, match=remedies):
+        planner.plan(int(fixed + share * (planner.least - fixed)))
+
+
+def test_a_printed_plan_says_which_steps_have_a_mode():
+    modes = {f"stages.{i}.steps.{k}": "exact" for i in range(2) for k in range(4)}
+    modes |= {"stages.1.steps.3": "store", "stages.1.steps.1": "store"}
+    lines = str(Plan(modes, 2**20, 0.5, 2**21)).splitlines()
+    assert lines[:2] == ["stages.0  4 exact", "stages.1  2 exact, 2 store"]
+    assert " ".join(map(str.strip, lines[2:-1])) == (
+        "steps.0: exact; steps.1: store; steps.2: exact; steps.3: store"
+    )
+    modes["stages.1.steps.2"] = "store"
+    assert "steps.0: exact; steps.1 to steps.3: store" in str(Plan(modes, 2**20, 0.5, 2**21))
+
+
+@pytest.mark.parametrize(
     "budget", [0, -1, True, None, "4 gigs", "-4GiB", "GiB", "", "9" * 400, float("nan")]
 )
 def test_budgets_that_are_none_are_refused(budget):

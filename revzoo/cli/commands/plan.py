@@ -8,11 +8,12 @@ revzoo train model=revnet110 memory=budget memory.bytes=1GiB    # trains with su
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from revzoo._files import write_atomically
 from revzoo.cli.commands._models import (
@@ -22,6 +23,10 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
+
+if TYPE_CHECKING:
+    from revzoo.profiling.chain import Outcome
+    from revzoo.profiling.plan import Plan, Planner
 
 FITS = ("batch", "image", "depth")
 
@@ -63,13 +68,47 @@ def run(args: argparse.Namespace) -> None:
         return
     planner = Planner(model, shape, inverting=args.memory)
     plan = planner.plan(budget)
-    sys.stdout.write(f"{plan}\n\nfor comparison\n")
-    for mode, pure in planner.pures().items():
+    pures = _pures(planner)
+    sys.stdout.write(f"{plan}\n\nfor comparison, every step in one mode\n")
+    for mode, pure in pures.items():
         sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s\n")
+    sys.stdout.write(f"\n{_usage(args, shape)}\n")
     if args.save:
         write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
     if args.plot:
-        draw(planner, plan, args.plot)
+        draw(planner, plan, pures, args.plot)
+
+
+def _pures(planner: Planner) -> dict[str, Outcome]:
+    """Peak and time of each mode alone, also of an inverting mode that the plan does not use."""
+    from revzoo.core.modes import MODES
+    from revzoo.profiling.plan import Planner
+
+    pures = planner.pures()
+    others = [name for name, mode in MODES.items() if mode.inverts and name != planner.inverting]
+    # without a step to invert, the plan has no inverting mode, either
+    for mode in others if planner.inverting in pures else ():
+        with contextlib.suppress(ValueError):  # it does not fit every step
+            other = Planner(planner.model, planner.shape, inverting=mode, recompute=False)
+            if pure := other.pure(mode):
+                pures[mode] = pure
+    return pures
+
+
+def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
+    """How to use the plan."""
+    saved = (
+        f'or the saved one:  revzoo.set_memory(model, json.load(open("{args.save}")))\n'
+        if args.save
+        else ""
+    )
+    budget = f'"{args.budget}"' + (f', inverting="{args.memory}"' if args.memory else "")
+    return (
+        f"in Python:         plan = revzoo.plan_memory(model, {tuple(shape)}, {budget})\n"
+        f"                   revzoo.set_memory(model, plan)\n{saved}"
+        f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}\n"
+        "                   (plans anew, with the optimiser's state)"
+    )
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
@@ -130,14 +169,14 @@ def _needs(
     )
 
 
-def draw(planner: Any, plan: Any, path: Path) -> None:
+def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path) -> None:
     """Draw time against memory: the frontier of plans, the pure modes and the chosen plan."""
     chosen = {"color": "#d9485f"}
     with memory_chart(path) as axes:
         # neighbouring budgets often have the same plan
         points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
         axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
-        for mode, pure in planner.pures().items():
+        for mode, pure in pures.items():
             at = pure.peak / 2**20, pure.cost / 1e9  # costs are in ns
             axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
             axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")

@@ -7,6 +7,7 @@ import pytest
 
 import revzoo
 from revzoo.cli.main import main
+from revzoo.core.modes import COUNTED
 from revzoo.profiling.audit import audit
 from revzoo.profiling.units import bytes_from
 
@@ -45,6 +46,11 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "of 12.00 MiB" in printed
     assert "stages.1" in printed
+    compared = printed.split("every step in one mode\n")[1].split("\n\n")[0]
+    assert {line.split()[0] for line in compared.splitlines()} == {*COUNTED}
+    assert 'revzoo.plan_memory(model, (8, 3, 32, 32), "12MiB")\n' in printed
+    assert f'revzoo.set_memory(model, json.load(open("{file}")))\n' in printed
+    assert "revzoo train ... memory=budget memory.bytes=12MiB\n" in printed
     model = revzoo.create_model("revnet38")
     revzoo.set_memory(model, json.loads(file.read_text()))
     assert audit(model, (8, 3, 32, 32), modes=[]).peak_bytes <= bytes_from("12MiB")
