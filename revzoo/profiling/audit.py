@@ -15,7 +15,7 @@ from __future__ import annotations
 import csv
 import itertools
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from revzoo._checks import check_choice, check_module
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.trace import (
-    LOSS,
+    OUTSIDE,
     Trace,
     checked_shape,
     fake_twin,
@@ -35,7 +35,7 @@ from revzoo.profiling.trace import (
     real_twin,
     trace_step,
 )
-from revzoo.profiling.units import in_units
+from revzoo.profiling.units import in_one_unit, in_units
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -102,7 +102,7 @@ class Audit:
                 self.stages[allocation.stage] = (
                     self.stages.get(allocation.stage, 0) + allocation.size
                 )
-        self.stages = _loss_last(self.stages)
+        self.stages = _outside_last(self.stages)
         self.rows = [
             Row(
                 mode,
@@ -127,11 +127,11 @@ class Audit:
                 if allocation.died is not None:
                     row[min(allocation.died, self._trace.tick)] -= allocation.size
         levels = {stage: list(itertools.accumulate(row)) for stage, row in changes.items()}
-        return _loss_last(levels), self._trace.turn
+        return _outside_last(levels), self._trace.turn
 
 
-def _loss_last(of_stages: dict[str, Any]) -> dict[str, Any]:
-    return dict(sorted(of_stages.items(), key=lambda item: item[0] == LOSS))
+def _outside_last(of_stages: dict[str, Any]) -> dict[str, Any]:
+    return dict(sorted(of_stages.items(), key=lambda item: item[0] == OUTSIDE))
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +258,10 @@ class Report:
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
         present = self._present
+        # one unit for all tables: columns of mixed ones cannot be compared at a glance
+        sized = in_one_unit(max(audit.peak_bytes for audit in self.audits.values()))
         for audit in self.audits.values():
-            kept, peak = in_units(audit.kept_bytes), in_units(audit.peak_bytes)
+            kept, peak = sized(audit.kept_bytes), sized(audit.peak_bytes)
             note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
             yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
         yield ""
@@ -267,44 +269,71 @@ class Report:
         yield "peak: most bytes alive at once, with weights and gradients"
         if self.plain is not None:
             yield from self._converted_lines(self.plain)
-        yield from _sizes(f"{present.mode}, at the peak", present.kinds)
-        yield from _sizes(f"{present.mode}, kept by stage", present.stages)
+        kinds = {_KINDS[kind]: size for kind, size in present.kinds.items()}
+        kept, peak = sized(present.kept_bytes), sized(present.peak_bytes)
+        yield from _sizes(f"{present.mode}: the {peak} at the peak", kinds, sized)
+        title = f"{present.mode}: the {kept} kept, by part of the model"
+        yield from _sizes(title, present.stages, sized)
+        if OUTSIDE in present.stages:
+            yield f"{'':16}(the model's own forward and the loss)"
         if present.rows:
             yield ""
-            yield f"{present.mode}, largest kept tensors, and what keeps them"
+            yield f"{present.mode}: the largest kept tensors, and what keeps them"
         for row in present.rows[:_SHOWN]:
             by = "autograd" if row.saved else "tape"
-            source = f"{row.module or 'model'} {row.operation}"
-            yield f"{in_units(row.bytes):>14}  {row.shape} {row.dtype}, {by}: {source}"
+            source = f"{row.module or OUTSIDE} {row.operation}"
+            tensor = f"{row.shape or 'scalar'} {row.dtype}"
+            yield _indented(sized(row.bytes), f"{tensor}, {by}: {source}")
 
     def _converted_lines(self, plain: Audit) -> Iterator[str]:
-        count = self.input_shape[0]
-        before, after = (in_units(a.kept_bytes // count) for a in (plain, self._present))
+        before, after = (a.kept_bytes // self.input_shape[0] for a in (plain, self._present))
+        sized = in_one_unit(before)
+        change = _change(before, after, sized)
         yield ""
-        yield f"reversible blocks; kept an image, before and after ({before} -> {after})"
+        yield f"reversible blocks: kept per image, before and after ({change})"
         for path, rows in itertools.groupby(
             self.converted, lambda r: r.block.path.rpartition(".")[0]
         ):
-            yield _line_of(path, list(rows))
+            yield _line_of(path, list(rows), sized)
 
 
-def _sizes(title: str, sizes: Mapping[str, int]) -> Iterator[str]:
+_KINDS = {
+    "parameter": "parameters",
+    "buffer": "buffers",
+    "gradient": "gradients",
+    "optimiser": "state of the optimiser",
+    "input": "input",
+    "kept": "activations of the forward pass that are still needed",
+    "temporary": "temporary tensors",
+}
+
+
+def _sizes(title: str, sizes: Mapping[str, int], sized: Callable[[float], str]) -> Iterator[str]:
     """A title, and a line for each size."""
     if sizes:
         yield ""
         yield title
     for name, size in sizes.items():
-        yield f"{in_units(size):>14}  {name}"
+        yield _indented(sized(size), name)
 
 
-def _line_of(path: str, rows: Sequence[Converted]) -> str:
+def _indented(size: str, text: str) -> str:
+    return textwrap.fill(text, 79, initial_indent=f"{size:>14}  ", subsequent_indent=" " * 16)
+
+
+def _change(before: int, after: int, sized: Callable[[float], str]) -> str:
+    number, _, _ = sized(before).partition(" ")
+    return f"{number} -> {sized(after)}"
+
+
+def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]) -> str:
     joined = sum(row.block.role in ("joins", "ends") for row in rows)
     grids = sorted({row.block.grid for row in rows if row.block.grid is not None})
     bits = ", ".join(map(str, sorted({row.block.bits for row in rows})))
-    before, after = in_units(sum(r.before for r in rows)), in_units(sum(r.after for r in rows))
+    change = _change(sum(r.before for r in rows), sum(r.after for r in rows), sized)
     text = (
         f"{path or 'model'}: {len(rows)} blocks, {joined} inverted, {bits} bits, grid "
-        f"{', '.join(map(str, grids)) or 'auto'}: {before} -> {after}"
+        f"{', '.join(map(str, grids)) or 'auto'}: {change}"
     )
     return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 

@@ -46,8 +46,8 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
 
-LOSS = "loss"
-"""The stage of operators outside the model's parts."""
+OUTSIDE = "(outside)"
+"""The stage of operators outside the model's parts: in its own ``forward``, or of the loss."""
 
 
 @dataclass(slots=True)
@@ -130,7 +130,7 @@ class StepCall:
 def stage_of(module: str) -> str:
     """The part of a model that holds the module at this path, e.g. ``stages.1``."""
     parts = module.split(".")
-    return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or LOSS
+    return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or OUTSIDE
 
 
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]

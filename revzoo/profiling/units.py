@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 _UNITS = {
     "": 1,
@@ -29,9 +30,21 @@ def bytes_from(budget: int | str, *, name: str = "budget") -> int:
     )
 
 
+_SIZES = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
+
+
 def in_units(count: float) -> str:
     """Format bytes: ``1.50 GiB``."""
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+    for unit, size in _SIZES:
         if abs(count) >= size:
             return f"{count / size:,.2f} {unit}"
     return f"{count:.0f} bytes"
+
+
+def in_one_unit(largest: float) -> Callable[[float], str]:
+    """A function like :func:`in_units` for a table: all in MiB, or in KiB if ``largest`` is less.
+
+    Small numbers read ``<0.01 MiB``.
+    """
+    unit, size = _SIZES[1 if largest >= 2**20 else 2]
+    return lambda count: f"{'<0.01' if 0 < count < size / 200 else f'{count / size:,.2f}'} {unit}"

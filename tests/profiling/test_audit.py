@@ -11,6 +11,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import revzoo
 from revzoo.profiling.audit import audit
 from revzoo.profiling.trace import images_for, real_twin, trace_step
+from revzoo.profiling.units import in_one_unit
 
 SMALL = {"units": (2, 2, 2)}
 SHAPE = (16, 3, 32, 32)
@@ -168,6 +169,21 @@ def test_a_report_fits_into_80_columns():
     report = str(audit(revzoo.create_model("resnet32", reversible_bits=4), (2, 3, 32, 32)))
     assert max(map(len, report.splitlines())) <= 80
     assert "(the model's mode)" in report
+    vit = revzoo.create_model("revvit_cifar", memory="store", depth=12)  # has long paths
+    report = str(audit(vit, (2, 3, 32, 32), modes=[]))
+    assert max(map(len, report.splitlines())) <= 80
+
+
+def test_a_report_has_one_unit_and_one_meaning_of_kept():
+    """Sizes of one table were in bytes, KiB and MiB, and ``kept`` stood for two numbers."""
+    report = audit(small(), SHAPE)
+    lines = str(report).splitlines()
+    assert {line.split()[1] for line in lines if line.startswith("      ")} <= {"MiB", "model's"}
+    total = f"{report.kept_bytes / 2**20:.2f} MiB"
+    assert f"invert: the {total} kept, by part of the model" in lines
+    assert not any(line.endswith(" kept") for line in lines)
+    assert "(outside)" in report.audits["invert"].stages
+    assert "loss" not in {stage for a in report.audits.values() for stage in a.stages}
 
 
 class Checkpointed(nn.Module):
@@ -182,3 +198,10 @@ class Checkpointed(nn.Module):
 def test_models_with_torchs_checkpoint():
     kept = [revzoo.audit(Checkpointed(), (4, 8), real=real).kept_bytes for real in (False, True)]
     assert kept[0] == kept[1] > 0
+
+
+def test_a_table_in_one_unit():
+    assert [in_one_unit(2**20)(n) for n in (2**31, 2**20, 2**10, 0)] == [
+        *("2,048.00 MiB", "1.00 MiB", "<0.01 MiB", "0.00 MiB")
+    ]
+    assert in_one_unit(2**20 - 1)(2**9) == "0.50 KiB"
