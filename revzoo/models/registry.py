@@ -237,6 +237,11 @@ def create_model(
     """
     if out_indices is not None and not features_only:
         raise ValueError(f"out_indices={out_indices} selects feature maps: add features_only=True")
+    if not isinstance(pretrained, bool):
+        raise ValueError(
+            f"pretrained={pretrained!r}: expected True or False; the name selects the weights, "
+            'create_model("ARCHITECTURE.TAG", pretrained=True), see list_models(pretrained=True)'
+        )
     if reversible_bits is not None:  # an option, as in the entry of a saved model
         keywords["reversible_bits"] = reversible_bits
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights

@@ -47,7 +47,7 @@ def timed(
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
-        key = (type(step), repr(step), call.layout)
+        key = (type(step), repr(step), repr(step.subject), call.layout)
         if key not in known:
             known[key] = _rate(step, call.layout, link.choices, rounds)
         links.append(_scaled(link, known[key]))
@@ -76,12 +76,14 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
     plain, whole = choices[0], layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
-    device = next((p.device for p in step.parameters()), torch.device("cpu"))
+    device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
     # the random images must not advance the caller's generators
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         # a copy: BatchNorm must not see these images, and the model may be on meta
         replica = _replica(step, device)
+        if replica.streams != len(layout):  # a block of a converted network has one or two
+            replica.streams = len(layout)
         states = {n: tuple(_sample(one, n, device) for one in layout) for n in (few, count)}
 
         def fastest(mode: str, n: int) -> float:
@@ -103,7 +105,7 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
 def _replica(step: Step, device: torch.device) -> Step:
     """A copy of the step with random weights."""
     memo: dict[int, object] = {}
-    for t in (*step.parameters(), *step.buffers()):
+    for t in (*step.subject.parameters(), *step.subject.buffers()):
         # small and positive: variances are valid, and deep steps do not overflow
         value = torch.rand(t.shape, device=device).to(t.dtype) / 16
         memo[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value

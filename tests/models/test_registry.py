@@ -146,3 +146,9 @@ def test_what_cannot_be_registered_is_refused(name, network, variant, message, m
     with pytest.raises((ValueError, TypeError), match=message):
         revzoo.register_model(name, network, variant)
     assert models == MODELS
+
+
+def test_pretrained_is_no_name_of_weights():
+    """The string counted as True, so the default weights were loaded."""
+    with pytest.raises(ValueError, match=r"pretrained='revnet38\.memcnn': expected True or False"):
+        revzoo.create_model("revnet38", pretrained="revnet38.memcnn")

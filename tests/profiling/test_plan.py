@@ -173,6 +173,16 @@ def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(links), rel=0.001)
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_clock_times_the_blocks_of_a_converted_network(device):
+    """A block at the start of a run takes one stream, the others two: it raised a ValueError."""
+    with torch.device(device):
+        model = revzoo.make_reversible(model_of("resnet32", units=(2, 2, 2)), bits=4)
+    planner = Planner(model, SHAPE)
+    assert planner.pure("store").cost < planner.pure("exact").cost
+    assert set(planner.plan("1GiB").values()) == {"store"}
+
+
 def test_without_the_clock_a_plan_is_the_same_everywhere():
     model = model_of()
     nominal = [Planner(model, SHAPE, clock=False).pure("store").cost for _ in range(2)]

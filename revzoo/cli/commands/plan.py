@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from revzoo.profiling.plan import Plan, Planner
 
 FITS = ("batch", "image", "depth")
+DEEPEST = 8
+"""The greatest depth that ``--fit depth`` tries, in multiples of the network's own."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -117,12 +120,19 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     from revzoo.profiling.units import in_units
 
     # `need` is None for values that the model refuses; the search skips them
-    start, need = _needs(args, shape)
-    value = largest(need, budget, start=start, power=2 if args.fit == "image" else 1)
+    start, uncached = _needs(args, shape)
+    need = functools.cache(uncached)  # a call takes seconds, the last value is needed twice
+    # inverted steps keep so little that thousands may fit; planning those takes hours
+    most = DEEPEST * start if args.fit == "depth" else 2**20
+    power = 2 if args.fit == "image" else 1
+    value = largest(need, budget, start=start, power=power, most=most)
     if value is None:
         return f"no {args.fit} of {args.name} fits {in_units(budget)}"
     least = in_units(need(value) or 0)
-    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {value}, needs {least}"
+    return (
+        f"the largest {args.fit} of {args.name} in {in_units(budget)}: "
+        f"{value}{' or more' * (value == most)}, needs {least}"
+    )
 
 
 def _needs(

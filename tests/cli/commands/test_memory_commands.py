@@ -6,6 +6,7 @@ import json
 import pytest
 
 import revzoo
+from revzoo.cli.commands import plan
 from revzoo.cli.main import main
 from revzoo.core.modes import COUNTED
 from revzoo.profiling.audit import audit
@@ -63,6 +64,13 @@ def test_the_largest_batch_that_fits(capsys):
     peaks = [audit(model, (n, 3, 32, 32), modes=[]).peak_bytes for n in (batch, batch + 1)]
     # a plan leaves some kilobytes of each step to random states and the guard
     assert peaks[0] <= 20 * 2**20 < 1.03 * peaks[1]
+
+
+def test_the_search_for_a_depth_ends(capsys, monkeypatch):
+    """It went on for hours: inverted, thousands of units fit."""
+    monkeypatch.setattr(plan, "DEEPEST", 1)
+    main(["plan", *SMALL, "--budget", "1GiB", "--fit", "depth"])
+    assert ": 3 or more, needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
