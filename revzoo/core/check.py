@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import refuse_changed_outputs, versions_of
 from revzoo.core.fixedpoint import apply_with_words
+from revzoo.core.guard import RangeError
 from revzoo.core.invertible import Invertible, NotInvertibleError, State, streams_of
 from revzoo.core.modes import on_grid_of
 from revzoo.core.replay import Conditions
@@ -147,7 +148,10 @@ def is_invertible(
     given = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
     state = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-        net(*state, **given)  # raises its own errors
+        try:
+            net(*state, **given)  # raises its own errors
+        except RangeError:  # beyond the grid, which recovers nothing
+            return False
     try:
         report = check_inverse(module, *inputs, dtypes=(torch.float64,), **context)
     except (RuntimeError, ValueError, TypeError):  # errors of the inverse

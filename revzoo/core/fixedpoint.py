@@ -29,9 +29,9 @@ NOTE [ Words and floats ]
     5. With ``grid="auto"`` the largest value that enters a chain of steps decides the range: at
        least 16 times this value. It is computed on the device, for each input.
     6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
-       also in a replay and without a host sync, and the backward pass raises a RangeError. Without
-       gradients, the forward pass of a sequence raises it. Values that are infinite or NaN, as
-       after an overflow of float16, become NaN.
+       also in a replay and without a host sync, and the backward pass raises a RangeError. If the
+       output of a sequence needs no gradient, its forward pass raises it. Values that are infinite
+       or NaN, as after an overflow of float16, become NaN.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
 """

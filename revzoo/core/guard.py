@@ -45,6 +45,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
+from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo.core.fixedpoint import (
     Fixed,
@@ -420,7 +421,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 class ForwardRange:
-    """The peaks of a forward pass that no backward pass checks."""
+    """The peaks of steps that no replay checks: frozen, in mode ``store``, without gradients."""
 
     def __init__(self) -> None:
         self._peaks: list[Peak] = []
@@ -430,10 +431,25 @@ class ForwardRange:
         if step.guarded:
             self._peaks += peaks_of(step, name_of(step), as_fixed(outputs))
 
-    def check(self) -> None:
-        """Raise a RangeError if a stream left its range (host sync)."""
+    def check(self, outputs: State) -> None:
+        """Raise a RangeError if a stream left its range.
+
+        After the backward pass of ``outputs``; now, with a host sync, if they have none.
+        """
+        peaks = self._peaks[::-1]  # in the order of replays
+        if not peaks:
+            return
+        if differentiable := [t for t in outputs if t.requires_grad]:
+
+            def in_backward(_: Tensor) -> None:
+                guard = Guard()
+                guard.begin(())
+                guard.add_peaks(peaks)
+
+            register_multi_grad_hook(differentiable, in_backward, mode="any")
+            return
         # values that are not finite stay as they are, as in a plain network
-        found = _first_beyond_limit(self._peaks[::-1])
+        found = _first_beyond_limit(peaks)
         if found is not None and math.isfinite(found[1]):
             raise _range_error(*found)
 

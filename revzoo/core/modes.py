@@ -40,6 +40,8 @@ class Mode:
     costs = "nothing"
     inverts = False
     """Whether it recovers a step's inputs from the outputs."""
+    replays = False
+    """Whether it recomputes a step in the backward pass, where the guard checks it."""
     elsewhere = False
     """Whether it keeps as much as ``store``, but in another memory."""
     grid: Grid | None = None
@@ -73,6 +75,7 @@ class _Recompute(Mode):
     name = "recompute"
     keeps = "the input of each step"
     costs = "one more evaluation of each step"
+    replays = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         # the inverting modes recompute steps without an inverse

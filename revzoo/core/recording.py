@@ -405,8 +405,7 @@ class SlotRecorder:
         last: bool = False,
     ) -> State:
         """See :class:`revzoo.core.invertible.Recorder`."""
-        # leaves: the recorded graph ends here, and is freed with the leaves
-        leaves = [t.detach().requires_grad_(n) for t, n in zip(inputs, needs, strict=True)]
+        leaves = [_view_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
         # a part that is not the last may only stop if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
@@ -478,6 +477,15 @@ class SlotRecorder:
             "function of its inputs, parameters, buffers and torch's random state. For one that is "
             f"not, {self._entry.step.instead}{self._entry.step.difference()}"
         )
+
+
+def _view_leaf(t: Tensor, needs_gradient: bool) -> Tensor:
+    """``t`` as a leaf: the recorded graph ends here, and is freed with the leaves."""
+    with torch.no_grad():
+        # a view: autocast would keep its casts of other leaves until the outermost autocast ends,
+        # which may surround the whole backward pass; only strided tensors have views
+        leaf = t.view_as(t) if t.layout is torch.strided else t.detach()
+    return leaf.requires_grad_(needs_gradient)
 
 
 def _leaf(t: Tensor) -> Tensor:

@@ -43,7 +43,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.replay import Conditions
+from revzoo.core.replay import Conditions, is_replaying
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
@@ -333,8 +333,8 @@ class ReversibleSequence(Invertible):
         if merge:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
-        # with gradients, the guard checks the range after the backward pass
-        unchecked = None if torch.is_grad_enabled() or not keeps_words() else ForwardRange()
+        # a replay repeats a forward pass that was checked
+        unchecked = ForwardRange() if keeps_words() and not is_replaying() else None
         waiting = list(self)[::-1]
         while waiting:
             step = waiting.pop()
@@ -346,10 +346,10 @@ class ReversibleSequence(Invertible):
                 state = on_grid_of(step, widened(state))
             state, total, more = _advance(step, state, total, context)
             extras += more
-            if unchecked is not None:
+            if unchecked is not None and not _is_replayed(step, state):
                 unchecked.add(step, state)
         if unchecked is not None:
-            unchecked.check()
+            unchecked.check(state)
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
@@ -370,7 +370,9 @@ class ReversibleSequence(Invertible):
         self._check_invertible()
         self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
-        return self._walk_back(streams, context)
+        inputs = self._walk_back(streams, context)
+        check_range(next(iter(leaves(self).values()), self), inputs)
+        return inputs
 
     def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
         state: State = tuple(streams)
@@ -491,6 +493,11 @@ def _is_plain(sequence: ReversibleSequence) -> bool:
     """
     inherits = type(sequence).forward is ReversibleSequence.forward
     return inherits and calls_only_forward(sequence)
+
+
+def _is_replayed(step: Step, outputs: State) -> bool:
+    """Whether the backward pass replays the call of ``step`` that returned ``outputs``."""
+    return mode_of(step.memory).replays and any(t.requires_grad for t in outputs)
 
 
 def _advance(

@@ -198,7 +198,10 @@ class Planner:
         """The fastest plan whose peak is at most 2 % above the inverting mode's."""
         least = self.pure(self.inverting) or self.pure("recompute")
         assert least is not None
-        return self.plan(int(SLACK * least.peak) + self._margin)
+        try:
+            return self.plan(int(SLACK * least.peak) + self._margin)
+        except BudgetError:  # the least plan of all may peak higher than the chain predicts
+            return self.leanest
 
     def pure(self, mode: str) -> Outcome | None:
         """Peak and nanoseconds with every step in one mode; None if the mode fits no step.

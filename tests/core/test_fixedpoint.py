@@ -153,6 +153,44 @@ def test_leaving_the_range_raises_without_a_backward_pass(mode):
         assert net(x).isnan().any()
 
 
+def leaves_its_range(mode):
+    """Six steps with parameters on a grid that is exact below 256, and an input."""
+    steps = [AdditiveCoupling(nn.Linear(4, 4)) for _ in range(6)]
+    for step in steps:
+        nn.init.eye_(step.branch.weight)
+        nn.init.zeros_(step.branch.bias)
+    net = ReversibleSequence(steps)
+    set_memory(net, mode, grid=22)
+    return net, torch.full((2, 8), 100.0)
+
+
+LEFT = r"steps\.1 Add\w+: .* reached 300"
+
+
+def test_a_frozen_network_that_leaves_its_range_raises_in_the_forward_pass():
+    net, x = leaves_its_range("exact")
+    with pytest.raises(RangeError, match=LEFT):
+        net.requires_grad_(False)(x)
+
+
+@pytest.mark.parametrize(("mode", "frozen"), [("exact", 5), ("store", 0)])
+def test_steps_without_replays_that_leave_their_range_raise_in_the_backward_pass(mode, frozen):
+    net, x = leaves_its_range(mode)
+    for step in list(net)[:frozen]:
+        step.requires_grad_(False)
+    loss = net(x).sum()
+    for _ in range(2):  # a kept graph
+        with pytest.raises(RangeError, match=LEFT):
+            loss.backward(retain_graph=True)
+
+
+def test_an_inverse_that_leaves_its_range_in_the_last_step_raises():
+    net = ReversibleSequence([AdditiveCoupling(nn.Identity())])
+    set_memory(net, "exact", grid=22)
+    with pytest.raises(RangeError, match=r"steps\.0 Add\w+: .* reached"):
+        net.inverse(torch.tensor([[250.0, -250.0]]))
+
+
 def test_refused_where_arithmetic_is_not_exact():
     net = ReversibleSequence([AffineCoupling(nn.Linear(2, 4))])
     with pytest.raises(ValueError, match=r"steps\.0 AffineCoupling is not exact.*use 'invert'"):

@@ -1,5 +1,6 @@
 """Replays see the conditions of their forward pass and leave the caller's alone."""
 
+import contextlib
 import copy
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from compare import assert_same_training, conv_net, error, images, linear_net, twin
 from torch import nn
 
+import revzoo
 from revzoo import (
     AdditiveCoupling,
     Invertible,
@@ -16,6 +18,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core import replay
+from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]
 
@@ -227,6 +230,24 @@ def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
         y.sum().backward()
         assert torch.is_autocast_cache_enabled() != cached
     assert probe.seen == [(False, cached), (True, cached)]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_autocast_around_the_backward_pass_keeps_no_casts_of_streams(mode):
+    branches = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()) for _ in range(12)]
+    net = ReversibleSequence(map(AdditiveCoupling, branches), memory=mode)
+    revzoo.set_drift_limit(net, 1)
+    peaks = []
+    for inside in (False, True):
+        autocast = torch.autocast("cpu", dtype=torch.bfloat16)
+        with LiveMemory() as memory, contextlib.ExitStack() as stack:
+            stack.enter_context(autocast)
+            loss = net(torch.randn(4, 8, 32, 32)).sum()
+            if not inside:
+                stack.close()
+            loss.backward()
+        peaks.append(memory.peak)
+    assert peaks[1] < 1.02 * peaks[0]  # the casts of the weights
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -91,6 +91,12 @@ def test_auto_stores_where_that_takes_no_more():
     assert set(Planner(net, (2048, 4), clock=False).auto().values()) == {"store"}
 
 
+def test_auto_takes_the_leanest_plan_if_none_is_as_lean_as_the_inverting_mode(monkeypatch):
+    planner = Planner(model_of(), SHAPE, clock=False)
+    monkeypatch.setattr("revzoo.profiling.plan.SLACK", 0.5)
+    assert planner.auto() is planner.leanest
+
+
 def test_the_least_budget_is_reported_and_possible():
     model = model_of()
     planner = Planner(model, SHAPE, clock=False)
