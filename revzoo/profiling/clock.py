@@ -3,7 +3,7 @@
 A step's time is a constant, which Python takes even for the smallest step, plus a part that is
 proportional to the counted work. The slope between two images and a sample of some milliseconds
 gives the second part, in mode ``store``; two images in each mode give the constants. Equal steps
-are timed once. We time copies of steps with random weights, never the model.
+are timed once. We time copies of steps on random streams and keyword arguments, never the model.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ import copy
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.modes import set_memory
+from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
 from revzoo.profiling.trace import Layout, StepCall
 
@@ -47,15 +49,29 @@ def timed(
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
-        key = (type(step), repr(step), repr(step.subject), call.layout)
+        key = (type(step), repr(step), repr(step.subject), call.layout, repr(call.context))
         if key not in known:
-            known[key] = _rate(step, call.layout, link.choices, rounds)
+            try:
+                known[key] = _rate(step, call, link.choices, rounds)
+            except Exception as error:  # a user's step may fail in any way
+                raise ValueError(_not_timed(step, call, error)) from error
         links.append(_scaled(link, known[key]))
         nominal += link.choices[0].cost
         measured += links[-1].choices[0].cost
     rest = _Rate(measured / max(1, nominal), {})
     links += [_scaled(link, rest) for link in chain.links[len(links) :]]
     return Chain(tuple(links), chain.sizes, chain.base)
+
+
+def _not_timed(step: Step, call: StepCall, error: Exception) -> str:
+    whole = call.layout[0].shape[0]
+    name = f"{call.name} {type(step).__name__}".strip()
+    return (
+        f"{name} cannot be timed: called alone, with random inputs for "
+        f"at least {min(_FEW, whole)} of the {whole} images, it raised {type(error).__name__} "
+        f"({error}). Expected a step that takes any number of images; otherwise pass clock=False, "
+        "which counts operations instead"
+    )
 
 
 class _Rate(NamedTuple):
@@ -71,8 +87,9 @@ def _scaled(link: Link, rate: _Rate) -> Link:
     return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
 
 
-def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], rounds: int) -> _Rate:
+def _rate(step: Step, call: StepCall, choices: Sequence[Choice], rounds: int) -> _Rate:
     """Measure a step by training steps of a copy on a few images."""
+    layout = call.layout
     plain, whole = choices[0], layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
@@ -84,14 +101,14 @@ def _rate(step: Step, layout: Sequence[Layout], choices: Sequence[Choice], round
         replica = _replica(step, device)
         if replica.streams != len(layout):  # a block of a converted network has one or two
             replica.streams = len(layout)
-        states = {n: tuple(_sample(one, n, device) for one in layout) for n in (few, count)}
+        inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
 
         def fastest(mode: str, n: int) -> float:
             set_memory(replica, {"": mode})
             # the first one also warms up
-            return 1e9 * min(_time(replica, states[n], device) for _ in range(rounds))
+            return 1e9 * min(_time(replica, inputs[n], device) for _ in range(rounds))
 
-        stored = {n: fastest(plain.mode, n) for n in states}
+        stored = {n: fastest(plain.mode, n) for n in inputs}
         # the slope of a line through both: the constant part does not grow with the images
         rise = (stored[count] - stored[few]) / max(1, count - few)
         per_image = rise if rise > 0 else stored[count] / count
@@ -113,20 +130,44 @@ def _replica(step: Step, device: torch.device) -> Step:
     return replica if replica.training else replica.train()
 
 
-def _sample(layout: Layout, count: int, device: torch.device) -> Tensor:
-    """A stream of a few images in the layout of the whole batch."""
+class _Sample(NamedTuple):
+    """The streams and keyword arguments of a step for a few images."""
+
+    state: State
+    context: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, call: StepCall, count: int, device: torch.device) -> _Sample:
+        """Random tensors in the layouts of a call for the whole batch."""
+        whole = call.layout[0].shape[0]
+
+        def few(value: Any) -> Any:
+            if not isinstance(value, Layout):
+                return value
+            # a tensor without a batch, such as an attention mask, serves any number of images
+            batched = value.shape[:1] == (whole,)
+            return _random(value, [count, *value.shape[1:]] if batched else value.shape, device)
+
+        # a layout is a tuple, but no collection of arguments
+        context = tree_map(few, call.context, is_leaf=lambda value: isinstance(value, Layout))
+        return cls(tuple(map(few, call.layout)), context)
+
+
+def _random(layout: Layout, shape: Sequence[int], device: torch.device) -> Tensor:
+    """A random tensor of a ``shape`` whose dimensions are ordered in memory as in the layout."""
     # dimensions by descending stride: a dense tensor in this order, permuted back, has the layout
-    order = sorted(range(len(layout.shape)), key=lambda d: -layout.stride[d])
-    shape = [count, *layout.shape[1:]]
+    order = sorted(range(len(shape)), key=lambda d: -layout.stride[d])
     dense = torch.randn([shape[d] for d in order], device=device)
     back = sorted(range(len(order)), key=order.__getitem__)
-    return dense.permute(back).to(layout.dtype).requires_grad_(layout.needs)
+    # as integers between 0 and 1: they may be the indices of a table
+    values = dense if layout.dtype.is_floating_point or layout.dtype.is_complex else dense > 0
+    return values.permute(back).to(layout.dtype).requires_grad_(layout.needs)
 
 
-def _time(step: Step, state: State, device: torch.device) -> float:
+def _time(step: Step, sample: _Sample, device: torch.device) -> float:
     """Seconds of one forward and backward pass."""
     start = now(device)
-    outputs = [t for t in as_state(step(*state)) if t.requires_grad]
+    outputs = [t for t in as_state(step(*sample.state, **sample.context)) if t.requires_grad]
     seconds = now(device) - start
     # in a training step, the step behind this one makes the gradients
     gradients = [torch.ones_like(t) for t in outputs]
@@ -134,7 +175,7 @@ def _time(step: Step, state: State, device: torch.device) -> float:
         start = now(device)
         torch.autograd.backward(outputs, gradients)
         seconds += now(device) - start
-    for t in state:
+    for t in tensors_of(sample):
         t.grad = None  # else the next timing would add to it
     return seconds
 

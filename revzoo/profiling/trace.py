@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
 from revzoo._checks import counts_of
@@ -99,6 +99,11 @@ class Layout(NamedTuple):
     dtype: torch.dtype
     needs: bool
 
+    @classmethod
+    def of(cls, t: Tensor) -> Layout:
+        """The layout of ``t``."""
+        return cls(t.shape, t.stride(), t.dtype, t.requires_grad)
+
 
 @dataclass(slots=True)
 class StepCall:
@@ -109,6 +114,7 @@ class StepCall:
         mode: the memory mode in which it runs.
         joins: whether it needs no state of its own in a run of such steps.
         layout: shape, strides, dtype and ``requires_grad`` of each input stream.
+        context: the keyword arguments, with a :class:`Layout` in place of each tensor.
         inputs: storages of the input streams, in order; two streams may share one.
         outputs: storages of the output streams, likewise.
         words: storages of the words of fixed-point streams, by the id of the stream's storage.
@@ -121,6 +127,7 @@ class StepCall:
     joins: bool
     start: int
     layout: tuple[Layout, ...]
+    context: dict[str, Any]
     inputs: list[Allocation]
     outputs: list[Allocation] = field(default_factory=list)
     words: dict[int, Allocation] = field(default_factory=dict)
@@ -195,7 +202,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         for module in self._hooked:
             # always_call: a replay that stops early leaves its modules by an exception
             self._hooks += [
-                module.register_forward_pre_hook(self._enter_module),
+                module.register_forward_pre_hook(self._enter_module, with_kwargs=True),
                 module.register_forward_hook(self._leave_module, always_call=True),
             ]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -268,7 +275,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._note_words(self.calls[-1], [t for ref in self._left if (t := ref()) is not None])
         self._left = []
 
-    def _enter_module(self, module: nn.Module, args: Any) -> None:
+    def _enter_module(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         name = self._names[id(module)]
         self._modules.append(name)
         # nodes and steps are counted in the forward pass only
@@ -279,11 +286,15 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         if index < 0 and isinstance(module, Step) and not is_container(module):
             state = [t for t in args if isinstance(t, Tensor)]
             joins = mode_of(module.memory).inverts and module.invertible
-            layout = tuple(Layout(t.shape, t.stride(), t.dtype, t.requires_grad) for t in state)
+            layout = tuple(map(Layout.of, state))
+            # without the tensors: a reference from here would keep them alive
+            context = tree_map_only(Tensor, Layout.of, kwargs)
             streams = [self.allocation_of(t) for t in state]
             if self.calls:
                 self._note_moved_words()
-            self.calls.append(StepCall(name, module.memory, joins, self.tick, layout, streams))
+            self.calls.append(
+                StepCall(name, module.memory, joins, self.tick, layout, context, streams)
+            )
             self._note_words(self.calls[-1], state)
             index = len(self.calls) - 1
         self._current.append(index)

@@ -162,7 +162,7 @@ def test_a_plan_is_data_and_text():
 
 def test_times_come_from_the_clock(monkeypatch):
     """One millisecond per image and step in mode ``store``; more in the other modes."""
-    monkeypatch.setattr(clock, "_time", lambda step, state, device: 1e-3 * len(state[0]))
+    monkeypatch.setattr(clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]))
     planner = Planner(model_of(), SHAPE)
     steps = len(planner.chain.links) - 1
     stored = sum(link.choices[0].cost for link in planner.chain.links[:steps])
@@ -173,7 +173,9 @@ def test_times_come_from_the_clock(monkeypatch):
 
 def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     """It was scaled from the sample to the batch: 12 % too much for revnet110 at batch 128."""
-    monkeypatch.setattr(clock, "_time", lambda step, state, device: 1e-3 * len(state[0]) + 0.1)
+    monkeypatch.setattr(
+        clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]) + 0.1
+    )
     links = Planner(model_of(), SHAPE).chain.links[:-1]
     stored = sum(link.choices[0].cost for link in links)
     assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(links), rel=0.001)
@@ -187,6 +189,58 @@ def test_the_clock_times_the_blocks_of_a_converted_network(device):
     planner = Planner(model, SHAPE)
     assert planner.pure("store").cost < planner.pure("exact").cost
     assert set(planner.plan("1GiB").values()) == {"store"}
+
+
+class Conditioned(revzoo.Invertible):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.table = nn.Linear(4, 4), nn.Embedding(3, 4)
+
+    def shift(self, x1, label, mask, scale):
+        return (self.linear(x1) @ mask + self.table(label)) * scale["all"]
+
+    def forward(self, x1, x2, **context):
+        return x1, x2 + self.shift(x1, **context)
+
+    def inverse(self, y1, y2, **context):
+        return y1, y2 - self.shift(y1, **context)
+
+
+class Conditions(nn.Module):
+    """Its forward passes a label for each image, a mask for all of them, and a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.steps = revzoo.ReversibleSequence([Conditioned() for _ in range(2)])
+        self.mask = nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        label = torch.zeros(len(x), dtype=torch.int64, device=x.device)
+        return self.steps(x, label=label, mask=self.mask.weight.tanh(), scale={"all": 2.0})
+
+
+def test_the_clock_passes_keyword_arguments():
+    planner = Planner(Conditions(), (64, 8))
+    assert planner.pure("invert").cost > planner.pure("store").cost > 0
+
+
+class FixedBatch(revzoo.Invertible):
+    def __init__(self):
+        super().__init__()
+        self.shift = nn.Parameter(torch.zeros(64, 4))
+
+    def forward(self, x1, x2):
+        return x1, x2 + self.shift * x1
+
+    def inverse(self, y1, y2):
+        return y1, y2 - self.shift * y1
+
+
+def test_a_step_that_cannot_be_timed_is_named():
+    net = revzoo.ReversibleSequence([FixedBatch()])
+    with pytest.raises(ValueError, match=r"^steps.0 FixedBatch cannot be timed: .*clock=False"):
+        plan_memory(net, (64, 8), budget="1GiB")
+    assert plan_memory(net, (64, 8), budget="1GiB", clock=False)
 
 
 def test_without_the_clock_a_plan_is_the_same_everywhere():
