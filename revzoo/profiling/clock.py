@@ -8,7 +8,7 @@ are timed once. We time copies of steps on random streams and keyword arguments,
 
 from __future__ import annotations
 
-import copy
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.modes import set_memory
 from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
-from revzoo.profiling.trace import Layout, StepCall
+from revzoo.profiling.trace import Layout, StepCall, copied
 
 _ROUNDS = 3
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
@@ -120,13 +120,18 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], rounds: int) ->
 
 
 def _replica(step: Step, device: torch.device) -> Step:
-    """A copy of the step with random weights."""
-    memo: dict[int, object] = {}
-    for t in (*step.subject.parameters(), *step.subject.buffers()):
+    """A copy of the step; one on the meta device gets random weights."""
+
+    def real(t: Tensor) -> Tensor:
+        if t.device.type != "meta":
+            return t.clone()
         # small and positive: variances are valid, and deep steps do not overflow
-        value = torch.rand(t.shape, device=device).to(t.dtype) / 16
-        memo[id(t)] = nn.Parameter(value, t.requires_grad) if isinstance(t, nn.Parameter) else value
-    replica = copy.deepcopy(step, memo)
+        return (torch.rand(t.shape, device=device) / 16).to(t.dtype)
+
+    replica = copied(step, real)
+    for m in replica.modules():
+        if isinstance(m, Step):
+            m.drift_limit = math.inf  # random weights may have no accurate inverse
     return replica if replica.training else replica.train()
 
 

@@ -20,10 +20,11 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
+import itertools
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -56,8 +58,9 @@ class Allocation:
 
     Attributes:
         size: bytes.
-        kind: ``parameter``, ``buffer``, ``gradient``, ``optimiser``, ``input``, ``kept`` (an
-            activation that outlives the forward pass) or ``temporary``.
+        kind: ``parameter``, ``buffer`` (or another attribute of a module), ``gradient``,
+            ``optimiser``, ``input``, ``kept`` (an activation that outlives the forward pass) or
+            ``temporary``.
         module: path of the module that made it; empty for the model itself and the loss.
         operation: the operator that made it.
         shape: of the first tensor in it.
@@ -383,8 +386,10 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         for p in trained:
             # else gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p)
+        held = (tree_iter(vars(module)) for module in model.modules())
+        tensors = (t for t in itertools.chain.from_iterable(held) if isinstance(t, Tensor))
+        trace.register(tensors, "buffer")  # with plain attributes
         trace.register(model.parameters(), "parameter")
-        trace.register(model.buffers(), "buffer")
         trace.register((p.grad for p in trained if p.grad is not None), "gradient")
         trace.register([images], "input")
         with trace, _explained(model):
@@ -410,6 +415,35 @@ def _explained(model: nn.Module) -> Iterator[None]:
         ) from error
 
 
+M = TypeVar("M", bound=nn.Module)
+
+
+class _TensorCopies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` put ``copy_of(t)`` in place of every tensor, in any attribute."""
+
+    def __init__(self, copy_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._copy_of = copy_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C.TensorBase.clone:  # the deepcopy of a parameter calls it
+            return self._copy_of(args[0])
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        t, memo = args
+        if id(t) not in memo:
+            memo[id(t)] = self._copy_of(t).requires_grad_(t.requires_grad)
+        return memo[id(t)]
+
+
+def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
+    """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is no leaf."""
+    with torch.no_grad(), _TensorCopies(copy_of):
+        return copy.deepcopy(module)
+
+
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
     """A copy of ``model`` in training mode with fake tensors, which take no memory.
 
@@ -417,19 +451,15 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         model: on any device, meta included.
         device: the copy's nominal device; None for the model's, or the CPU for the meta device.
     """
-    # allow_non_fake_inputs: a forward pass may use constants that are no buffers
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    memo: dict[int, Any] = {}  # deepcopy takes these instead of copying the tensors
-    with mode:
-        for t in (*model.parameters(), *model.buffers()):
-            on = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
-            # strides count, too: they decide whether operators copy
-            fake = torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
-            memo[id(t)] = (
-                nn.Parameter(fake, t.requires_grad) if isinstance(t, nn.Parameter) else fake
-            )
-        twin = copy.deepcopy(model, memo)
-    return in_training(twin)
+
+    def fake(t: Tensor) -> Tensor:
+        on = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
+        # strides count, too: they decide whether operators copy
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
+
+    # allow_non_fake_inputs: a forward pass may use constants that are no attributes
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return in_training(copied(model, fake))
 
 
 def modes_on(devices: Iterable[torch.device]) -> list[str]:
@@ -443,7 +473,7 @@ def modes_on(devices: Iterable[torch.device]) -> list[str]:
 
 def real_twin(model: nn.Module) -> nn.Module:
     """A copy of ``model`` in training mode."""
-    return in_training(copy.deepcopy(model))
+    return in_training(copied(model))
 
 
 def in_training(model: nn.Module) -> nn.Module:

@@ -224,6 +224,13 @@ def test_the_clock_passes_keyword_arguments():
     assert planner.pure("invert").cost > planner.pure("store").cost > 0
 
 
+def test_the_clock_times_steps_whose_random_weights_have_no_inverse():
+    with torch.device("meta"):
+        pairs = [revzoo.ReversibleBlock(nn.Tanh(), nn.Conv2d(4, 4, 1)) for _ in range(2)]
+        net = revzoo.ReversibleSequence([pairs[0], revzoo.InvertibleConv1x1(8), pairs[1]])
+    assert Planner(net, (8, 8, 3, 3)).pure("invert").cost > 0
+
+
 class FixedBatch(revzoo.Invertible):
     def __init__(self):
         super().__init__()
@@ -290,6 +297,40 @@ def test_a_step_that_is_called_twice_has_one_mode():
         revzoo.set_memory(net, plan)
         assert audit(net, (64, 16), modes=[], real=True).peak_bytes <= plan.budget
         assert plan["steps.0.steps.0"] == "exact"
+
+
+class PlainTensors(nn.Module):
+    """Keeps tensors that are neither parameters nor buffers, one of them its last output."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(4, 4), torch.full((4,), 2.0)
+        self.tables = [{"order": torch.arange(4).flip(0)}]
+
+    def forward(self, x):
+        self.last = self.linear(x)[:, self.tables[0]["order"]] * self.scale
+        return self.last
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_tensors_in_plain_attributes(device):
+    with torch.device(device):
+        net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(PlainTensors())])
+        net(torch.zeros(2, 8))  # keeps an output that is no leaf of its graph
+    assert plan_memory(net, (16, 8), budget="1GiB").keys() == {
+        "steps.0.steps.0",
+        "steps.0.steps.1",
+    }
+
+
+def test_tensors_in_plain_attributes_are_no_activations():
+    net = nn.Sequential(revzoo.ReversibleBlock(PlainTensors()), nn.Flatten())
+    reports = [audit(net, (1024, 8), modes=["store"], real=real) for real in (False, True)]
+    for report in reports:
+        buffers = 2 * 4 * (4 + 8)  # two scales in float32, two orders in int64
+        assert report.audits["store"].kinds["buffer"] == buffers
+    fake, real = (report.audits["store"].peak_bytes for report in reports)
+    assert fake == real
 
 
 class Looking(nn.Module):
