@@ -208,7 +208,7 @@ class Planner:
 
         The inverting modes recompute steps without an inverse.
         """
-        choices = [self._choice(link.choices, mode) for link in self.chain.links]
+        choices = self._choices(mode)
         if all(choice.mode != mode for choice in choices[:-1]):
             return None
         return evaluate(self.chain, choices)
@@ -219,17 +219,20 @@ class Planner:
         return {mode: outcome for mode, outcome in outcomes.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
-        """Plans at increasing budgets, from the smallest possible to ``store`` for every step."""
-        top = self.pure("store")
-        assert top is not None
-        low, high = self.least, top.peak + self._margin
+        """Plans at increasing budgets, from the smallest possible to ``store`` for every step.
+
+        A step that the forward pass calls several times is not stored.
+        """
+        top = evaluate(self.chain, self._choices("store")).peak
+        low = self.least
+        high = max(low, top + self._margin)
         steps = max(1, points - 1)
         return [self.plan(low + (high - low) * k // steps) for k in range(points)]
 
-    @staticmethod
-    def _choice(choices: Sequence[Choice], mode: str) -> Choice:
-        by_mode = {choice.mode: choice for choice in choices}
-        return by_mode.get(mode) or by_mode.get("recompute") or choices[0]
+    def _choices(self, mode: str) -> list[Choice]:
+        """Every link in one mode, or in the mode nearest to it that fits."""
+        modes = [{choice.mode: choice for choice in link.choices} for link in self.chain.links]
+        return [by.get(mode) or by.get("recompute") or next(iter(by.values())) for by in modes]
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""

@@ -299,6 +299,12 @@ def test_a_step_that_is_called_twice_has_one_mode():
         assert plan["steps.0.steps.0"] == "exact"
 
 
+def test_the_frontier_of_a_chain_in_which_every_step_runs_twice():
+    block = revzoo.ReversibleBlock(nn.Linear(8, 8), nn.Linear(8, 8))
+    plans = Planner(revzoo.ReversibleSequence([block, block]), (64, 16), clock=False).frontier(3)
+    assert [set(plan.values()) for plan in plans] == [{"exact"}] * 3
+
+
 class PlainTensors(nn.Module):
     """Keeps tensors that are neither parameters nor buffers, one of them its last output."""
 
