@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from revzoo.core.evaluation import evaluation_mode
+
 
 def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
     """Replace the running statistics of all BatchNorms of ``model`` by averages over ``batches``.
@@ -32,25 +34,21 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
         >>> int(net.stem[0].norm.num_batches_tracked)
         2
     """
-    modes = {module: module.training for module in model.modules()}
-    norms = [m for m in modes if isinstance(m, _BatchNorm) and m.track_running_stats]
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     momenta = [norm.momentum for norm in norms]
     count = 0
     try:
         # no dropout or stochastic depth: evaluation has none either
-        model.eval()
-        for norm in norms:
-            norm.train()
-            norm.reset_running_stats()
-            norm.momentum = None  # the average over all batches
-        with torch.no_grad():
+        with evaluation_mode(model), torch.no_grad():
+            for norm in norms:
+                norm.train()
+                norm.reset_running_stats()
+                norm.momentum = None  # the average over all batches
             for batch in batches:
                 model(batch)
                 count += 1
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-        for module, training in modes.items():
-            module.training = training
     if not count:
         raise ValueError("batches is empty: expected at least one batch of images")

@@ -49,10 +49,13 @@ def timed(
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
-        key = (type(step), repr(step), repr(step.subject), call.layout, repr(call.context))
+        subject = step.subject
+        trains = [m.training for m in subject.modules()]
+        learns = [p.requires_grad for p in subject.parameters()]
+        key = type(step), repr((step, subject, trains, learns, call.layout, call.context))
         if key not in known:
             try:
-                known[key] = _rate(step, call, link.choices, rounds)
+                known[key] = _rate(step, call, link.choices, rounds, train=not model.training)
             except Exception as error:  # a user's step may fail in any way
                 raise ValueError(_not_timed(step, call, error)) from error
         links.append(_scaled(link, known[key]))
@@ -87,8 +90,18 @@ def _scaled(link: Link, rate: _Rate) -> Link:
     return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
 
 
-def _rate(step: Step, call: StepCall, choices: Sequence[Choice], rounds: int) -> _Rate:
-    """Measure a step by training steps of a copy on a few images."""
+def _rate(
+    step: Step, call: StepCall, choices: Sequence[Choice], rounds: int, *, train: bool
+) -> _Rate:
+    """Measure a step by training steps of a copy on a few images.
+
+    Args:
+        step: of the model.
+        call: a call of it.
+        choices: its memory modes.
+        rounds: timings in each mode.
+        train: set training mode; False keeps the modes of the step's modules.
+    """
     layout = call.layout
     plain, whole = choices[0], layout[0].shape[0]
     few = min(_FEW, whole)
@@ -99,6 +112,8 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], rounds: int) ->
     with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
         # a copy: BatchNorm must not see these images, and the model may be on meta
         replica = _replica(step, device)
+        if train:
+            replica.train()
         if replica.streams != len(layout):  # a block of a converted network has one or two
             replica.streams = len(layout)
         inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
@@ -132,7 +147,7 @@ def _replica(step: Step, device: torch.device) -> Step:
     for m in replica.modules():
         if isinstance(m, Step):
             m.drift_limit = math.inf  # random weights may have no accurate inverse
-    return replica if replica.training else replica.train()
+    return replica
 
 
 class _Sample(NamedTuple):

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.profiling.live import LiveMemory
 
 
@@ -38,10 +39,8 @@ def forward_flops(model: nn.Module, images: Tensor) -> int:
 
     Counted by torch: matrix products and convolutions, with two operations per multiply-add.
     """
-    training = model.training
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model.eval()(images)
-    model.train(training)
+    with evaluation_mode(model), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(images)
     return counter.get_total_flops() // len(images)
 
 

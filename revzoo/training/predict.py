@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import TypeAlias, overload
 
 import torch
 from PIL import Image
-from torch import Tensor, nn
+from torch import Tensor
 
 from revzoo._checks import check_count
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork
@@ -196,16 +196,3 @@ def classify(
         for row in rows.softmax(1).cpu():
             order = row.argsort(descending=True).tolist()
             yield {classes[label]: float(row[label]) for label in order}
-
-
-@contextmanager
-def evaluation_mode(network: nn.Module) -> Iterator[None]:
-    """Set evaluation mode inside the context, then restore the mode of each module."""
-    # one by one: parts may be frozen in evaluation mode
-    modes = {module: module.training for module in network.modules()}
-    network.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes.items():
-            module.training = training

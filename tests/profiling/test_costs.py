@@ -1,3 +1,6 @@
+import contextlib
+
+import pytest
 import torch
 from torch import nn
 
@@ -16,6 +19,15 @@ def test_counting_flops_leaves_the_model_as_it_was():
     forward_flops(model, torch.randn(2, 3, 8, 8))
     assert model.training
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("channels", [3, 4])
+def test_counting_flops_keeps_the_mode_of_each_module(channels):
+    """After an error, too: images of 4 channels do not fit."""
+    model = nn.Sequential(nn.Conv2d(3, 5, 3), nn.BatchNorm2d(5).eval())
+    with contextlib.suppress(RuntimeError):
+        forward_flops(model, torch.zeros(2, channels, 8, 8))
+    assert [m.training for m in model.modules()] == [True, True, False]
 
 
 def test_activations_are_counted_per_image():

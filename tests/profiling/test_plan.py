@@ -231,6 +231,20 @@ def test_the_clock_times_steps_whose_random_weights_have_no_inverse():
     assert Planner(net, (8, 8, 3, 3)).pure("invert").cost > 0
 
 
+def test_the_clock_times_a_frozen_step_in_evaluation_mode(monkeypatch):
+    """Also beside an equal step that trains; a model in evaluation mode is timed in training."""
+    modes = []
+    monkeypatch.setattr(clock, "_time", lambda step, *_: modes.append(step.training) or 1e-3)
+    blocks = [revzoo.ReversibleBlock(nn.BatchNorm1d(4), nn.BatchNorm1d(4)) for _ in range(2)]
+    net = revzoo.ReversibleSequence(blocks)
+    net[0].eval().requires_grad_(False)
+    Planner(net, (8, 8))
+    assert {*modes} == {True, False}
+    modes.clear()
+    Planner(net.eval(), (8, 8))
+    assert {*modes} == {True}
+
+
 class FixedBatch(revzoo.Invertible):
     def __init__(self):
         super().__init__()

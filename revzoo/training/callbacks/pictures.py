@@ -33,12 +33,12 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
 from revzoo._checks import check_count
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.metrics import true_classes
-from revzoo.training.predict import evaluation_mode
 
 COLUMNS = 4  # images in a row: TensorBoard's cards are narrow
 SIDE = 128  # small images are enlarged, by a whole factor, to at least this many pixels
