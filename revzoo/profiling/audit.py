@@ -34,6 +34,7 @@ from revzoo.profiling.trace import (
     modes_on,
     real_twin,
     trace_step,
+    undisturbed,
 )
 from revzoo.profiling.units import in_one_unit, in_units
 
@@ -396,26 +397,27 @@ def audit(
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
     audits = []
-    for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
-        twin = real_twin(model) if real else fake_twin(model)  # a step changes it
-        if mode != present:
-            try:
-                set_memory(twin, mode)
-            except ValueError:
-                if modes is None:
-                    continue  # the mode does not fit all steps, and nobody asked for it
-                raise
-        trace = trace_step(twin, images_for(twin, shape))
-        audits.append(Audit(mode, trace, extra))
-        if mode == present:
-            blocks = reversible_blocks(twin)
     plain = None
-    if blocks:
-        # the counted step saw other images, so its grids differ: report the model's
-        grids = {row.path: row.grid for row in reversible_blocks(model)}
-        blocks = [row._replace(grid=grids[row.path]) for row in blocks]
-        twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
-        plain = Audit("plain", trace_step(twin, images_for(twin, shape)), extra)
+    with undisturbed(model):
+        for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
+            twin = real_twin(model) if real else fake_twin(model)  # a step changes it
+            if mode != present:
+                try:
+                    set_memory(twin, mode)
+                except ValueError:
+                    if modes is None:
+                        continue  # the mode does not fit all steps, and nobody asked for it
+                    raise
+            trace = trace_step(twin, images_for(twin, shape))
+            audits.append(Audit(mode, trace, extra))
+            if mode == present:
+                blocks = reversible_blocks(twin)
+        if blocks:
+            # the counted step saw other images, so its grids differ: report the model's
+            grids = {row.path: row.grid for row in reversible_blocks(model)}
+            blocks = [row._replace(grid=grids[row.path]) for row in blocks]
+            twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
+            plain = Audit("plain", trace_step(twin, images_for(twin, shape)), extra)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     return Report(name, shape, audits, blocks=blocks, plain=plain)

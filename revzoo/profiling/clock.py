@@ -108,29 +108,27 @@ def _rate(
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
     device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
     device = torch.device("cpu") if device.type == "meta" else device
-    # the random images must not advance the caller's generators
-    with torch.random.fork_rng([device] if device.type == "cuda" else [], device_type=device.type):
-        # a copy: BatchNorm must not see these images, and the model may be on meta
-        replica = _replica(step, device)
-        if train:
-            replica.train()
-        if replica.streams != len(layout):  # a block of a converted network has one or two
-            replica.streams = len(layout)
-        inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
+    # a copy: BatchNorm must not see these images, and the model may be on meta
+    replica = _replica(step, device)
+    if train:
+        replica.train()
+    if replica.streams != len(layout):  # a block of a converted network has one or two
+        replica.streams = len(layout)
+    inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
 
-        def fastest(mode: str, n: int) -> float:
-            set_memory(replica, {"": mode})
-            # the first one also warms up
-            return 1e9 * min(_time(replica, inputs[n], device) for _ in range(rounds))
+    def fastest(mode: str, n: int) -> float:
+        set_memory(replica, {"": mode})
+        # the first one also warms up
+        return 1e9 * min(_time(replica, inputs[n], device) for _ in range(rounds))
 
-        stored = {n: fastest(plain.mode, n) for n in inputs}
-        # the slope of a line through both: the constant part does not grow with the images
-        rise = (stored[count] - stored[few]) / max(1, count - few)
-        per_image = rise if rise > 0 else stored[count] / count
-        factor = per_image * whole / max(1, plain.cost)
-        # few images: the constant part shows where the work is small
-        small = {c.mode: fastest(c.mode, few) for c in choices[1:]} | {plain.mode: stored[few]}
-        constants = {c.mode: max(0, small[c.mode] - factor * c.cost * few / whole) for c in choices}
+    stored = {n: fastest(plain.mode, n) for n in inputs}
+    # the slope of a line through both: the constant part does not grow with the images
+    rise = (stored[count] - stored[few]) / max(1, count - few)
+    per_image = rise if rise > 0 else stored[count] / count
+    factor = per_image * whole / max(1, plain.cost)
+    # few images: the constant part shows where the work is small
+    small = {c.mode: fastest(c.mode, few) for c in choices[1:]} | {plain.mode: stored[few]}
+    constants = {c.mode: max(0, small[c.mode] - factor * c.cost * few / whole) for c in choices}
     return _Rate(factor, constants)
 
 

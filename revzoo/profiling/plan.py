@@ -42,6 +42,7 @@ from revzoo.profiling.trace import (
     images_for,
     stage_of,
     trace_step,
+    undisturbed,
 )
 from revzoo.profiling.units import bytes_from, in_units
 
@@ -151,14 +152,15 @@ class Planner:
     ) -> None:
         self.model, self.shape, self.extra = model, checked_shape(input_shape), extra
         self.inverting, self.device = inverting or inverting_mode(model), device
-        traces = measure(
-            model, self.shape, inverting=self.inverting, recompute=recompute, device=device
-        )
-        self.modes = tuple(traces)
-        chain, calls = chain_of(traces), next(iter(traces.values())).calls
-        self._margin = sum(map(_uncounted, calls))
-        if clock:
-            chain = timed(chain, model, calls)
+        with undisturbed(model):
+            traces = measure(
+                model, self.shape, inverting=self.inverting, recompute=recompute, device=device
+            )
+            self.modes = tuple(traces)
+            chain, calls = chain_of(traces), next(iter(traces.values())).calls
+            self._margin = sum(map(_uncounted, calls))
+            if clock:
+                chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + extra)
 
     @functools.cached_property
@@ -238,9 +240,10 @@ class Planner:
         """The plan; its peak is counted in a fake training step in these modes."""
         pairs = zip(self.chain.links, choices, strict=True)
         modes = {link.name: choice.mode for link, choice in pairs if link.name}
-        twin = fake_twin(self.model, self.device)
-        set_memory(twin, modes)
-        peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
+        with undisturbed(self.model):
+            twin = fake_twin(self.model, self.device)
+            set_memory(twin, modes)
+            peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
         return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget)
 
     def _too_small(self, limit: int) -> str:

@@ -176,6 +176,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._numbers: list[int] = [0]
         self._places: list[tuple[str, int]] = [("", -1)]
         self._node = ("", -1)  # the place whose node runs, in the backward pass
+        self._outer = torch._C._current_autograd_node()  # if a backward hook counts a step
         self._place = ("", -1)  # the place of the running operator
         self._operation = ""
         self._hooks: list[Any] = []
@@ -228,9 +229,14 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
         return outputs
 
+    def _running_node(self) -> Any:
+        """The node that runs in the backward pass of the step; None in its forward pass."""
+        node = torch._C._current_autograd_node()
+        return None if node is self._outer else node
+
     def _where(self) -> tuple[str, int]:
         """Module and step of the running operator (NOTE [ Who made a tensor ])."""
-        node = torch._C._current_autograd_node()
+        node = self._running_node()
         if node is None:
             return self._modules[-1], self._current[-1]
         number = node._sequence_nr()
@@ -282,7 +288,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         name = self._names[id(module)]
         self._modules.append(name)
         # nodes and steps are counted in the forward pass only
-        if torch._C._current_autograd_node() is not None or is_replaying():
+        if self._running_node() is not None or is_replaying():
             return
         # only the outermost step counts: steps inside a branch belong to it
         index = self._current[-1]
@@ -306,7 +312,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:
         if len(self._modules) > 1:  # _where() empties it during replays of torch's checkpoint
             self._modules.pop()
-        if torch._C._current_autograd_node() is not None or is_replaying():
+        if self._running_node() is not None or is_replaying():
             return
         index = self._current.pop()
         if index >= 0 and self._current[-1] < 0:  # the outermost step ends
@@ -382,7 +388,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         )
     mode = images.fake_mode if isinstance(images, FakeTensor) else contextlib.nullcontext()
     trace = Trace(model)
-    with torch.enable_grad(), mode:
+    with mode:
         for p in trained:
             # else gradients would count as made by the backward pass
             p.grad = torch.zeros_like(p)
@@ -413,6 +419,20 @@ def _explained(model: nn.Module) -> Iterator[None]:
             "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
             "set the memory modes by hand instead of planning them"
         ) from error
+
+
+@contextlib.contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """The conditions of a plain training step, whatever the caller's; its random states stay."""
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        # it reads the values of gradients, which fake tensors lack
+        torch.autograd.set_detect_anomaly(False),
+        torch.random.fork_rng(devices, device_type="cuda"),
+    ):
+        yield
 
 
 M = TypeVar("M", bound=nn.Module)

@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
 from revzoo.profiling.audit import audit
+from revzoo.profiling.plan import Planner
 from revzoo.profiling.trace import images_for, real_twin, trace_step
 from revzoo.profiling.units import in_one_unit
 
@@ -76,11 +77,46 @@ def test_an_audit_changes_nothing():
     before = {k: v.clone() for k, v in model.state_dict().items()}
     state = torch.get_rng_state()
     audit(model, SHAPE, real=True, modes=["store"])
+    assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
     assert {m.memory for m in model.modules() if isinstance(m, revzoo.Step)} == {"invert"}
     assert model.training
-    torch.set_rng_state(state)
+
+
+def in_a_backward_hook(count):
+    x, results = torch.ones(2, requires_grad=True), []
+    y = 2 * x
+    y.register_hook(lambda gradient: results.append(count()))
+    y.sum().backward()
+    return results[0]
+
+
+def in_detect_anomaly(count):
+    with pytest.warns(UserWarning, match="Anomaly Detection"):
+        anomaly = torch.autograd.detect_anomaly()
+    with anomaly:
+        return count()
+
+
+def in_inference_mode(count):
+    with torch.inference_mode():
+        return count()
+
+
+@pytest.mark.parametrize("within", [in_inference_mode, in_detect_anomaly, in_a_backward_hook])
+def test_counts_do_not_depend_on_where_they_are_made(within):
+    """In a backward hook, every tensor seemed to be made by the backward pass."""
+
+    def count():
+        peaks = [audit(net, (16, 8), modes=[], real=real).peak_bytes for real in (False, True)]
+        planner = Planner(net, (16, 8), clock=False)
+        return *peaks, planner.plan("1GiB").peak_bytes, planner.chain
+
+    blocks = [revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(2)]
+    net = revzoo.ReversibleSequence(blocks)
+    count()  # the first real step makes the guard's tables, which later ones share
+    assert within(count) == count()
 
 
 def test_the_optimisers_state_counts():

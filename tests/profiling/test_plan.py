@@ -245,6 +245,15 @@ def test_the_clock_times_a_frozen_step_in_evaluation_mode(monkeypatch):
     assert {*modes} == {True}
 
 
+def test_the_clock_times_backward_passes_also_under_no_grad(monkeypatch):
+    """It timed forward passes alone."""
+    enabled = []
+    monkeypatch.setattr(clock, "_time", lambda *_: enabled.append(torch.is_grad_enabled()) or 1e-3)
+    with torch.no_grad():
+        Planner(revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))]), (8, 8))
+    assert all(enabled)
+
+
 class FixedBatch(revzoo.Invertible):
     def __init__(self):
         super().__init__()
