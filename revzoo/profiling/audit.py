@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from revzoo._checks import check_choice, check_module
+from revzoo._checks import check_choice
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.trace import (
     OUTSIDE,
     Trace,
-    checked_shape,
+    checked,
     fake_twin,
     images_for,
     modes_on,
@@ -361,7 +361,7 @@ def audit(
     *,
     modes: Sequence[str] | None = None,
     real: bool = False,
-    extra: int = 0,
+    extra: int | str = 0,
 ) -> Report:
     """Count the memory that a training step of ``model`` keeps, and its peak, in each memory mode.
 
@@ -369,24 +369,26 @@ def audit(
     Gradients count as present from the start, as in gradient accumulation.
 
     Args:
-        model: any module that maps a batch to a tensor or a collection of tensors. The loss is
-            cross-entropy for logits ``(B, classes)``, a sum for other outputs.
+        model: any module that maps a batch, one floating-point tensor, to a tensor or a collection
+            of tensors. Wrap one with other inputs in a module that makes them from such a tensor.
+            The loss is cross-entropy for logits ``(B, classes)``, a sum for other outputs.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         modes: modes to count beside the present setting; None for all modes that fit all steps.
         real: run real steps of a copy instead of fake ones, which allocate nothing.
-        extra: bytes to add to the peak, such as an optimiser's state.
+        extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such
+            as ``"1GiB"``.
 
     Raises:
-        ValueError: the shape is not valid; no parameter requires gradient; a mode does not fit;
-            ``real`` for a model on the meta device.
+        TypeError: the model is no module.
+        ValueError: the shape or ``extra`` is not valid; no parameter or output requires gradient; a
+            mode does not fit; ``real`` for a model on the meta device.
 
     Example:
         >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
         >>> round(report.peak_bytes / 2**20), "MiB"
         (44, 'MiB')
     """
-    check_module("model", model)
-    shape = checked_shape(input_shape)
+    shape, added = checked(model, input_shape, extra)
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     present = present_mode(model)
@@ -409,7 +411,7 @@ def audit(
                         continue  # the mode does not fit all steps, and nobody asked for it
                     raise
             trace = trace_step(twin, images_for(twin, shape))
-            audits.append(Audit(mode, trace, extra))
+            audits.append(Audit(mode, trace, added))
             if mode == present:
                 blocks = reversible_blocks(twin)
         if blocks:
@@ -417,7 +419,7 @@ def audit(
             grids = {row.path: row.grid for row in reversible_blocks(model)}
             blocks = [row._replace(grid=grids[row.path]) for row in blocks]
             twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
-            plain = Audit("plain", trace_step(twin, images_for(twin, shape)), extra)
+            plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     return Report(name, shape, audits, blocks=blocks, plain=plain)

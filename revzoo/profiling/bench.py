@@ -19,7 +19,7 @@ from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
 from revzoo.profiling.costs import run_step
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.trace import images_for, in_training
+from revzoo.profiling.trace import checked_shape, images_for, in_training
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +69,7 @@ def bench(
     """
     if rounds < 2:
         raise ValueError(f"rounds={rounds}: expected 2 or more, for a spread")
+    shape = checked_shape(shape)
     candidates: dict[str, Callable[[], None]] = {}
     peaks: dict[str, int] = {}
     device = torch.device("cpu")

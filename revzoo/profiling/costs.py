@@ -14,12 +14,23 @@ from revzoo.profiling.live import LiveMemory
 
 
 def default_loss(outputs: Any) -> Tensor:
-    """Cross-entropy of logits ``(B, classes)``; the sum of any other output."""
+    """Cross-entropy of logits ``(B, classes)``; the sum of any other output.
+
+    Raises:
+        ValueError: no output requires gradient.
+    """
+    trained = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
+    if not trained:
+        kind = "tensor" if isinstance(outputs, Tensor) else type(outputs).__name__
+        raise ValueError(
+            f"the model returned a {kind}, in which nothing requires gradient: expected a tensor, "
+            "or a tuple, list or dictionary of tensors, that depends on parameters; look for "
+            "detach() and torch.no_grad() in its forward pass"
+        )
     if isinstance(outputs, Tensor) and outputs.dim() == 2:
         labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
         return nn.functional.cross_entropy(outputs, labels)
-    floating = [t for t in tree_iter(outputs) if isinstance(t, Tensor) and t.requires_grad]
-    return torch.stack([t.sum() for t in floating]).sum()
+    return torch.stack([t.sum() for t in trained]).sum()
 
 
 def run_step(model: nn.Module, images: Tensor) -> None:

@@ -48,8 +48,8 @@ def measure(
         device: the device of the training; None for the model's.
 
     Raises:
-        ValueError: the model has no step or no parameter that requires gradient; ``inverting`` does
-            not fit.
+        ValueError: the model has or calls no step, or nothing in it requires gradient;
+            ``inverting`` does not fit.
     """
     steps = leaves(model).values()
     if not steps:
@@ -64,7 +64,14 @@ def measure(
     modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
     if any(step.invertible for step in steps):
         modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
-    return {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
+    traces = {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
+    if not traces[modes[0]].calls:
+        raise ValueError(
+            f"the forward pass of {type(model).__name__} calls none of its {len(steps)} steps, so "
+            "there is nothing to plan: expected a call such as self.steps(x), not "
+            "self.steps.forward(x)"
+        )
+    return traces
 
 
 def trace_in_mode(

@@ -37,7 +37,7 @@ from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.trace import (
     StepCall,
-    checked_shape,
+    checked,
     fake_twin,
     images_for,
     stage_of,
@@ -123,20 +123,22 @@ class Planner:
     """Plans for one model and one shape of input. Measures first, which takes seconds.
 
     Args:
-        model: a module that holds steps; may be on the meta device.
+        model: a module that holds steps and takes one floating-point tensor; may be on the meta
+            device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         inverting: the mode for steps that have an inverse: ``invert`` or ``exact``; None for the
             present inverting mode of the model's steps, otherwise ``invert``.
         clock: measure times, on a few images. False: assume a nominal processor, which gives the
             same plan on every machine and in every process.
-        extra: bytes to add, such as an optimiser's state.
+        extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
         recompute: whether steps with an inverse may also be recomputed; False saves a third of the
             planning time, for plans that are hardly slower.
         device: the device of the training; None for the model's.
 
     Raises:
-        ValueError: the model has no step or no parameter that requires gradient; the shape is not
-            valid.
+        TypeError: the model is no module.
+        ValueError: the model has or calls no step, or nothing in it requires gradient; a step
+            cannot be timed; the shape or ``extra`` is not valid.
     """
 
     def __init__(
@@ -146,11 +148,12 @@ class Planner:
         *,
         inverting: str | None = None,
         clock: bool = True,
-        extra: int = 0,
+        extra: int | str = 0,
         recompute: bool = True,
         device: torch.device | None = None,
     ) -> None:
-        self.model, self.shape, self.extra = model, checked_shape(input_shape), extra
+        self.model = model
+        self.shape, self.extra = checked(model, input_shape, extra)
         self.inverting, self.device = inverting or inverting_mode(model), device
         with undisturbed(model):
             traces = measure(
@@ -161,7 +164,7 @@ class Planner:
             self._margin = sum(map(_uncounted, calls))
             if clock:
                 chain = timed(chain, model, calls)
-        self.chain = replace(chain, base=chain.base + extra)
+        self.chain = replace(chain, base=chain.base + self.extra)
 
     @functools.cached_property
     def leanest(self) -> Plan:
@@ -295,7 +298,7 @@ def plan_memory(
     *,
     inverting: str | None = None,
     clock: bool = True,
-    extra: int = 0,
+    extra: int | str = 0,
 ) -> Plan:
     """The fastest assignment of memory modes to steps whose peak is at most ``budget`` bytes.
 
@@ -303,21 +306,23 @@ def plan_memory(
     copies of single steps with a few images. If training uses autocast, call this under autocast.
 
     Args:
-        model: a module that holds steps; may be on the meta device.
+        model: a module that holds steps and takes one floating-point tensor, also on the meta
+            device. Wrap one with other inputs in a module that makes them from such a tensor.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         budget: bytes, or a string such as ``"4GiB"``, for parameters, gradients, input, activations
             and ``extra``.
         inverting: the mode for steps with an inverse, see :class:`Planner`.
         clock: whether to measure times.
-        extra: bytes to add, such as an optimiser's state.
+        extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
 
     Returns:
         A plan for :func:`revzoo.set_memory`.
 
     Raises:
         BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
-        ValueError: the model has no step or no parameter that requires gradient; the shape or the
-            budget is not valid.
+        TypeError: the model is no module.
+        ValueError: the model has or calls no step, or nothing in it requires gradient; a step
+            cannot be timed; the shape, the budget or ``extra`` is not valid.
 
     Example:
         >>> model = revzoo.create_model("revnet38")

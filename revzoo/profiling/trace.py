@@ -39,7 +39,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from revzoo._checks import counts_of
+from revzoo._checks import check_module, counts_of
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import COUNTED, MODES, mode_of
@@ -47,6 +47,7 @@ from revzoo.core.replay import is_replaying
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
+from revzoo.profiling.units import bytes_from
 
 OUTSIDE = "(outside)"
 """The stage of operators outside the model's parts: in its own ``forward``, or of the loss."""
@@ -400,12 +401,27 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
         trace.register([images], "input")
         with trace, _explained(model):
             with saved_tensors_hooks(trace.pack, lambda t: t):
-                loss = default_loss(model(images))
+                loss = default_loss(_called(model, images))
             # training leaves the autocast context here, which frees the cast weights
             torch.clear_autocast_cache()
             trace.turn_back()
             torch.autograd.backward(loss)
     return trace
+
+
+def _called(model: nn.Module, images: Tensor) -> Any:
+    try:
+        return model(images)
+    except (DataDependentOutputException, DynamicOutputShapeException):
+        raise
+    except Exception as error:  # a user's model may fail in any way
+        error.add_note(
+            f"Audits and plans call {type(model).__name__} with input_shape only, here with one "
+            f"random {images.dtype} tensor of shape {tuple(images.shape)}: expected a model that "
+            "takes it. Wrap a model with other inputs, such as integers, in a module that makes "
+            "them from such a tensor"
+        )
+        raise
 
 
 @contextlib.contextmanager
@@ -499,6 +515,18 @@ def real_twin(model: nn.Module) -> nn.Module:
 def in_training(model: nn.Module) -> nn.Module:
     """``model`` in training mode; one that trains already keeps the modes of its submodules."""
     return model if model.training else model.train()
+
+
+def checked(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[int, ...], int]:
+    """The shape of the input as a tuple, and the number of extra bytes.
+
+    Raises:
+        TypeError: the model is no module; the shape is the input itself.
+        ValueError: the shape is not a sequence of positive integers; ``extra`` is no number of
+            bytes.
+    """
+    check_module("model", model)
+    return checked_shape(input_shape), bytes_from(extra, name="extra", least=0)
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from typing import Any
+
+from revzoo._checks import is_number
 
 _UNITS = {
     "": 1,
@@ -13,20 +16,21 @@ _UNITS = {
 }
 
 
-def bytes_from(budget: int | str, *, name: str = "budget") -> int:
+def bytes_from(budget: int | str, *, name: str = "budget", least: int = 1) -> int:
     """Parse a number, or a string such as ``4GiB`` (4 * 2**30) or ``4GB`` (4 * 10**9).
 
     Raises:
-        ValueError: it is no positive number of bytes.
+        ValueError: it is no number of bytes, or less than ``least``, 0 or 1.
     """
+    count: Any = budget
     if isinstance(budget, str):
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
-        if match and 1 <= (count := float(match[1]) * _UNITS[match[2]]) < 2**63:
-            return int(count)
-    elif isinstance(budget, (int, float)) and not isinstance(budget, bool) and 1 <= budget < 2**63:
-        return int(budget)
+        count = float(match[1]) * _UNITS[match[2]] if match else None
+    if is_number(count) and least <= count < 2**63:
+        return int(count)
     raise ValueError(
-        f"{name}={budget!r}: expected a positive number of bytes, such as 2**32, '4GiB' or '500MB'"
+        f"{name}={budget!r}: expected {'a positive' if least else '0 or a positive'} number of "
+        "bytes, such as 2**32, '4GiB' or '500MB'"
     )
 
 

@@ -160,9 +160,53 @@ def test_shapes_that_are_none_are_refused(shape):
             count(small(), shape)
 
 
+@pytest.mark.parametrize("extra", [float("nan"), float("inf"), -1, "lots", None, True])
+def test_extra_bytes_that_are_none_are_refused(extra):
+    for count in (audit, functools.partial(revzoo.plan_memory, budget="1GiB")):
+        with pytest.raises(ValueError, match=r"extra=.*: expected 0 or a positive number of bytes"):
+            count(small(), SHAPE, extra=extra)
+
+
+@pytest.mark.parametrize("model", [None, 3, "revnet38", nn.Linear, [nn.Linear(2, 2)]])
+def test_models_that_are_none_are_refused(model):
+    for count in (audit, functools.partial(revzoo.plan_memory, budget="1GiB")):
+        with pytest.raises(TypeError, match=r"model is .*: expected an nn.Module"):
+            count(model, SHAPE)
+
+
+class Net(nn.Module):
+    def __init__(self, forward):
+        super().__init__()
+        self.steps = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
+        self.table = nn.Embedding(3, 8)
+        self.forward = functools.partial(forward, self)
+
+
+@pytest.mark.parametrize(
+    ("forward", "got"),
+    [
+        (lambda net, x: net.steps(x).detach(), "a tensor"),
+        (lambda net, x: (x, {"class": x.argmax(1)}), "a tuple"),
+        (lambda net, x: None, "a NoneType"),
+    ],
+)
+def test_a_model_without_a_trained_output_is_refused(forward, got):
+    for count in (audit, functools.partial(revzoo.plan_memory, budget="1GiB")):
+        with pytest.raises(ValueError, match=f"returned {got}, in which nothing requires gradient"):
+            count(Net(forward), (4, 8))
+
+
+def test_an_error_of_the_model_tells_its_input():
+    net = Net(lambda net, x: net.steps(net.table(x)))
+    for real in (False, True):
+        with pytest.raises(RuntimeError, match="indices") as error:
+            audit(net, (4, 8), real=real)
+        (note,) = error.value.__notes__
+        assert "one random torch.float32 tensor of shape (4, 8)" in note
+        assert "such as integers" in note
+
+
 def test_arguments_of_other_types():
-    with pytest.raises(TypeError, match=r"model is 'revnet38': expected an nn.Module"):
-        audit("revnet38", SHAPE)
     with pytest.raises(TypeError, match=r"is a tensor: give its shape, \(2, 3, 8, 8\)"):
         audit(small(), torch.zeros(2, 3, 8, 8))
     with pytest.raises(TypeError, match=r"modes='exact': expected a list, \['exact'\]"):

@@ -391,6 +391,10 @@ def test_frozen_parts_and_evaluation_mode():
 def test_models_without_steps_or_training_are_refused():
     with pytest.raises(ValueError, match="has no step to plan"):
         plan_memory(nn.Linear(3, 3), (4, 3), budget="1GiB")
+    net = nn.Sequential(nn.Linear(8, 8), revzoo.ReversibleBlock(nn.Linear(4, 4)))
+    net.forward = net[0].forward
+    with pytest.raises(ValueError, match="Sequential calls none of its 2 steps"):
+        plan_memory(net, (4, 8), budget="1GiB")
     with pytest.raises(ValueError, match="unfreeze"):
         plan_memory(model_of().requires_grad_(False), SHAPE, budget="1GiB")
     with pytest.raises(ValueError, match="expected one of invert, exact"):
