@@ -57,6 +57,36 @@ def check_regular(*paths: Path) -> None:
             raise ValueError(f"{path} is no regular file: expected a file or no file; remove it")
 
 
+def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
+    """Refuse a path at which no file could be written, before work whose result goes there.
+
+    Args:
+        paths: None counts as no path.
+        makes_folders: whether missing folders will be created.
+
+    Raises:
+        ValueError: names the first such path.
+    """
+    for path in filter(None, paths):
+        if path.is_dir():
+            raise ValueError(f"{path} is a folder: expected a file, such as {path / path.name}")
+        if path.exists():
+            if not os.access(path, os.W_OK):
+                raise ValueError(f"{path} cannot be written: expected a file that you may change")
+            continue
+        folder = path.parent
+        while makes_folders and not folder.exists():  # the root and "." exist
+            folder = folder.parent
+        try:
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ValueError(
+                f"{path} cannot be written ({folder}: {error.strerror}): expected a folder that "
+                "exists and lets you create files"
+            ) from error
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """A temporary file beside ``path``, with the same suffix, that replaces it at the end.
@@ -80,7 +110,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.replace(path)
     except OSError as error:
         # the caller knows `path`, not the temporary file
-        if error.errno is not None and error.filename in (None, temporary and str(temporary)):
+        if error.errno is not None and (
+            temporary is None or error.filename in (None, str(temporary))
+        ):
             error.filename = str(path)
         raise
     finally:

@@ -346,6 +346,11 @@ class PlannedMode:
     bounded = False
     """Whether it keeps to ``memory.bytes``; then a run that cannot be planned cannot start."""
 
+    def plans(self, model: nn.Module) -> bool:
+        """Whether it plans this model; if not, a run keeps the model's default mode."""
+        # without an inverse, the default mode is the fastest
+        return self.bounded or mode_of(getattr(model, "default_memory", "store")).inverts
+
     def plan(self, planner: Planner, budget: Any = None) -> Plan:
         """The plan of a run; ``budget`` is its ``memory.bytes``, if bounded."""
         return planner.auto()

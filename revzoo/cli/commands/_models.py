@@ -62,6 +62,17 @@ def memory_chart(path: Path) -> Iterator[Any]:
     pyplot.close(figure)  # pyplot keeps figures
 
 
+def side_of(option: str, side: int | None, default: int) -> int:
+    """The side of the images, from a command's option.
+
+    Raises:
+        ValueError: it is less than 1.
+    """
+    if side is not None:
+        check_count(option, side)
+    return default if side is None else side
+
+
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
     """The shape of a batch.
 
@@ -69,7 +80,7 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
         ValueError: the batch or image size is impossible.
     """
     check_count("--batch", args.batch)
-    side = args.image or model.image_size
+    side = side_of("--image", args.image, model.image_size)
     # before a step that may take minutes
     model.check_size(side, side)
     return args.batch, model.in_chans, side, side

@@ -13,6 +13,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from revzoo._files import check_writable
 from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
 
 
@@ -37,9 +38,10 @@ def run(args: argparse.Namespace) -> None:
 
     from revzoo.profiling.audit import audit, plotting
 
-    # fails early without matplotlib, not after the count
+    # what would fail after the count fails before it
     if args.plot or args.tensorboard:
         plotting()
+    check_writable(args.csv, args.plot)
     # a model on meta takes no memory, however large it is
     with nullcontext() if args.real else torch.device("meta"):
         model = model_for(args, args.name, memory=args.memory)

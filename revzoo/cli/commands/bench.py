@@ -17,7 +17,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from revzoo._files import replacing_table
+from revzoo._files import check_writable, replacing_table
 from revzoo.cli.commands._models import add_batch_options, memory_chart, model_for, shape_for
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def run(args: argparse.Namespace) -> None:
 
     if args.plot:
         plotting()
+    check_writable(args.csv, args.plot)
     names = [name for family in args.names for name in with_depths(family, args.depths)]
     rows: list[Measured] = []
     sys.stdout.write(HEADER)

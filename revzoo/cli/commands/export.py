@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo._checks import check_count
 from revzoo.cli.commands.list import add_weights_option, weights_table
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
@@ -74,6 +75,8 @@ def _job(args: argparse.Namespace) -> Export:
     from revzoo.models.registry import MODELS
     from revzoo.training.checkpoint.restore import restore
 
+    if args.image_size is not None:
+        check_count("--image-size", args.image_size)
     options = {"batch": args.batch, "opset": args.opset}
     if Path(args.name).suffix == ".ckpt":
         restored = restore(args.name)

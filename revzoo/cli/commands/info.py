@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
-from revzoo.cli.commands._models import add_bits_option, bits_of
+from revzoo.cli.commands._models import add_bits_option, bits_of, side_of
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
@@ -51,7 +51,8 @@ def run(args: argparse.Namespace) -> None:
     if entry is None:
         _print("architecture", args.name)
         _print("weights", "none")
-    size = args.size or (entry.input_size[-1] if entry else model.image_size)
+    default = entry.input_size[-1] if entry else model.image_size
+    size = side_of("--size", args.size, default)
     images = torch.randn(args.batch, model.in_chans, size, size)
     for key, value in _costs(model, images):
         _print(key, value)

@@ -11,12 +11,13 @@ import argparse
 import contextlib
 import functools
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from revzoo._files import write_atomically
+from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
     bits_of,
@@ -63,6 +64,8 @@ def run(args: argparse.Namespace) -> None:
     budget = bytes_from(args.budget)
     if args.plot:
         plotting()
+    check_writable(args.plot)
+    check_writable(args.save, makes_folders=True)
     with torch.device("meta"):
         model = model_for(args, args.name)
     shape = shape_for(args, model)
@@ -131,7 +134,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     least = in_units(need(value) or 0)
     return (
         f"the largest {args.fit} of {args.name} in {in_units(budget)}: "
-        f"{value}{' or more' * (value == most)}, needs {least}"
+        f"{_shown(args, value)}{' or more' * (value == most)}, needs {least}"
     )
 
 
@@ -142,16 +145,16 @@ def _needs(
     import torch
 
     from revzoo.models import create_model
-    from revzoo.models.registry import MODELS
     from revzoo.profiling.plan import Planner
 
-    batch, channels, side, _ = shape
-    row = MODELS[args.name.partition(".")[0]].variant
-
-    if args.fit == "depth" and not (hasattr(row, "depth") or hasattr(row, "units")):
+    row, fit = _row(args), args.fit
+    if fit == "depth" and not (hasattr(row, "depth") or hasattr(row, "units")):
         raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
+    batch, channels, side, _ = shape
 
-    def least(options: dict[str, Any], images: int, pixels: int) -> int | None:
+    def least(value: int) -> int | None:
+        options = _options(args, value)
+        images, pixels = value if fit == "batch" else batch, value if fit == "image" else side
         try:
             with torch.device("meta"):
                 changed = create_model(
@@ -165,18 +168,44 @@ def _needs(
         # clock=False: only bytes matter, so no step is timed
         return Planner(changed, shape, inverting=args.memory, clock=False).least
 
-    if args.fit == "batch":
-        return batch, lambda n: least({}, n, side)
-    if args.fit == "image":
-        fixed = hasattr(row, "img_size")  # its weights depend on the size
-        return side, lambda n: least({"img_size": n} if fixed else {}, batch, n)
-    if hasattr(row, "depth"):
-        return row.depth, lambda n: least({"depth": n}, batch, side)
-    # all stages grow in proportion; the longest names the depth
-    longest = max(row.units)
-    return longest, lambda n: least(
-        {"units": tuple(max(1, round(u * n / longest)) for u in row.units)}, batch, side
-    )
+    if fit == "depth":
+        return row.depth if hasattr(row, "depth") else max(row.units), least
+    return batch if fit == "batch" else side, least
+
+
+def _row(args: argparse.Namespace) -> Any:
+    """The model's row in its table."""
+    from revzoo.models.registry import MODELS
+
+    return MODELS[args.name.partition(".")[0]].variant
+
+
+def _options(args: argparse.Namespace, value: int) -> dict[str, Any]:
+    """The keywords with which ``create_model`` builds the model for a value of the search."""
+    row = _row(args)
+    if args.fit == "image" and hasattr(row, "img_size"):  # its weights depend on the size
+        return {"img_size": value}
+    if args.fit == "depth" and hasattr(row, "depth"):
+        return {"depth": value}
+    if args.fit == "depth":
+        # all stages grow in proportion; the value is the length of the longest
+        return {"units": tuple(max(1, round(u * value / max(row.units))) for u in row.units)}
+    return {}
+
+
+def _shown(args: argparse.Namespace, value: int) -> str:
+    """A value of the search in the user's terms: ``42, with units=(3, 3, 4)``."""
+    units = _options(args, value).get("units")
+    if units is None:
+        return str(value)
+    own = sum(_row(args).units)
+    number = re.search(r"\d+$", args.name.partition(".")[0])
+    # The zoo's numbers count layers: revnet38 has 9 units of 4, the stem and the classifier. A unit
+    # has at least 2 layers; a smaller number, in a user's name, counts something else.
+    layers = int(number[0]) if number else 0
+    if layers < 2 * own:
+        return f"units={units}"
+    return f"{layers + layers // own * (sum(units) - own)}, with units={units}"
 
 
 def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path) -> None:

@@ -14,7 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.cli.config.quick import model_spec
-from revzoo.core.modes import mode_of, set_memory
+from revzoo.core.modes import set_memory
 from revzoo.data import ImageData
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.plan import (
@@ -70,9 +70,8 @@ def _new_plan(
     trainer: pl.Trainer,
 ) -> Plan | None:
     """Make a plan and log it; None if an unbounded mode keeps the model's mode."""
-    default = getattr(module.model, "default_memory", "store")
-    if not mode.bounded and not mode_of(default).inverts:
-        return None  # the model has no inverse, so its default mode is the fastest
+    if not mode.plans(module.model):
+        return None
     shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     try:
         with trainer.precision_plugin.forward_context():  # autocast halves most activations

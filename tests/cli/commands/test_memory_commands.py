@@ -1,7 +1,9 @@
 """``revzoo audit``, ``revzoo plan`` and ``revzoo bench``."""
 
 import csv
+import functools
 import json
+from argparse import Namespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from revzoo.cli.commands import plan
 from revzoo.cli.main import main
 from revzoo.core.modes import COUNTED
 from revzoo.profiling.audit import audit
+from revzoo.profiling.bench import bench
 from revzoo.profiling.units import bytes_from
 
 SMALL = ["revnet38", "--batch", "8"]
@@ -70,7 +73,21 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
     """It went on for hours: inverted, thousands of units fit."""
     monkeypatch.setattr(plan, "DEEPEST", 1)
     main(["plan", *SMALL, "--budget", "1GiB", "--fit", "depth"])
-    assert ": 3 or more, needs" in capsys.readouterr().out
+    assert ": 38, with units=(3, 3, 3) or more, needs" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("revnet38", 5, "62, with units=(5, 5, 5)"),
+        ("revnet104", 22, "206, with units=(4, 4, 22, 4)"),
+        ("irevnet43.cifar10", 10, "85, with units=(10, 10, 8)"),
+        ("revvit_small", 24, "24"),
+    ],
+)
+def test_a_depth_is_told_in_layers(name, value, shown):
+    """It was the number of units of the longest stage, smaller than the depth in the name."""
+    assert plan._shown(Namespace(name=name, fit="depth"), value) == shown
 
 
 @pytest.mark.parametrize(
@@ -78,6 +95,12 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
     [
         (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
         (["audit", "revnet38", "--image", "33"], "33"),
+        (["audit", "revnet38", "--image", "0"], "--image=0: expected a whole number >= 1"),
+        (["info", "revnet38", "--size", "0"], "--size=0: expected a whole number >= 1"),
+        (
+            ["export", "revnet38", "--format", "pt2", "--image-size", "0"],
+            "--image-size=0: expected a whole number",
+        ),
         (["audit", "revnet38", "--memory", "stor"], "unknown memory mode 'stor'"),
         (["plan", "revnet38", "--budget", "lots"], "expected a positive number of bytes"),
         (["plan", "revnet38", "--budget", "0"], "expected a positive number of bytes"),
@@ -91,6 +114,33 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
 def test_wrong_arguments_end_with_a_message(arguments, message):
     with pytest.raises(SystemExit, match=message):
         main(arguments)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["audit", "revnet38", "--csv"],
+        ["audit", "revnet38", "--plot"],
+        ["bench", "revnet38", "--csv"],
+        ["bench", "revnet38", "--plot"],
+        ["plan", "revnet38", "--budget", "1GiB", "--plot"],
+        ["plan", "revnet38", "--budget", "1GiB", "--save"],
+    ],
+)
+def test_an_unwritable_path_is_refused_before_the_work(arguments, capsys, tmp_path):
+    (tmp_path / "file").touch()
+    paths = {tmp_path: "is a folder", tmp_path / "file" / "x.png": "cannot be written"}
+    for path, message in paths.items():
+        with pytest.raises(SystemExit, match=f"{path} {message}"):
+            main([*arguments, str(path)])
+    assert not capsys.readouterr().out
+
+
+def test_bench_takes_the_modes_of_a_run():
+    """A run keeps the default mode of a model without an inverse; the bench recomputed it."""
+    build = functools.partial(revzoo.create_model, "resnet32", units=(1, 1, 1))
+    store, auto = bench(build, "resnet32", ["store", "auto"], (4, 3, 32, 32), rounds=2)
+    assert auto.peak_bytes == store.peak_bytes
 
 
 def test_bench_measures_modes_side_by_side(capsys, tmp_path):
