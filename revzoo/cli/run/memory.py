@@ -6,17 +6,18 @@ process makes the same plan. The run's configuration keeps it, and a resumed run
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
-import torch
+from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAveraging
+from pytorch_lightning.strategies import DDPStrategy
 
-from revzoo.cli.config.quick import model_spec
+from revzoo.core.invertible import leaves
 from revzoo.core.modes import set_memory
 from revzoo.data import ImageData
-from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.plan import (
     PLANNED,
     Plan,
@@ -28,9 +29,9 @@ from revzoo.profiling.plan import (
 )
 from revzoo.profiling.units import in_units
 from revzoo.training import Classifier
-from revzoo.training.classifier import model_from
 from revzoo.training.distributed import is_first_process
-from revzoo.training.optim.optimizers import OptimSpec, build_optimizer
+from revzoo.training.lightning_compat import callbacks_of
+from revzoo.training.optim.optimizers import build_optimizer
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def _new_plan(
                 shape,
                 # measured times would differ from process to process, and the plans with them
                 clock=False,
-                extra=_optimiser_bytes(config, data),
+                extra=_kept_bytes(module, trainer),
                 recompute=mode.bounded,
                 device=trainer.strategy.root_device,
             )
@@ -108,9 +109,25 @@ def _summary(plan: Plan, planner: Planner) -> str:
     return f"steps: {count_modes(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
 
 
-def _optimiser_bytes(config: Mapping[str, Any], data: ImageData) -> int:
-    spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
-    # on meta: the state of the optimiser is counted, not allocated
-    with torch.device("meta"):
-        model = model_from({key: value for key, value in spec.items() if key not in WEIGHTS})
-    return state_bytes(build_optimizer(model, OptimSpec.of(config["optim"])))
+def _kept_bytes(module: Classifier, trainer: pl.Trainer) -> int:
+    """Bytes that a run keeps through its steps, besides the tensors of the model's own step."""
+    # on meta: the state is counted, not allocated
+    model = copy.deepcopy(module.model).to("meta")
+    kept = state_bytes(build_optimizer(model, module.optim))
+    gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
+    buffers = sum(buffer.nbytes for buffer in module.buffers())
+    weights = sum(p.nbytes for p in module.parameters()) + buffers
+    kept += weights * len(callbacks_of(trainer, WeightAveraging))
+    if isinstance(trainer.strategy, DDPStrategy):
+        kept += gradients  # the buckets that processes exchange
+    if any(step.invertible for step in leaves(module.model).values()):
+        # copies with which Redo repeats a step that drifted
+        kept += buffers + gradients * (_most_accumulated(trainer) > 1)
+    return kept
+
+
+def _most_accumulated(trainer: pl.Trainer) -> int:
+    """The largest number of batches of an optimiser step."""
+    schedules = callbacks_of(trainer, GradientAccumulationScheduler)
+    later = [count for each in schedules for count in each.scheduling.values()]
+    return max(trainer.accumulate_grad_batches, *later, 1)

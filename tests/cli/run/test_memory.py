@@ -1,20 +1,29 @@
 """``memory=auto`` and ``memory=budget``: planned for the run's batch, logged and recorded."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import pytorch_lightning as pl
+import torch
 import yaml
+from pytorch_lightning.callbacks import GradientAccumulationScheduler
 
+from revzoo.cli.run import train as train_module
 from revzoo.cli.run.train import train
 from revzoo.core.invertible import Step
 from revzoo.profiling.audit import audit
+from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import PLANNED, Plan, PlannedMode, Planner
 from revzoo.profiling.units import bytes_from
 from revzoo.training import Classifier
+from revzoo.training.callbacks.registry import CALLBACKS
 
 FEW = ("debug=smoke", "trainer=cpu", "test=false", "logger=csv", "data.batch_size=64")
+
+ACCUMULATE = "trainer.accumulate_grad_batches"
 
 
 @pytest.fixture
@@ -93,6 +102,70 @@ def test_a_budget_includes_the_optimisers_state(
     shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     peak = audit(model, shape, modes=[], extra=extra).peak_bytes
     assert 0.8 * bytes_from("12MiB") < peak <= bytes_from("12MiB")
+
+
+class StepPeak(pl.Callback):
+    """The most bytes of a run's tensors that are alive in a training step, with the weights."""
+
+    def __init__(self, module: Classifier) -> None:
+        self.memory, self.bytes = LiveMemory(), 0
+        for t in (*module.parameters(), *module.buffers()):
+            self.memory._count(t)
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.memory.peak = self.memory.now  # without the loader and the validation
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.bytes = max(self.bytes, self.memory.peak)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[StepPeak]]:
+    """The counted peak of the run."""
+    with_plan, peaks = train_module.with_plan, []
+
+    def counting(config: Any, module: Classifier, data: Any, trainer: pl.Trainer) -> Any:
+        planned = with_plan(config, module, data, trainer)
+        peaks.append(StepPeak(module))
+        trainer.callbacks.append(peaks[0])  # type: ignore[attr-defined]
+        peaks[0].memory.__enter__()  # type: ignore[no-untyped-call]
+        return planned
+
+    monkeypatch.setattr(train_module, "with_plan", counting)
+    yield peaks
+    if peaks:
+        peaks[0].memory.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+
+
+def accumulating() -> pl.Callback:
+    return GradientAccumulationScheduler({1: 2})
+
+
+@pytest.mark.parametrize(
+    ("budget", "overrides"),
+    [
+        ("14MiB", ("callbacks.ema={}", "trainer.strategy=ddp", f"{ACCUMULATE}=2")),
+        ("12800KiB", ("trainer.max_epochs=2", "+callbacks.accumulation={}", "data.batch_size=128")),
+    ],
+)
+def test_a_run_stays_within_its_budget(
+    budget: str,
+    overrides: tuple[str, ...],
+    compose: Any,
+    tmp_path: Path,
+    counted: list[StepPeak],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only the optimiser's state was counted: copies of gradients and weights exceeded it."""
+    monkeypatch.setitem(CALLBACKS, "accumulation", accumulating)
+    memory = ("memory=budget", f"memory.bytes={budget}", "trainer.limit_train_batches=4")
+    config = compose(*FEW, "callbacks=none", "data.num_workers=0", *memory, *overrides)
+    try:
+        train(config, run_dir=tmp_path)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    assert 0.9 * bytes_from(budget) < counted[0].bytes <= bytes_from(budget)
 
 
 def test_a_budget_that_is_too_small_ends_the_run_before_training(
