@@ -11,7 +11,8 @@ Arguments are overrides of the configuration in configs/train.yaml, in Hydra's g
 revzoo options GROUP shows every option of a group with its comment; try revzoo options callbacks.
 
 revzoo train --resume RUN_DIR continues a run in its folder with its configuration. Only
-memory=MODE may change, and precision=NAME with --allow-precision-change.
+memory=MODE may change, with memory.bytes=BUDGET for memory=budget, and precision=NAME with
+--allow-precision-change.
 
 NOTE [ The order of checks ]
 1. Check the command line, without torch.

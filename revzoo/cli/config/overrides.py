@@ -222,8 +222,9 @@ def check_changes(overrides: Sequence[str]) -> None:
         ConfigError: naming the override.
     """
     for override in overrides:
-        if override.partition("=")[0] not in ("memory", "precision"):
+        if override.partition("=")[0] not in ("memory", "memory.bytes", "precision"):
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
-                "and precision=NAME with --allow-precision-change. Start a new run for the rest"
+                "with memory.bytes=BUDGET for memory=budget, and precision=NAME with "
+                "--allow-precision-change. Start a new run for the rest"
             )

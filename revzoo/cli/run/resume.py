@@ -8,6 +8,7 @@ weights and figures as one that was never stopped, bit for bit. The memory mode 
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -46,7 +47,7 @@ def resume(
 
     Args:
         run_dir: the run's folder.
-        overrides: ``memory=MODE`` and ``precision=NAME``.
+        overrides: ``memory=MODE``, ``memory.bytes=BUDGET`` and ``precision=NAME``.
         allow_precision_change: whether the precision may change, and with it the figures.
 
     Returns:
@@ -113,7 +114,7 @@ def _changes(
 ) -> dict[str, Any]:
     """The sections that the overrides replace."""
     check_changes(overrides)
-    sections = {override.partition("=")[0] for override in overrides}
+    sections = {re.split("[.=]", override)[0] for override in overrides}
     composed = to_plain(compose_checked(overrides))
     # whole sections: memory=budget brings its own keys
     changed = {section: composed[section] for section in sections}
