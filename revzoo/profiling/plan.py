@@ -259,11 +259,11 @@ class Planner:
                 remedies.insert(0, f"images of {side} x {side} pixels")
             if fits := int(self.shape[0] * share):
                 remedies.insert(0, f"a batch of about {fits}")
-        also = ", the optimiser's state and copies that the run keeps" * (self.extra > 0)
+        extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients and input{also}; use {either(remedies)}"
+            f"parameters, gradients{extra}; use {either(remedies)}"
         )
 
     def _smaller_side(self, share: float) -> int:

@@ -234,7 +234,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
     """Check the keys of ``memory``; only a bounded mode, such as ``budget``, has ``bytes``."""
     from revzoo.profiling.plan import PLANNED
 
-    check_names(memory, ("mode", "bytes", "plan"), where="memory")
+    check_names(memory, ("mode", "bytes", "plan", "planned_for"), where="memory")
     budget = memory.get("bytes")
     planned = PLANNED.get(memory["mode"])
     if planned is not None and planned.bounded:
@@ -243,6 +243,8 @@ def check_memory(memory: Mapping[str, Any]) -> None:
         bytes_from(budget, name="memory.bytes")
     elif budget is not None:
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
-    plan = memory.get("plan")
-    if plan is not None and not isinstance(plan, Mapping):
-        raise ConfigError(f"memory.plan={plan!r:.80}: expected a mapping of steps to memory modes")
+    mappings = {"plan": "steps to memory modes", "planned_for": "what the plan was made for"}
+    for key, content in mappings.items():
+        value = memory.get(key)
+        if value is not None and not isinstance(value, Mapping):
+            raise ConfigError(f"memory.{key}={value!r:.80}: expected a mapping of {content}")

@@ -1,7 +1,9 @@
 """Plans the memory modes of a run: ``memory=auto`` and ``memory=budget``.
 
 The plan is for the run's batch and precision. It uses counts only, no measured times, so every
-process makes the same plan. The run's configuration keeps it, and a resumed run uses it again.
+process makes the same plan. The run's configuration keeps the plan, and beside it what it was made
+for. A resumed run uses it again unless that has changed. A plan that a user has written has no such
+record, and stays.
 """
 
 from __future__ import annotations
@@ -54,9 +56,20 @@ def with_plan(
     mode = PLANNED.get(memory["mode"])
     if mode is None:
         return dict(config)
+    case = {
+        "budget": memory.get("bytes"),
+        "input": [data.batch_size, data.in_chans, data.image_size, data.image_size],
+        "precision": dict(config["precision"]),
+        "device": trainer.strategy.root_device.type,
+        "kept_bytes": _kept_bytes(module, trainer),
+    }
     plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
-    if plan is None:
-        plan = _new_plan(mode, config, module, data, trainer)
+    before = memory.get("planned_for") or case
+    if plan is None or before != case:
+        if plan is not None and is_first_process():
+            changed = [name for name, value in case.items() if before.get(name) != value]
+            log.info("memory=%s: planned again for another %s", mode.name, ", ".join(changed))
+        plan, memory = _new_plan(mode, case, module, trainer), {**memory, "planned_for": case}
     if plan is None:
         return dict(config)
     set_memory(module.model, plan)
@@ -64,28 +77,23 @@ def with_plan(
 
 
 def _new_plan(
-    mode: PlannedMode,
-    config: Mapping[str, Any],
-    module: Classifier,
-    data: ImageData,
-    trainer: pl.Trainer,
+    mode: PlannedMode, case: Mapping[str, Any], module: Classifier, trainer: pl.Trainer
 ) -> Plan | None:
     """Make a plan and log it; None if an unbounded mode keeps the model's mode."""
     if not mode.plans(module.model):
         return None
-    shape = (data.batch_size, data.in_chans, data.image_size, data.image_size)
     try:
         with trainer.precision_plugin.forward_context():  # autocast halves most activations
             planner = Planner(
                 module.model,
-                shape,
+                case["input"],
                 # measured times would differ from process to process, and the plans with them
                 clock=False,
-                extra=_kept_bytes(module, trainer),
+                extra=case["kept_bytes"],
                 recompute=mode.bounded,
                 device=trainer.strategy.root_device,
             )
-            plan = mode.plan(planner, config["memory"].get("bytes"))
+            plan = mode.plan(planner, case["budget"])
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so going on without one is no help
         if mode.bounded:

@@ -246,13 +246,37 @@ def test_the_memory_mode_may_change_and_stays(stopped: Path) -> None:
 
 @pytest.mark.parametrize("stopped", [("memory=auto",)], indirect=True)
 def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    plan = config_of(stopped)["memory"]["plan"]
-    assert plan
+    memory = config_of(stopped)["memory"]
+    assert memory["plan"]
     with caplog.at_level("INFO"):
         go_on(stopped)
     assert "resuming at step 6" in caplog.text
     assert "memory=auto" not in caplog.text, "planned again"
-    assert config_of(stopped)["memory"] == {"mode": "auto", "bytes": None, "plan": plan}
+    assert config_of(stopped)["memory"] == memory
+
+
+@pytest.mark.parametrize("stopped", [("memory=budget", "memory.bytes=9MiB")], indirect=True)
+def test_another_precision_makes_another_plan(
+    stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It kept the plan of the first precision, whose peak was above the budget."""
+    before = config_of(stopped)["memory"]
+    with caplog.at_level("INFO"):
+        go_on(stopped, "precision=fp64", "--allow-precision-change")
+    assert "planned again for another precision" in caplog.text
+    after = config_of(stopped)["memory"]
+    assert after["bytes"] == before["bytes"]
+    assert after["plan"] != before["plan"]
+
+
+def test_a_run_resumes_within_a_budget(stopped: Path) -> None:
+    """``memory.bytes`` was refused with ``memory=budget``, and missed without."""
+    assert "memory.bytes is needed" in refused(stopped, "memory=budget")
+    assert "add memory=budget" in refused(stopped, "memory.bytes=5MiB")
+    assert "test/acc" in go_on(stopped, "memory=budget", "memory.bytes=5MiB")
+    memory = config_of(stopped)["memory"]
+    assert (memory["mode"], memory["bytes"]) == ("budget", "5MiB")
+    assert memory["plan"]
 
 
 def test_the_precision_changes_only_with_its_option(stopped: Path) -> None:
