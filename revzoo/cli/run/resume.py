@@ -140,7 +140,10 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     same_size = {name: model[name] for name in ("num_classes", "in_chans")}
     spec = model_spec(config, **same_size)
     # a checkpoint contains the weights and does not record the source of the initial ones
-    spec = {key: value for key, value in spec.items() if key not in (*WEIGHTS, "memory")}
+    others = {*WEIGHTS, "memory"}
+    if config["callbacks"].get("side_bits"):
+        others.add("reversible_bits")  # the bits of its weights, which the callback raises
+    spec = {key: value for key, value in spec.items() if key not in others}
     # revnet38.cifar10 names weights of revnet38
     spec["name"] = spec["name"].partition(".")[0]
     # OptimSpec adds the defaults of options that are newer than the checkpoint

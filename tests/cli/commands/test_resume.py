@@ -109,6 +109,17 @@ def test_a_resumed_run_equals_one_that_was_not_stopped(
     assert set(sessions[0]["git"] or {"commit": 0, "changed": 0}) == {"commit", "changed"}
 
 
+ANNEALED = ("model=resnet32", "model.reversible_bits=2", "callbacks.side_bits={epochs: 1}")
+
+
+@pytest.mark.parametrize("stopped", [ANNEALED], indirect=True)
+def test_a_run_resumes_after_its_side_bits_have_risen(
+    stopped: Path, compose: Any, tmp_path: Path
+) -> None:
+    whole = train(compose(*SMALL, *ANNEALED), run_dir=tmp_path / "whole")
+    assert without_times(go_on(stopped)) == without_times(whole)
+
+
 def test_pictures_of_finished_epochs_are_kept(
     compose: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
