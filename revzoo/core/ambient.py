@@ -192,6 +192,11 @@ def with_autocast(devices: frozenset[torch.device]) -> list[str]:
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
 
 
+def autocasts(device: torch.device) -> bool:
+    """Whether autocast is on for operators on ``device``."""
+    return any(map(torch.is_autocast_enabled, with_autocast(frozenset((device,)))))
+
+
 @contextlib.contextmanager
 def autocast(wanted: AutocastState) -> Iterator[None]:
     """Set what :func:`autocast_state` returned; a context that restores the caller's."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from revzoo.core.ambient import autocasts
 from revzoo.core.calls import call_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.fixedpoint import (
     Fixed,
@@ -37,7 +38,13 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.replay import Conditions
 from revzoo.core.slots import Notes, Recording, Resident, SavedState, Slot, SlotTape, use_notes
-from revzoo.core.tensors import address, bytes_of, version_of, with_strides
+from revzoo.core.tensors import (
+    address,
+    bytes_of,
+    overrides_functions,
+    version_of,
+    with_strides,
+)
 
 
 class ReplayMismatchError(RuntimeError):
@@ -405,7 +412,7 @@ class SlotRecorder:
         last: bool = False,
     ) -> State:
         """See :class:`revzoo.core.invertible.Recorder`."""
-        leaves = [_view_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
+        leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
         # a part that is not the last may only stop if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
@@ -479,17 +486,15 @@ class SlotRecorder:
         )
 
 
-def _view_leaf(t: Tensor, needs_gradient: bool) -> Tensor:
-    """``t`` as a leaf: the recorded graph ends here, and is freed with the leaves."""
-    with torch.no_grad():
-        # a view: autocast would keep its casts of other leaves until the outermost autocast ends,
-        # which may surround the whole backward pass; only strided tensors have views
-        leaf = t.view_as(t) if t.layout is torch.strided else t.detach()
-    return leaf.requires_grad_(needs_gradient)
-
-
-def _leaf(t: Tensor) -> Tensor:
-    return t.detach().requires_grad_(t.requires_grad)
+def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
+    """``t`` as a leaf, at which a recorded graph ends; None: it needs gradient if ``t`` does."""
+    leaf = t.detach()
+    # Autocast keeps its casts of a leaf until the outermost autocast ends, which may surround the
+    # whole backward pass; of a view it keeps none. Not of a subclass, whose views may be others.
+    if autocasts(t.device) and t.layout is torch.strided and not overrides_functions(t):
+        with torch.no_grad():
+            leaf = torch.ops.aten.alias(leaf)  # view_as() would change strides of dimensions of 1
+    return leaf.requires_grad_(t.requires_grad if needs_gradient is None else needs_gradient)
 
 
 def _refuse(_: None) -> Tensor:

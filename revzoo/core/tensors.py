@@ -48,6 +48,13 @@ def version_of(t: Tensor) -> int:
         return 0
 
 
+def overrides_functions(t: Tensor) -> bool:
+    """Whether the class of ``t`` has its own functions of tensors, as images of torchvision do."""
+    kind = type(t)
+    plain = kind is Tensor or kind.__torch_function__ is torch._C._disabled_torch_function_impl
+    return not plain
+
+
 def tensors_of(tree: Any) -> list[Tensor]:
     """The tensors in nested tuples, lists and dictionaries."""
     return [t for t in tree_iter(tree) if isinstance(t, Tensor)]
