@@ -238,9 +238,9 @@ class Tape:
             self._stride *= 2
             # of the entries that still have samples, every second one loses them
             for entry in self.entries[:: self._stride // 2][1::2]:
-                entry.samples, entry.peaks = [], []
+                entry.samples = []
         if (len(self.entries) - 1) % self._stride:
-            self.entries[-1].samples, self.entries[-1].peaks = [], []
+            self.entries[-1].samples = []
 
     def close(self) -> None:
         """Let no step join until the next one is appended."""
@@ -270,7 +270,6 @@ class Tape:
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
-                self._guard.add_peaks(self.entries[i].peaks)
                 state = self.entries[i].invert(state)
             # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)

@@ -43,7 +43,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -251,10 +251,10 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
 
-def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
+def put_on_grid(state: tuple[Tensor, ...], grid: Grid, step: Any = None) -> tuple[Tensor, ...]:
     """Round the state to one grid and give it words, unless it has words of that grid.
 
-    The gradient of the rounding is the identity.
+    The gradient of the rounding is the identity. ``step`` takes the state; errors name it.
     """
     wide = any(t.dtype == torch.float64 for t in state)
     word_type = torch.int64 if wide else torch.int32
@@ -264,7 +264,7 @@ def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     bits = grid if isinstance(grid, int) else None
     down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
     scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
-    return tuple(_rounded_to(t, scale, word_type) for t in state)
+    return tuple(_rounded_to(t, scale, word_type, step) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
@@ -304,23 +304,49 @@ def largest(t: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
+class Peak(NamedTuple):
+    """The largest magnitude of a stream, and of all that were added to it."""
+
+    step: Any  # the Step that computed it, for error messages; None if unknown
+    value: Tensor  # a scalar, on the device
+    scale: Scale
+
+
+def peak_of(fixed: Fixed, step: Any) -> Peak | None:
+    """The peak of a stream that ``step`` computed; None without values."""
+    if fixed.peak is None or not has_values(fixed.words):
+        return None
+    return Peak(step, fixed.peak, fixed.scale)
+
+
+def _note(peak: Peak | None) -> None:
+    """Let the guard check the range after the running backward pass."""
+    # in the backward pass of the value itself: whatever gradient depends on it, comes here
+    if peak is not None:
+        from revzoo.core.guard import note_peak  # imports this module
+
+        note_peak(peak)
+
+
 class _Rounded(torch.autograd.Function):
     """``x`` -> the float tensor of its words; the gradient is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fixed: Fixed, step: Any) -> Tensor:
+        ctx.peak = peak_of(fixed, step)
         return _read_with_words(fixed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _note(ctx.peak)
+        return gradient, None, None
 
 
-def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype, step: Any) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
     _in_chunks(_quantise, (x.detach(), words), scale.up)
     peak = largest(x) if x.numel() else None
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak))
+    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak), step)
     return rounded
 
 
@@ -331,8 +357,8 @@ def _summed(
     dtype: torch.dtype,
     *options: Any,
     weight: int,
-) -> Tensor:
-    """Compute a sum; returns its float tensor, with words.
+) -> tuple[Tensor, Fixed]:
+    """Compute a sum; returns its float tensor, with words, and the words.
 
     Args:
         fill: computes the sum from ``parts`` into words and floats.
@@ -349,29 +375,34 @@ def _summed(
     if value.numel():
         peak = largest(value) if weight == 1 else weight * largest(value).float()
         if fixed.peak is not None:
-            peak = torch.maximum(peak, fixed.peak)
+            # the first value beyond the range stays: it causes the NaN of all that follow
+            peak = torch.where(fixed.peak < scale.end, peak.maximum(fixed.peak), fixed.peak)
     _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
     if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
         peak = torch.fmax(peak, largest(total))
-    _set_words(total, Fixed(words, scale, dtype, peak))
-    return total
+    summed = Fixed(words, scale, dtype, peak)
+    _set_words(total, summed)
+    return total, summed
 
 
 class _Sum(torch.autograd.Function):
     """``x + sign * value`` on the words of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int, step: Any) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = _add_and_read if sign > 0 else _subtract_and_read
-        return _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
+        total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
+        ctx.peak = peak_of(summed, step)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
+        _note(ctx.peak)
+        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None, None
 
 
-def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
+def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1, step: Any = None) -> Tensor:
     """``x + sign * value``, rounded to the grid of ``x``, with words.
 
     Args:
@@ -379,8 +410,9 @@ def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
         value: of the same shape.
         fixed: the words of ``x``.
         sign: 1 or -1.
+        step: the step that adds, for error messages.
     """
-    total: Tensor = _Sum.apply(x, value, fixed, sign)
+    total: Tensor = _Sum.apply(x, value, fixed, sign, step)
     return total
 
 
@@ -389,21 +421,27 @@ class _SecondDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
+        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, step: Any
     ) -> Tensor:
         # the gradient ignores the rounding and the dropped bits
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
-        return _summed(_shift_in, fixed, parts, x.dtype, bits, weight=2)
+        total, summed = _summed(_shift_in, fixed, parts, x.dtype, bits, weight=2)
+        ctx.peak = peak_of(summed, step)
+        return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        _note(ctx.peak)
         b = ctx.b
-        return gradient * b, gradient * (-2 * b), (gradient * (1 + b)).to(ctx.dtype), None, None
+        of_value = (gradient * (1 + b)).to(ctx.dtype)
+        return gradient * b, gradient * (-2 * b), of_value, None, None, None
 
 
-def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
+def second_difference(
+    before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, *, step: Any = None
+) -> Tensor:
     """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
 
     Args:
@@ -412,8 +450,9 @@ def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bi
         value: of the same shape.
         fixed: the words of ``before``.
         bits: at least 1.
+        step: the step that computes it, for error messages.
     """
-    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
+    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits, step)
     return total
 
 
@@ -492,9 +531,9 @@ def _slot_bits(bits: int) -> int:
     return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
 
 
-def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
+def put_on_grid_of(fixed: Fixed, x: Tensor, step: Any = None) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
+    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype, step)
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

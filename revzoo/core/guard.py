@@ -11,10 +11,18 @@ All figures stay on the device. They are read once, after the backward pass.
 NOTE [ Streams that overflow ]
     Nothing can be recovered from an infinite output, and plain training has no finite gradients
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
-    chains that ran in float16 and ended in values that are not finite. It also skips fixed-point
-    chains with such a value, which makes the whole stream NaN. Otherwise it still compares what is
-    finite in both passes, so a wrong inverse does not hide behind an overflow, and warns of the
-    rest.
+    chains that ran in float16 and ended in values that are not finite. After a backward pass with
+    such a value in a fixed-point stream, which makes the whole stream NaN, it skips fixed-point
+    streams. Otherwise it still compares what is finite in both passes, so a wrong inverse does not
+    hide behind an overflow, and warns of the rest.
+
+NOTE [ Streams beyond their range ]
+    A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
+    sum notes the largest value in its own backward, so every gradient that depends on it is
+    checked, in every mode. Where no gradient is needed (frozen steps, ``torch.no_grad()``), the
+    sequence checks its steps in the forward pass, or, if later steps are trained, after their
+    backward pass. The first value beyond the range stays with the words (``Fixed.peak``), so later
+    sums on them report it, too.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -49,12 +57,14 @@ from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo.core.fixedpoint import (
     Fixed,
+    Peak,
     Scale,
     Streams,
     as_fixed,
     as_floats,
     fraction_bits,
     largest,
+    peak_of,
 )
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.tensors import address, has_values
@@ -174,22 +184,9 @@ class _Drift:
         self.used = False
 
 
-class Peak(NamedTuple):
-    """The largest magnitude of a fixed-point stream, and its grid."""
-
-    step: Step
-    name: str
-    value: Tensor
-    scale: Scale
-
-
-def peaks_of(step: Step, name: str, outputs: Streams) -> list[Peak]:
-    """The peaks of a step's outputs, each over all streams that it was summed from."""
-    return [
-        Peak(step, name, t.peak, t.scale)
-        for t in outputs
-        if isinstance(t, Fixed) and t.peak is not None and has_values(t.words)
-    ]
+def _peaks_of(step: Step, outputs: State) -> list[Peak]:
+    found = [peak_of(t, step) for t in as_fixed(outputs) if isinstance(t, Fixed)]
+    return [peak for peak in found if peak is not None]
 
 
 def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[Samples]:
@@ -306,7 +303,6 @@ class Guard:
         self._task = -1
         self._start: list[Tensor] = []
         self._drifts: list[_Drift] = []
-        self._peaks: list[Peak] = []
         self._waiting: list[tuple[int, _Drift]] = []  # not yet used, by address
 
     def begin(self, state: Streams) -> None:
@@ -314,7 +310,7 @@ class Guard:
         # drops figures of a backward pass that an exception ended
         task: int = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._drifts, self._peaks, self._waiting = task, [], [], []
+            self._task, self._drifts, self._waiting = task, [], []
             # -1 outside a backward pass, as when a user reads a saved tensor: then nothing calls
             # check()
             if task != -1:
@@ -361,14 +357,10 @@ class Guard:
         addresses = {address(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
-    def add_peaks(self, peaks: list[Peak]) -> None:
-        """Record peaks, which must be below their limits."""
-        self._peaks += peaks
-
-    def pop_figures(self) -> tuple[list[Tensor], list[_Drift], list[Peak]]:
-        """Return and clear the figures: sizes at the start, drifts, peaks."""
-        figures = self._start, self._drifts, self._peaks
-        self._task, self._start, self._drifts, self._peaks, self._waiting = -1, [], [], [], []
+    def pop_figures(self) -> tuple[list[Tensor], list[_Drift]]:
+        """Return and clear the figures: sizes at the start, drifts."""
+        figures = self._start, self._drifts
+        self._task, self._start, self._drifts, self._waiting = -1, [], [], []
         return figures
 
 
@@ -378,10 +370,12 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "guards")
+    __slots__ = ("__weakref__", "before", "guards", "peaks")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
+        self.peaks: list[Peak] = []
+        self.before: list[Peak] = []  # of steps before those that the pass reaches
 
     @staticmethod
     def of(task: int) -> _Pass:
@@ -401,52 +395,62 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
+        beyond = _first_beyond_limit([*self.peaks, *self.before])
+        if beyond is not None and math.isfinite(beyond[1]):
+            raise _range_error(*beyond)
         # one transfer for all chains
-        sizes = iter(_read([size for start, _, _ in figures for size in start]))
+        sizes = iter(_read([size for start, _ in figures for size in start]))
         drifts: list[_Drift] = []
-        for start, of_chain, peaks in figures:
+        for start, of_chain in figures:
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
                 if any(drift.half for drift in of_chain):  # NOTE [ Streams that overflow ]
                     continue
                 for drift in of_chain:
                     drift.overflowed = True
-            if (found := _first_beyond_limit(peaks)) is None:
-                drifts += of_chain
-            elif math.isfinite(found[1]):
-                raise _range_error(*found)
+            drifts += of_chain
+        if beyond is not None:  # NOTE [ Streams that overflow ]
+            drifts = [drift for drift in drifts if drift.samples.scale is None]
         _check_drifts(drifts)
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
+def note_peak(peak: Peak) -> None:
+    """Check the range of a stream after the running backward pass, which is the stream's."""
+    task = torch._C._current_graph_task_id()
+    if task != -1:  # a node that is called by hand
+        _Pass.of(task).peaks.append(peak)
+
+
 class ForwardRange:
-    """The peaks of steps that no replay checks: frozen, in mode ``store``, without gradients."""
+    """The peaks of outputs that need no gradient, so no backward pass checks them."""
 
     def __init__(self) -> None:
         self._peaks: list[Peak] = []
 
     def add(self, step: Step, outputs: State) -> None:
-        """Record the peaks of a guarded step's outputs."""
-        if step.guarded:
-            self._peaks += peaks_of(step, name_of(step), as_fixed(outputs))
+        """Record the peaks of a guarded step's outputs that need no gradient."""
+        # moved words keep their peak, so in training the sums after them report it
+        if step.guarded and not (step.moves_values and torch.is_grad_enabled()):
+            self._peaks += _peaks_of(step, tuple(t for t in outputs if not t.requires_grad))
 
     def check(self, outputs: State) -> None:
         """Raise a RangeError if a stream left its range.
 
-        After the backward pass of ``outputs``; now, with a host sync, if they have none.
+        After the backward pass of ``outputs``, if these depend on later steps that have one;
+        otherwise now, with a host sync.
         """
-        peaks = self._peaks[::-1]  # in the order of replays
+        peaks = self._peaks[::-1]  # in the order of backward passes
         if not peaks:
             return
-        if differentiable := [t for t in outputs if t.requires_grad]:
+        # a leaf is the caller's own tensor
+        if computed := [t for t in outputs if t.grad_fn is not None]:
 
             def in_backward(_: Tensor) -> None:
-                guard = Guard()
-                guard.begin(())
-                guard.add_peaks(peaks)
+                _Pass.of(torch._C._current_graph_task_id()).before.extend(peaks)
 
-            register_multi_grad_hook(differentiable, in_backward, mode="any")
+            register_multi_grad_hook(computed, in_backward, mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
         found = _first_beyond_limit(peaks)
@@ -454,9 +458,16 @@ class ForwardRange:
             raise _range_error(*found)
 
 
+def check_forward_range(step: Step, outputs: State) -> None:
+    """Raise a RangeError if outputs that need no gradient left their range (host sync)."""
+    ranges = ForwardRange()
+    ranges.add(step, outputs)
+    ranges.check(outputs)
+
+
 def check_range(step: Step, state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _first_beyond_limit(peaks_of(step, name_of(step), as_fixed(state)))
+    found = _first_beyond_limit(_peaks_of(step, state))
     if found is not None:
         raise _range_error(*found)
 
@@ -473,8 +484,8 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     """The first stream in forward order at its limit, and its magnitude.
 
-    ``peaks`` are in the order of replays, the last step first. Finite magnitudes go first: a
-    stream beyond its limit turns later streams into NaN.
+    ``peaks`` are in the order of a backward pass, the last step first. Finite magnitudes go first:
+    a stream beyond its limit turns later streams into NaN.
     """
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
@@ -491,12 +502,13 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
 
 def _range_error(peak: Peak, value: float) -> RangeError:
     end = float(peak.scale.end)
+    name = "a step" if peak.step is None else name_of(peak.step)
     bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
     if not math.isfinite(value):
         # values beyond the range read as NaN, too
         limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""
         return RangeError(
-            f"{peak.name}: a stream or a value added to it is {value:g}, expected finite values"
+            f"{name}: a stream or a value added to it is {value:g}, expected finite values"
             f"{limit}: check the data, normalise the branches, or lower the learning rate if the "
             "training diverges"
         )
@@ -510,7 +522,7 @@ def _range_error(peak: Peak, value: float) -> RangeError:
         f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
     )
     error = RangeError(
-        f"{peak.name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
+        f"{name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
         f"sums are exact only below {end:g}; {remedy}"
     )
     error.grid = fitting

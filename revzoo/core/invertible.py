@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
-from revzoo.core.fixedpoint import renew_words
-
 State = tuple[Tensor, ...]
 
 
@@ -152,12 +150,11 @@ class Step(nn.Module):
 
         A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
-        from revzoo.core.modes import run_alone  # imports this module
+        from revzoo.core.modes import run_by_hand  # imports this module
 
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
-        renew_words(state)
-        return run_alone(self, state, context)
+        return run_by_hand(self, state, context)
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""

@@ -26,10 +26,28 @@ from torch import nn
 from revzoo._checks import check_module, did_you_mean
 from revzoo.core.calls import call_on_grid, explained, refuse_changed_inputs, versions_of
 from revzoo.core.checkpoint import differentiates, record
-from revzoo.core.fixedpoint import AUTO, Grid, can_have_words, check_bits, keeps_words, put_on_grid
-from revzoo.core.invertible import State, Step, as_state, is_container, leaves, name_of, plain_call
+from revzoo.core.fixedpoint import (
+    AUTO,
+    Grid,
+    can_have_words,
+    check_bits,
+    keeps_words,
+    put_on_grid,
+    renew_words,
+)
+from revzoo.core.guard import check_forward_range
+from revzoo.core.invertible import (
+    State,
+    Step,
+    as_state,
+    is_container,
+    leaves,
+    name_of,
+    plain_call,
+    streams_of,
+)
 from revzoo.core.offload import offloaded
-from revzoo.core.replay import beside_replays
+from revzoo.core.replay import beside_replays, is_replaying
 
 
 class Mode:
@@ -40,8 +58,6 @@ class Mode:
     costs = "nothing"
     inverts = False
     """Whether it recovers a step's inputs from the outputs."""
-    replays = False
-    """Whether it recomputes a step in the backward pass, where the guard checks it."""
     elsewhere = False
     """Whether it keeps as much as ``store``, but in another memory."""
     grid: Grid | None = None
@@ -75,7 +91,6 @@ class _Recompute(Mode):
     name = "recompute"
     keeps = "the input of each step"
     costs = "one more evaluation of each step"
-    replays = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         # the inverting modes recompute steps without an inverse
@@ -170,6 +185,15 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     return outputs
 
 
+def run_by_hand(step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    """:func:`run_alone` for a step that no sequence runs."""
+    renew_words(state)
+    outputs = run_alone(step, state, context)
+    if step.grid is not None and keeps_words() and not is_replaying():
+        check_forward_range(step, streams_of(outputs, step))
+    return outputs
+
+
 def on_grid_of(step: Step, state: State) -> State:
     """The state, rounded to the step's grid if it has one."""
     if step.grid is None or not keeps_words():
@@ -177,7 +201,7 @@ def on_grid_of(step: Step, state: State) -> State:
     cut = len(state) - step.float_streams
     if not can_have_words(state[:cut]):
         return state
-    return (*put_on_grid(state[:cut], step.grid), *state[cut:])
+    return (*put_on_grid(state[:cut], step.grid, step), *state[cut:])
 
 
 def set_memory(

@@ -26,7 +26,7 @@ from revzoo.core.fixedpoint import (
     as_floats,
     backing_tensors,
 )
-from revzoo.core.guard import Guard, Peak, Samples, peaks_of, sample
+from revzoo.core.guard import Guard, Samples, sample
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -69,7 +69,6 @@ class Entry:
         "name",
         "needs",
         "notes",
-        "peaks",
         "samples",
         "saved",
         "small",
@@ -112,7 +111,6 @@ class Entry:
         # weak (rule 1): the graph decides how long slots live; None for resident tensors
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
-        self.peaks: list[Peak] = []
         self._aside: SavedState | None = None
         # code that reads running statistics needs the batch norm to compute them in the replay, too
         self.notes: Notes | None = None if self.conditions.reads_statistics else {}
@@ -129,7 +127,7 @@ class Entry:
         return () if self._aside is None else backing_tensors(self._aside.state(self.name))
 
     def observe(self, taken: Streams, returned: Streams, *, inverts: bool) -> None:
-        """Sample the streams that a replay will recompute, and their range, for the guard."""
+        """Sample the streams that a replay will recompute, for the guard."""
         self.inverts = inverts
         if self.witness is not None:
             # rule 10; recomputed from exact inputs, so no channel can be lost in rounding
@@ -140,7 +138,6 @@ class Entry:
             self.samples = sample(taken, returned)
         else:
             self.samples = sample(returned, taken)
-        self.peaks = peaks_of(self.step, self.name, returned)
 
     def report(self, guard: Guard, computed: Streams) -> None:
         """Pass the streams of a replay to the guard."""
@@ -155,7 +152,6 @@ class Entry:
                 half=half,
                 inverts=self.inverts,
             )
-        guard.add_peaks(self.peaks)
 
     def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
         """The pack hook for the step's forward pass."""
@@ -190,8 +186,9 @@ class Entry:
             if stays:
                 saved.append(None)
                 return Resident.of(t)
-            # the last tensor without a home in memory is the last that the replay will record
-            if witness is not None:
+            # the last tensor without a home in memory is the last that the replay will record;
+            # masks and indices are not compared
+            if witness is not None and (t.is_floating_point() or t.is_complex()):
                 witness.note(len(saved), t)
             alive = chain()
             assert alive is not None
@@ -304,7 +301,7 @@ class Entry:
 
 
 class _Witness:
-    """The last tensor that an early stop recomputes; the guard samples only this one."""
+    """The last tensor of numbers that an early stop recomputes; the guard samples only this one."""
 
     __slots__ = ("_tensor", "_version", "index")
 

@@ -346,10 +346,10 @@ class ReversibleSequence(Invertible):
                 state = on_grid_of(step, widened(state))
             state, total, more = _advance(step, state, total, context)
             extras += more
-            if unchecked is not None and not _is_replayed(step, state):
+            if unchecked is not None:
                 unchecked.add(step, state)
         if unchecked is not None:
-            unchecked.check(state)
+            unchecked.check((*state, *extras))
         if merge:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
@@ -493,11 +493,6 @@ def _is_plain(sequence: ReversibleSequence) -> bool:
     """
     inherits = type(sequence).forward is ReversibleSequence.forward
     return inherits and calls_only_forward(sequence)
-
-
-def _is_replayed(step: Step, outputs: State) -> bool:
-    """Whether the backward pass replays the call of ``step`` that returned ``outputs``."""
-    return mode_of(step.memory).replays and any(t.requires_grad for t in outputs)
 
 
 def _advance(

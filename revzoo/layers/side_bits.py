@@ -62,6 +62,7 @@ from revzoo.core.fixedpoint import (
     second_difference,
     undo_second_difference,
 )
+from revzoo.core.guard import check_forward_range
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -72,6 +73,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
+from revzoo.core.replay import is_replaying
 from revzoo.core.slots import collect_asides, put_aside
 from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
@@ -155,6 +157,8 @@ class SideBits(Invertible):
         # its own recording collects what it puts aside; in mode store nobody may
         with collect_asides(None):
             known, y, *rest = run_step(self, state, args=args, **kwargs)
+        if self.grid != AUTO and keeps_words() and not is_replaying():
+            check_forward_range(self, (known, y))
         fixed = fixed_of(known)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
@@ -182,10 +186,10 @@ class SideBits(Invertible):
         b = 2.0**-self.bits
         fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
         if not before:
-            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value)
+            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value, self)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
-        return second_difference(before[0], x, value, known, self.bits)
+        return second_difference(before[0], x, value, known, self.bits, step=self)
 
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""

@@ -126,9 +126,9 @@ def test_is_invertible_is_a_bool(module, expected):
 
 def test_beyond_the_range_of_its_grid_a_module_is_not_invertible():
     net = ReversibleSequence([AdditiveCoupling(nn.Identity())])
-    set_memory(net, "exact", grid=22)  # exact below 256
-    assert is_invertible(net, torch.full((1, 2), 100.0))
-    assert not is_invertible(net, torch.full((1, 2), 200.0))
+    set_memory(net, "exact", grid=22)  # in float64 exact below 2048
+    assert is_invertible(net, torch.full((1, 2), 1000.0))
+    assert not is_invertible(net, torch.full((1, 2), 2000.0))
 
 
 def test_is_invertible_without_inputs_asks_the_steps():

@@ -1,6 +1,7 @@
 """Mode exact: bit-identical reconstructions and gradients, within a range that is watched."""
 
 import contextlib
+import functools
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from revzoo import (
     ChannelPermutation,
     Invertible,
     RangeError,
+    Residual,
     ReversibleBlock,
     ReversibleSequence,
     SpatialPadding,
     Squeeze,
     drift,
+    make_reversible,
     set_memory,
 )
 from revzoo.core import fixedpoint
@@ -125,10 +128,12 @@ def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
     x = torch.full((2, 4), 100.0, requires_grad=True)
     set_memory(net, "exact", grid=22)  # exact below 256
     y = net(x)
+    with pytest.raises(RangeError, match=r"reached 300"):
+        net.inverse(y)
     with pytest.raises(
         RangeError, match=r"is nan, expected finite values below 256 \(with grid=22"
     ):
-        net.inverse(y)
+        net.inverse(torch.tensor([[float("nan"), 1.0]]))
     with pytest.raises(
         RangeError, match=r"steps\.1 Add\w+: .* reached 300, .*exact\", grid=\d\d\), or"
     ):
@@ -171,6 +176,36 @@ def test_a_frozen_network_that_leaves_its_range_raises_in_the_forward_pass():
     net, x = leaves_its_range("exact")
     with pytest.raises(RangeError, match=LEFT):
         net.requires_grad_(False)(x)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_first_stream_beyond_its_range_is_reported_after_a_detour(mode, alone):
+    """Later streams are NaN, and a step without parameters is not replayed."""
+    net, x = leaves_its_range(mode)
+    net.requires_grad_(False)
+    x1, x2 = x.chunk(2, 1)
+    if alone:  # one by one, without gradients
+        with pytest.raises(RangeError, match=LEFT):
+            functools.reduce(lambda state, step: step(*state), net, (x1, x2))
+    else:  # the gradient of the input
+        y = net(x1.requires_grad_(), x2)
+        with pytest.raises(RangeError, match=LEFT):
+            y[0].sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["store", "exact"])
+def test_a_converted_network_on_a_grid_raises_beyond_its_range(mode):
+    blocks = [Residual(nn.Linear(4, 4)) for _ in range(3)]
+    net = make_reversible(nn.Sequential(*blocks), bits=2)
+    for p in net.parameters():
+        nn.init.constant_(p, 1)
+    set_memory(net, mode, grid=22)
+    x = torch.full((2, 4), 30.0)
+    with torch.no_grad(), pytest.raises(RangeError, match="reached"):
+        net(x)
+    with pytest.raises(RangeError, match="reached"):
+        net(x).sum().backward()
 
 
 @pytest.mark.parametrize(("mode", "frozen"), [("exact", 5), ("store", 0)])

@@ -232,6 +232,20 @@ def test_the_autocast_cache_is_as_in_the_forward(mode, cached):
     assert probe.seen == [(False, cached), (True, cached)]
 
 
+@pytest.mark.parametrize("inside", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_replay_reads_the_strides_of_a_single_image(mode, inside):
+    """With others, kernels sum in another order, and dropout draws other masks."""
+    strides = []
+    branch = nn.Tanh()
+    branch.register_forward_pre_hook(lambda _, args: strides.append(args[0].stride()))
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode)
+    x = torch.randn(1, 4, 8, 8).to(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+        net(2 * x, x.requires_grad_())[1].sum().backward()
+    assert strides == [x.stride()] * 2
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast_around_the_backward_pass_keeps_no_casts_of_streams(mode):
     branches = [nn.Sequential(nn.Conv2d(4, 4, 1), nn.Tanh()) for _ in range(12)]
