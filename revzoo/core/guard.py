@@ -13,8 +13,8 @@ NOTE [ Streams that overflow ]
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
     chains that ran in float16 and ended in values that are not finite. After a backward pass with
     such a value in a fixed-point stream, which makes the whole stream NaN, it skips fixed-point
-    streams. Otherwise it still compares what is finite in both passes, so a wrong inverse does not
-    hide behind an overflow, and warns of the rest.
+    streams, and warns unless they ran in float16. Otherwise it still compares what is finite in
+    both passes, so a wrong inverse does not hide behind an overflow, and warns of the rest.
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
@@ -409,7 +409,10 @@ class _Pass:
                     drift.overflowed = True
             drifts += of_chain
         if beyond is not None:  # NOTE [ Streams that overflow ]
-            drifts = [drift for drift in drifts if drift.samples.scale is None]
+            fixed = [drift for drift in drifts if drift.step.grid is not None]
+            if fixed and not any(drift.half for drift in fixed):
+                _warn_of_figure(*beyond)
+            drifts = [drift for drift in drifts if drift.step.grid is None]
         _check_drifts(drifts)
 
 
@@ -500,9 +503,13 @@ def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
 
 
+def _name_of(peak: Peak) -> str:
+    return "a step" if peak.step is None else name_of(peak.step)
+
+
 def _range_error(peak: Peak, value: float) -> RangeError:
     end = float(peak.scale.end)
-    name = "a step" if peak.step is None else name_of(peak.step)
+    name = _name_of(peak)
     bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
     if not math.isfinite(value):
         # values beyond the range read as NaN, too
@@ -552,16 +559,23 @@ def _check_drifts(drifts: list[_Drift]) -> None:
             raise _failure(drift, _explain_lost(drift, lost[drift]))
 
 
+def _warn_of_figure(peak: Peak, value: float) -> None:
+    _warn(f"{_name_of(peak)}: a stream or a value added to it is {value:g}")
+
+
 def _warn_of_overflow(drifts: list[_Drift]) -> None:
     # in forward order, the last replay being of the first step; the samples are of its input
     finite = [drift for drift in reversed(drifts) if drift.samples.values.isfinite().all()]
     where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
+    _warn(f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}")
+
+
+def _warn(what: str) -> None:
     warnings.warn(
-        f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}. "
-        "So its gradients are not finite, as in plain training: normalise the branches, lower the "
-        "learning rate, or check the data",
+        f"{what}. So its gradients are not finite, as in plain training: normalise the branches, "
+        "lower the learning rate, or check the data",
         RuntimeWarning,
-        stacklevel=2,
+        stacklevel=3,
     )
 
 

@@ -263,7 +263,8 @@ class Planner:
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients{extra}; use {either(remedies)}"
+            f"parameters, gradients{extra}, and {in_units(self._margin)} a reserve for random "
+            f"states and the guard; use {either(remedies)}"
         )
 
     def _smaller_side(self, share: float) -> int:
