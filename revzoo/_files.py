@@ -69,7 +69,7 @@ def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
     """
     for path in filter(None, paths):
         if path.is_dir():
-            raise ValueError(f"{path} is a folder: expected a file, such as {path / path.name}")
+            raise ValueError(f"{path} is a folder: expected the path of a file")
         if path.exists():
             if not os.access(path, os.W_OK):
                 raise ValueError(f"{path} cannot be written: expected a file that you may change")

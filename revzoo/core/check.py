@@ -150,7 +150,7 @@ def is_invertible(
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
         try:
             net(*state, **given)  # raises its own errors
-        except RangeError:  # beyond the grid, which recovers nothing
+        except RangeError:  # a stream beyond its range cannot be recovered
             return False
     try:
         report = check_inverse(module, *inputs, dtypes=(torch.float64,), **context)

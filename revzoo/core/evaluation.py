@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""A context in which a network is in evaluation mode."""
 
 from __future__ import annotations
 

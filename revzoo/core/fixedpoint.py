@@ -30,8 +30,8 @@ NOTE [ Words and floats ]
        least 16 times this value. It is computed on the device, for each input.
     6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
        also in a replay and without a host sync, and the backward pass raises a RangeError. If the
-       output of a sequence needs no gradient, its forward pass raises it. Values that are infinite
-       or NaN, as after an overflow of float16, become NaN.
+       output needs no gradient, the forward pass of the sequence, or of the step called alone,
+       raises it. Values that are infinite or NaN, as after an overflow of float16, become NaN.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
 """
@@ -108,7 +108,7 @@ class Fixed:
         scale: its grid.
         dtype: of the float tensor.
         peak: largest magnitude of this stream and of all values added to it so far, as a tensor on
-            the device; None for an empty stream.
+            the device; the first value beyond the range stays. None for an empty stream.
     """
 
     __slots__ = ("dtype", "peak", "scale", "words")
@@ -320,8 +320,8 @@ def peak_of(fixed: Fixed, step: Any) -> Peak | None:
 
 
 def _note(peak: Peak | None) -> None:
-    """Let the guard check the range after the running backward pass."""
-    # in the backward pass of the value itself: whatever gradient depends on it, comes here
+    """Report the peak to the guard, which checks it at the end of the backward pass."""
+    # every gradient that depends on the stream passes through the node that computed it
     if peak is not None:
         from revzoo.core.guard import note_peak  # imports this module
 

@@ -3,18 +3,20 @@
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
 So the guard samples every stream in the forward pass and compares the samples with the
-reconstruction. The relative error is the *drift*; its limit is ``Step.drift_limit``. In mode
-``exact`` the limit is zero, and streams must stay in the range of their grid.
+reconstruction. The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
+mode ``exact``. In every mode, streams on a grid must stay in its range.
 
-All figures stay on the device. They are read once, after the backward pass.
+All figures stay on the device. They are read once, after the backward pass. Ranges of outputs that
+need no gradient are read in the forward pass.
 
 NOTE [ Streams that overflow ]
     Nothing can be recovered from an infinite output, and plain training has no finite gradients
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
-    chains that ran in float16 and ended in values that are not finite. After a backward pass with
-    such a value in a fixed-point stream, which makes the whole stream NaN, it skips fixed-point
-    streams, and warns unless they ran in float16. Otherwise it still compares what is finite in
-    both passes, so a wrong inverse does not hide behind an overflow, and warns of the rest.
+    chains that ran in float16 and ended in values that are not finite. A fixed-point stream with
+    such a value is NaN as a whole. Then the guard skips all fixed-point streams of the backward
+    pass, and warns, unless one of them ran in float16. Of other streams it still compares what is
+    finite in both passes, so a wrong inverse does not hide behind an overflow, and warns of the
+    rest.
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
@@ -63,10 +65,12 @@ from revzoo.core.fixedpoint import (
     as_fixed,
     as_floats,
     fraction_bits,
+    keeps_words,
     largest,
     peak_of,
 )
 from revzoo.core.invertible import State, Step, name_of
+from revzoo.core.replay import is_replaying
 from revzoo.core.tensors import address, has_values
 
 # enough to see a wrong stream; a kernel on so few values costs little more than its launch
@@ -411,7 +415,7 @@ class _Pass:
         if beyond is not None:  # NOTE [ Streams that overflow ]
             fixed = [drift for drift in drifts if drift.step.grid is not None]
             if fixed and not any(drift.half for drift in fixed):
-                _warn_of_figure(*beyond)
+                _warn_of_peak(*beyond)
             drifts = [drift for drift in drifts if drift.step.grid is None]
         _check_drifts(drifts)
 
@@ -420,9 +424,9 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def note_peak(peak: Peak) -> None:
-    """Check the range of a stream after the running backward pass, which is the stream's."""
+    """Check the range of a stream at the end of the running backward pass."""
     task = torch._C._current_graph_task_id()
-    if task != -1:  # a node that is called by hand
+    if task != -1:  # -1: someone called the node by hand, so no pass ends
         _Pass.of(task).peaks.append(peak)
 
 
@@ -434,15 +438,16 @@ class ForwardRange:
 
     def add(self, step: Step, outputs: State) -> None:
         """Record the peaks of a guarded step's outputs that need no gradient."""
-        # moved words keep their peak, so in training the sums after them report it
+        # Moved words keep their peak, and the sums after them report it. Without gradients, steps
+        # that move values count: nothing may come after them.
         if step.guarded and not (step.moves_values and torch.is_grad_enabled()):
             self._peaks += _peaks_of(step, tuple(t for t in outputs if not t.requires_grad))
 
     def check(self, outputs: State) -> None:
         """Raise a RangeError if a stream left its range.
 
-        After the backward pass of ``outputs``, if these depend on later steps that have one;
-        otherwise now, with a host sync.
+        If ``outputs`` need gradients, later steps are trained: then this happens at the end of
+        their backward pass. Otherwise it happens now, with a host sync.
         """
         peaks = self._peaks[::-1]  # in the order of backward passes
         if not peaks:
@@ -461,11 +466,17 @@ class ForwardRange:
             raise _range_error(*found)
 
 
+def checks_forward() -> bool:
+    """Whether a forward pass checks ranges: not in a replay, which repeats one that did."""
+    return keeps_words() and not is_replaying()
+
+
 def check_forward_range(step: Step, outputs: State) -> None:
     """Raise a RangeError if outputs that need no gradient left their range (host sync)."""
-    ranges = ForwardRange()
-    ranges.add(step, outputs)
-    ranges.check(outputs)
+    if checks_forward():
+        ranges = ForwardRange()
+        ranges.add(step, outputs)
+        ranges.check(outputs)
 
 
 def check_range(step: Step, state: State) -> None:
@@ -559,7 +570,7 @@ def _check_drifts(drifts: list[_Drift]) -> None:
             raise _failure(drift, _explain_lost(drift, lost[drift]))
 
 
-def _warn_of_figure(peak: Peak, value: float) -> None:
+def _warn_of_peak(peak: Peak, value: float) -> None:
     _warn(f"{_name_of(peak)}: a stream or a value added to it is {value:g}")
 
 
@@ -572,7 +583,7 @@ def _warn_of_overflow(drifts: list[_Drift]) -> None:
 
 def _warn(what: str) -> None:
     warnings.warn(
-        f"{what}. So its gradients are not finite, as in plain training: normalise the branches, "
+        f"{what}. So the gradients are not finite, as in plain training: normalise the branches, "
         "lower the learning rate, or check the data",
         RuntimeWarning,
         stacklevel=3,

@@ -47,7 +47,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.replay import beside_replays, is_replaying
+from revzoo.core.replay import beside_replays
 
 
 class Mode:
@@ -189,7 +189,7 @@ def run_by_hand(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     """:func:`run_alone` for a step that no sequence runs."""
     renew_words(state)
     outputs = run_alone(step, state, context)
-    if step.grid is not None and keeps_words() and not is_replaying():
+    if step.grid is not None:
         check_forward_range(step, streams_of(outputs, step))
     return outputs
 

@@ -301,7 +301,7 @@ class Entry:
 
 
 class _Witness:
-    """The last tensor of numbers that an early stop recomputes; the guard samples only this one."""
+    """The last floating-point tensor that an early stop recomputes; the guard samples only it."""
 
     __slots__ = ("_tensor", "_version", "index")
 
@@ -484,10 +484,11 @@ class SlotRecorder:
 
 
 def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
-    """``t`` as a leaf, at which a recorded graph ends; None: it needs gradient if ``t`` does."""
+    """A detached leaf, where a recorded graph ends; ``needs_gradient`` None: as ``t``."""
     leaf = t.detach()
-    # Autocast keeps its casts of a leaf until the outermost autocast ends, which may surround the
-    # whole backward pass; of a view it keeps none. Not of a subclass, whose views may be others.
+    # Autocast caches its casts of leaves until the outermost autocast ends, which may surround the
+    # whole backward pass. It does not cache casts of views, so the leaf becomes a view. Subclasses
+    # with their own operators stay: they may not support alias().
     if autocasts(t.device) and t.layout is torch.strided and not overrides_functions(t):
         with torch.no_grad():
             leaf = torch.ops.aten.alias(leaf)  # view_as() would change strides of dimensions of 1

@@ -49,7 +49,7 @@ def version_of(t: Tensor) -> int:
 
 
 def overrides_functions(t: Tensor) -> bool:
-    """Whether the class of ``t`` has its own functions of tensors, as images of torchvision do."""
+    """Whether the class of ``t`` overrides torch's functions, as torchvision's images do."""
     kind = type(t)
     plain = kind is Tensor or kind.__torch_function__ is torch._C._disabled_torch_function_impl
     return not plain

@@ -29,7 +29,7 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     renew_words,
 )
-from revzoo.core.guard import ForwardRange, check_range
+from revzoo.core.guard import ForwardRange, check_range, checks_forward
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -43,7 +43,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.replay import Conditions, is_replaying
+from revzoo.core.replay import Conditions
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
@@ -333,8 +333,7 @@ class ReversibleSequence(Invertible):
         if merge:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
-        # a replay repeats a forward pass that was checked
-        unchecked = ForwardRange() if keeps_words() and not is_replaying() else None
+        unchecked = ForwardRange() if checks_forward() else None
         waiting = list(self)[::-1]
         while waiting:
             step = waiting.pop()
@@ -371,6 +370,7 @@ class ReversibleSequence(Invertible):
         self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
+        # each step has checked what it got, nobody the last result
         check_range(next(iter(leaves(self).values()), self), inputs)
         return inputs
 

@@ -73,7 +73,6 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
-from revzoo.core.replay import is_replaying
 from revzoo.core.slots import collect_asides, put_aside
 from revzoo.core.tensors import has_values
 from revzoo.layers.residual import Residual
@@ -157,7 +156,8 @@ class SideBits(Invertible):
         # its own recording collects what it puts aside; in mode store nobody may
         with collect_asides(None):
             known, y, *rest = run_step(self, state, args=args, **kwargs)
-        if self.grid != AUTO and keeps_words() and not is_replaying():
+        # on the CPU, a block whose output leaves the range of an automatic grid ends the run
+        if self.grid is not None and not (self.grid == AUTO and y.device.type == "cpu"):
             check_forward_range(self, (known, y))
         fixed = fixed_of(known)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)

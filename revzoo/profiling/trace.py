@@ -439,7 +439,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """The conditions of a plain training step, whatever the caller's; its random states stay."""
+    """Run under the conditions of a plain training step; keep the caller's random states."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     with (
         torch.inference_mode(False),

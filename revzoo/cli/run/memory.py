@@ -54,46 +54,16 @@ def with_plan(
     """
     memory = config["memory"]
     mode = PLANNED.get(memory["mode"])
-    if mode is None:
+    if mode is None or not mode.plans(module.model):
         return dict(config)
-    case = {
-        "budget": memory.get("bytes"),
-        "input": [data.batch_size, data.in_chans, data.image_size, data.image_size],
-        "precision": dict(config["precision"]),
-        "device": trainer.strategy.root_device.type,
-        "kept_bytes": _kept_bytes(module, trainer),
-    }
     plan: Mapping[str, str] | None = memory.get("plan")  # of the run that resumes here
-    before = memory.get("planned_for") or case
-    if plan is None or before != case:
-        if plan is not None and is_first_process():
-            changed = [name for name, value in case.items() if before.get(name) != value]
-            log.info("memory=%s: planned again for another %s", mode.name, ", ".join(changed))
-        plan, memory = _new_plan(mode, case, module, trainer), {**memory, "planned_for": case}
-    if plan is None:
-        return dict(config)
-    set_memory(module.model, plan)
-    return {**config, "memory": {**memory, "plan": dict(plan)}}
-
-
-def _new_plan(
-    mode: PlannedMode, case: Mapping[str, Any], module: Classifier, trainer: pl.Trainer
-) -> Plan | None:
-    """Make a plan and log it; None if an unbounded mode keeps the model's mode."""
-    if not mode.plans(module.model):
-        return None
+    made_for = memory.get("planned_for")
     try:
-        with trainer.precision_plugin.forward_context():  # autocast halves most activations
-            planner = Planner(
-                module.model,
-                case["input"],
-                # measured times would differ from process to process, and the plans with them
-                clock=False,
-                extra=case["kept_bytes"],
-                recompute=mode.bounded,
-                device=trainer.strategy.root_device,
-            )
-            plan = mode.plan(planner, case["budget"])
+        conditions = _conditions(memory, config, module, data, trainer)
+        if plan is None or (made_for and made_for != conditions):
+            if plan is not None and is_first_process():
+                _log_change(mode, made_for, conditions)
+            plan, made_for = _new_plan(mode, conditions, module, trainer), conditions
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so going on without one is no help
         if mode.bounded:
@@ -104,7 +74,51 @@ def _new_plan(
             error,
             inverting_mode(module.model),
         )
-        return None
+        kept = {key: memory[key] for key in memory if key not in ("plan", "planned_for")}
+        return {**config, "memory": kept}
+    set_memory(module.model, plan)
+    planned = {**memory, "plan": dict(plan)}
+    return {**config, "memory": {**planned, "planned_for": made_for} if made_for else planned}
+
+
+def _conditions(
+    memory: Mapping[str, Any],
+    config: Mapping[str, Any],
+    module: Classifier,
+    data: ImageData,
+    trainer: pl.Trainer,
+) -> dict[str, Any]:
+    """All that a plan depends on, as plain data."""
+    return {
+        "budget": memory.get("bytes"),
+        "input": [data.batch_size, data.in_chans, data.image_size, data.image_size],
+        "precision": dict(config["precision"]),
+        "device": trainer.strategy.root_device.type,
+        "extra_bytes": _extra_bytes(module, trainer),
+    }
+
+
+def _log_change(mode: PlannedMode, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    names = [name for name, value in now.items() if before.get(name) != value]
+    changed = ", ".join(names).replace("_", " ")
+    log.info("memory=%s: plans again, since the run has another %s", mode.name, changed)
+
+
+def _new_plan(
+    mode: PlannedMode, conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trainer
+) -> Plan:
+    """Make a plan and log it."""
+    with trainer.precision_plugin.forward_context():  # autocast halves most activations
+        planner = Planner(
+            module.model,
+            conditions["input"],
+            # measured times would differ from process to process, and the plans with them
+            clock=False,
+            extra=conditions["extra_bytes"],
+            recompute=mode.bounded,
+            device=trainer.strategy.root_device,
+        )
+        plan = mode.plan(planner, conditions["budget"])
     if is_first_process():
         log.info("memory=%s: %s", mode.name, _summary(plan, planner))
     return plan
@@ -117,7 +131,7 @@ def _summary(plan: Plan, planner: Planner) -> str:
     return f"steps: {count_modes(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
 
 
-def _kept_bytes(module: Classifier, trainer: pl.Trainer) -> int:
+def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     """Bytes that a run keeps through its steps, besides the tensors of the model's own step."""
     # on meta: the state is counted, not allocated
     model = copied(module.model, lambda t: t.to("meta"))

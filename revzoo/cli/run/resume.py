@@ -142,7 +142,7 @@ def check_same_run(config: Mapping[str, Any], state: Mapping[str, Any], run_dir:
     # a checkpoint contains the weights and does not record the source of the initial ones
     others = {*WEIGHTS, "memory"}
     if config["callbacks"].get("side_bits"):
-        others.add("reversible_bits")  # the bits of its weights, which the callback raises
+        others.add("reversible_bits")  # the callback raises them, so a checkpoint may have more
     spec = {key: value for key, value in spec.items() if key not in others}
     # revnet38.cifar10 names weights of revnet38
     spec["name"] = spec["name"].partition(".")[0]
