@@ -212,4 +212,7 @@ def test_help_fits_in_80_columns(
         main([command, "--help"])
     output = capsys.readouterr().out
     assert "``" not in output
-    assert [line for line in output.splitlines() if len(line) > 80] == []
+    lines = output.splitlines()
+    assert [line for line in lines if len(line) > 80] == []
+    # a line that is not indented is wrapped with its neighbours
+    assert [line for line in lines if line.startswith("revzoo ") and " revzoo " in line] == []

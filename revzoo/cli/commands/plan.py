@@ -1,8 +1,10 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
-revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
-revzoo plan revnet110 --budget 1GiB --fit batch
-revzoo train model=revnet110 memory=budget memory.bytes=1GiB    # trains with such a plan
+--fit finds the largest batch, image or depth instead. A run makes its own plan.
+
+    revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
+    revzoo plan revnet110 --budget 1GiB --fit batch
+    revzoo train model=revnet110 memory=budget memory.bytes=1GiB
 """
 
 from __future__ import annotations
