@@ -107,7 +107,7 @@ class _Invert(_Recompute):
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         if not any(step.invertible for step in steps):
             raise ValueError(
-                f"{type(module).__name__} has no invertible step, so memory mode {self.name!r} "
+                f"{module._get_name()} has no invertible step, so memory mode {self.name!r} "
                 "cannot apply: use 'recompute' or 'store', or a reversible model"
             )
 
@@ -274,7 +274,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     except AttributeError:
         paths = [name for name, _ in module.named_modules()]
         raise ValueError(
-            f"the plan has a mode for {path!r}, but {type(module).__name__} has no such part: use "
+            f"the plan has a mode for {path!r}, but {module._get_name()} has no such part: use "
             f"the plan for the model that it was made for{did_you_mean(path, paths)}"
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
@@ -288,7 +288,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
                     "ReversibleBlock"
                 )
         raise ValueError(
-            f"{type(part).__name__} holds no step whose memory mode could be set to {mode!r}: "
+            f"{part._get_name()} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step"
         )
     return steps

@@ -108,6 +108,7 @@ class LibraryNetwork(ImageNetwork):
     ) -> None:
         super().__init__(in_chans=in_chans)
         library, name = find_library_model(variant.network)
+        self._name = variant.network
         try:
             self.net = _built(library, name, img_size, pretrained)
         except NotImplementedError:
@@ -140,6 +141,9 @@ class LibraryNetwork(ImageNetwork):
         self.num_classes = num_classes
         if memory not in (None, "store"):
             set_memory(self, memory)  # raises: the network has no steps
+
+    def _get_name(self) -> str:  # in repr and errors
+        return self._name
 
     @property
     def image_size(self) -> int:
