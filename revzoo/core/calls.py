@@ -52,6 +52,33 @@ def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> Stat
     return inputs
 
 
+def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
+    """Add a note to an error of torch or Python, which names neither the step nor its streams.
+
+    Args:
+        error: of ``step.forward`` or ``step.inverse``.
+        step: the step.
+        state: the streams that it got.
+        direction: ``"forward"`` or ``"inverse"``.
+    """
+    if hasattr(error, "__notes__"):  # of a step inside this one
+        return
+    call = f"{getattr(type(step), direction).__qualname__}()"
+    if type(error) is RuntimeError:
+        shapes = " and ".join(str(tuple(t.shape)) for t in state)
+        expected = {"forward": "its layers take", "inverse": "its forward returns"}[direction]
+        error.add_note(
+            f"The {direction} of {name_of(step)} got streams of shape {shapes}: expected the "
+            f"shapes that {expected}"
+        )
+    # not of a branch, nor for a keyword argument
+    elif str(error).startswith(call) and "positional argument" in str(error):
+        error.add_note(
+            f"{name_of(step)} takes `streams` = {step.streams} streams: set streams = 1 in its "
+            f"class if its {direction} takes one"
+        )
+
+
 def _keeps_words_of(step: Step) -> bool:
     return step.grid is not None and step.moves_values and keeps_words()
 

@@ -24,7 +24,13 @@ import torch
 from torch import nn
 
 from revzoo._checks import check_module, did_you_mean
-from revzoo.core.calls import call_on_grid, explained, refuse_changed_inputs, versions_of
+from revzoo.core.calls import (
+    call_on_grid,
+    explain_streams,
+    explained,
+    refuse_changed_inputs,
+    versions_of,
+)
 from revzoo.core.checkpoint import differentiates, record
 from revzoo.core.fixedpoint import (
     AUTO,
@@ -180,7 +186,11 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     watched = () if torch.compiler.is_compiling() else state  # a captured graph has no versions
     # a branch that works in place on its stream trains the two streams on different values
     versions = versions_of(watched)
-    outputs = mode.run(step, state, context)
+    try:
+        outputs = mode.run(step, state, context)
+    except (RuntimeError, TypeError) as error:
+        explain_streams(error, step, state, "forward")
+        raise
     refuse_changed_inputs(name_of(step), watched, versions)
     return outputs
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_callable
 from revzoo.core.calls import (
     calls_only_forward,
+    explain_streams,
     inverse_on_grid,
     refuse_changed_outputs,
     versions_of,
@@ -470,13 +471,8 @@ def invert_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> Stat
 def _inverted(step: Invertible, state: State, context: dict[str, Any]) -> State:
     try:
         return inverse_on_grid(step, *state, **context)
-    except RuntimeError as error:
-        if type(error) is RuntimeError:  # torch's, which names a wrong width, but not the step
-            shapes = " and ".join(str(tuple(t.shape)) for t in state)
-            error.add_note(
-                f"The inverse of {name_of(step)} got streams of shape {shapes}: expected the "
-                "shapes that its forward returns"
-            )
+    except (RuntimeError, TypeError) as error:
+        explain_streams(error, step, state, "inverse")
         raise
 
 

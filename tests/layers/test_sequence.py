@@ -89,6 +89,31 @@ def test_an_inverse_takes_tensors():
         net.inverse(outputs)
 
 
+@pytest.mark.parametrize("memory", MODES)
+def test_a_forward_of_the_wrong_width_names_the_step(memory):
+    net = linear_net()
+    set_memory(net, memory)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
+        net(torch.randn(2, 10, dtype=torch.float64))
+    (note,) = error.value.__notes__
+    assert "steps.0.steps.0 AdditiveCoupling got streams of shape (2, 5) and (2, 5)" in note
+
+
+def test_a_forgotten_number_of_streams():
+    class Shift(Invertible):
+        def forward(self, x):
+            return x + 1
+
+        def inverse(self, y):
+            return y - 1
+
+    net = ReversibleSequence([Shift()])
+    for call in (net, net.inverse):
+        with pytest.raises(TypeError, match="positional arguments") as error:
+            call(torch.randn(2, 4))
+        assert "takes `streams` = 2 streams: set streams = 1" in error.value.__notes__[0]
+
+
 def test_an_inverse_of_the_wrong_width_names_the_step():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as error:
         linear_net().inverse(torch.randn(2, 10, dtype=torch.float64))
