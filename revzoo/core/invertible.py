@@ -281,6 +281,11 @@ def label_steps(module: nn.Module, prefix: str = "") -> None:
             step.label = path
 
 
+def kind_of(module: nn.Module) -> str:
+    """The module's name in its ``repr``: its type, or the name of a library's network."""
+    return str(module._get_name())  # type: ignore[no-untyped-call]
+
+
 def name_of(step: Step) -> str:
     """The step's path, if known, and its type."""
     return f"{step.label} {type(step).__name__}".strip()

@@ -47,6 +47,7 @@ from revzoo.core.invertible import (
     Step,
     as_state,
     is_container,
+    kind_of,
     leaves,
     name_of,
     plain_call,
@@ -113,7 +114,7 @@ class _Invert(_Recompute):
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         if not any(step.invertible for step in steps):
             raise ValueError(
-                f"{module._get_name()} has no invertible step, so memory mode {self.name!r} "
+                f"{kind_of(module)} has no invertible step, so memory mode {self.name!r} "
                 "cannot apply: use 'recompute' or 'store', or a reversible model"
             )
 
@@ -284,7 +285,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     except AttributeError:
         paths = [name for name, _ in module.named_modules()]
         raise ValueError(
-            f"the plan has a mode for {path!r}, but {module._get_name()} has no such part: use "
+            f"the plan has a mode for {path!r}, but {kind_of(module)} has no such part: use "
             f"the plan for the model that it was made for{did_you_mean(path, paths)}"
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
@@ -298,7 +299,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
                     "ReversibleBlock"
                 )
         raise ValueError(
-            f"{part._get_name()} holds no step whose memory mode could be set to {mode!r}: "
+            f"{kind_of(part)} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step"
         )
     return steps

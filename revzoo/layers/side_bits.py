@@ -69,6 +69,7 @@ from revzoo.core.invertible import (
     Recorder,
     State,
     Step,
+    kind_of,
     label_steps,
     name_of,
 )
@@ -308,7 +309,7 @@ def make_reversible(
         runs = [run for m in chosen for run in list(_residuals_in(m)) or _groups(m)]
     if not runs:
         raise ValueError(
-            f"{model._get_name()} has no run of blocks: expected revzoo.Residual modules, or "
+            f"{kind_of(model)} has no run of blocks: expected revzoo.Residual modules, or "
             "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList"
         )
     for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
@@ -363,7 +364,7 @@ def _container(model: nn.Module, path: str) -> nn.Module:
     if path not in modules:
         known = [name for name, module in modules.items() if _is_list(module)]
         raise ValueError(
-            f"blocks: {model._get_name()} has no nn.Sequential or nn.ModuleList {path!r}"
+            f"blocks: {kind_of(model)} has no nn.Sequential or nn.ModuleList {path!r}"
             f"{did_you_mean(path, known)}"
         )
     return modules[path]
