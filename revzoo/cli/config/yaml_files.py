@@ -105,6 +105,9 @@ def recorded_config(run_dir: Path) -> dict[str, Any]:
     """
     path = run_dir / CONFIG_FILE
     if not path.is_file():
+        for folder in run_dir.parents[:2]:  # of RUN_DIR/checkpoints/last.ckpt
+            if (folder / CONFIG_FILE).is_file():
+                raise ConfigError(f"{run_dir}: expected the folder of the run, --resume {folder}")
         raise ConfigError(
             f"there is no {path}: give the folder of a run, such as outputs/MODEL-DATA/TIME"
         )

@@ -314,6 +314,11 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
     assert sorted(p.name for p in stopped.rglob("*")) == before
 
 
+def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> None:
+    message = refused(stopped / "checkpoints" / "last.ckpt")
+    assert f"last.ckpt: expected the folder of the run, --resume {stopped}" in message
+
+
 def test_another_model_in_the_configuration_is_refused(stopped: Path) -> None:
     path = stopped / "config.yaml"
     path.write_text(path.read_text().replace("name: revnet38", "name: revnet110"))
