@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> None:
     """
     from omegaconf import MISSING
 
-    from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from revzoo.cli.config.compose import CONFIGS, Source, compose_checked, to_plain
+    from revzoo.cli.config.quick import EVAL_KEYS
     from revzoo.cli.config.yaml_files import run_of
 
     # on standard error: standard output has only the figures
@@ -46,6 +47,15 @@ def run(args: argparse.Namespace) -> None:
         # Hydra would suggest nothing: configs/eval.yaml has no such group
         if key == "model":
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
+        section = key.lstrip("+").partition(".")[0]
+        if (CONFIGS / section).is_dir() and section not in EVAL_KEYS:
+            why = "; the memory mode does not matter: no activation is kept"
+            raise ConfigError(
+                f"{override}: expected one of the keys of an evaluation, {', '.join(EVAL_KEYS)}"
+                + why * (section == "memory")
+            )
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     if config["ckpt"] not in (None, "", MISSING):
         # a wrong name or path is refused before torch is imported

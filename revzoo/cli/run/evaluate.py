@@ -12,6 +12,7 @@ from revzoo._checks import check_choice, check_count, check_names
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.quick import EVAL_KEYS
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
@@ -24,7 +25,6 @@ from revzoo.training.tuning.out_of_memory import memory_errors
 log = logging.getLogger(__name__)
 
 SPLITS = ("test", "val")
-KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
 
 
 def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
@@ -98,7 +98,7 @@ def check_eval(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    check_names(config, KEYS, where="config")
+    check_names(config, EVAL_KEYS, where="config")
     if config["ckpt"] in (None, "", MISSING):
         raise ConfigError(
             "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "

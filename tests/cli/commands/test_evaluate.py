@@ -183,6 +183,9 @@ def test_other_channels_are_refused(run: Any, tmp_path: Path) -> None:
         (["split=train"], "expected one of test, val"),
         (["batch_size=0"], "whole number >= 1"),
         (["splitt=val"], "did you mean 'split'"),
+        (["optim=adam"], "optim=adam: expected one of the keys of an evaluation, ckpt, "),
+        (["memory=store"], "the memory mode does not matter"),
+        (["ckpt.ckpt"], "did you mean ckpt=ckpt.ckpt?"),
         (["model=revnet38.cifar10"], "expected ckpt=revnet38.cifar10"),
     ],
 )
