@@ -112,8 +112,8 @@ class FiniteLoss(pl.Callback):
         if loss > limit:
             for state in callbacks_of(trainer, RunState):
                 note = (
-                    f"the mean training loss of epoch {epoch} is {loss:.3g}, more than {DIVERGED} "
-                    "times the loss of uniform guessing: training has diverged; lower optim.lr"
+                    f"the mean training loss of epoch {epoch + 1} is {loss:.3g}, more than "
+                    f"{DIVERGED} times the loss of uniform guessing: training has diverged; lower optim.lr"
                     f"{_rate(pl_module)}"
                 )
                 # warn once; the note keeps the last epoch's figures
@@ -177,9 +177,12 @@ class FiniteLoss(pl.Callback):
 def divergence_error(
     module: pl.LightningModule, step: int, epoch: int, *, what: str = "the training loss"
 ) -> FloatingPointError:
-    """The error of a run that has diverged, with the step, the epoch and the remedy."""
+    """The error of a run that has diverged, with the step, the epoch and the remedy.
+
+    ``epoch`` counts from 0, as Lightning does; the message counts from 1, as the progress does.
+    """
     return FloatingPointError(
-        f"{what} is not finite at step {step}, in epoch {epoch}: training has diverged; lower "
+        f"{what} is not finite at step {step}, in epoch {epoch + 1}: training has diverged; lower "
         f"optim.lr{_rate(module)} or raise the precision. Earlier checkpoints are intact"
     )
 

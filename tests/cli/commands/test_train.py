@@ -167,7 +167,7 @@ def test_divergence_ends_with_advice(compose: Any, tmp_path: Path) -> None:
     config = compose(*SMALL, "memory=store", "optim.lr=1e30", "optim.schedule.start=1.0")
     message = failing(config, tmp_path)
     assert "lower optim.lr" in message
-    assert "at step 1, in epoch 0" in message
+    assert "at step 1, in epoch 1" in message
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert message == f"revzoo: {summary['stopped']}"
     assert summary["steps"] == 1

@@ -47,7 +47,7 @@ def fit(tmp_path: Path, spoil: Spoil) -> None:
 def test_the_error_names_the_step_and_the_last_checkpoint_stays(
     step: int, epoch: int, tmp_path: Path
 ) -> None:
-    message = rf"loss is not finite at step {step}, in epoch {epoch}: .*lower optim\.lr"
+    message = rf"loss is not finite at step {step}, in epoch {epoch + 1}: .*lower optim\.lr"
     with pytest.raises(FloatingPointError, match=message):
         fit(tmp_path, Spoil(step))
     last = read_checkpoint(tmp_path / "checkpoints" / LAST)
@@ -82,14 +82,14 @@ def test_a_device_records_the_first_step(tmp_path: Path) -> None:
         watch._record(torch.isfinite(torch.tensor(loss)), step, 7)
         if step == 1:
             watch._read(module)
-    with pytest.raises(FloatingPointError, match="at step 2, in epoch 7"):
+    with pytest.raises(FloatingPointError, match="at step 2, in epoch 8"):
         watch._read(module)
 
 
 @pytest.mark.gpu
 def test_on_a_gpu_no_step_waits(tmp_path: Path) -> None:
     runner = trainer(tmp_path, accelerator="gpu", max_epochs=8, callbacks=[Spoil(13)])
-    with pytest.raises(FloatingPointError, match="at step 13, in epoch 3"):
+    with pytest.raises(FloatingPointError, match="at step 13, in epoch 4"):
         runner.fit(Classifier(TinyNet()), loader())
     watch, module = FiniteLoss(), Classifier(TinyNet()).cuda()
     mode = torch.cuda.get_sync_debug_mode()
@@ -118,3 +118,4 @@ def test_a_diverged_loss_is_warned_of_once(
     assert len(warnings) == warned
     (state,) = callbacks_of(runner, RunState)
     assert ("loss" in state.notes) == warned
+    assert [m for m in warnings if "training loss of epoch 1 is" not in m] == []
