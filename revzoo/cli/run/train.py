@@ -9,6 +9,7 @@ import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -157,6 +158,7 @@ def train(
     shorten_log()
     # before the search: trials stop at signals, too
     stop = GracefulStop()
+    stop.hint = partial(resume_hint, run_dir)
     try:
         with stop.listening(), switches_restored():
             # a resumed run has its value in the configuration

@@ -30,6 +30,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.training.checkpoint.resume_point import can_resume_here
+from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of, started_processes
 
 log = logging.getLogger(__name__)
@@ -58,6 +59,7 @@ class GracefulStop(pl.Callback):
     """Stops the run at a point where it can resume exactly; see the module's docstring.
 
     Attributes:
+        hint: how to resume the run, for the last line after a second Ctrl-C; None for no line.
         requested: the signal that this process has received, if any.
         agreed: the signal that all processes know since the end of a batch. Collective actions
             (saving, leaving a loop) depend on this one only.
@@ -67,6 +69,7 @@ class GracefulStop(pl.Callback):
     """The instance that handles this process's signals, also in trials without callbacks."""
 
     def __init__(self) -> None:
+        self.hint: Callable[[], str] | None = None
         self.requested: int | None = None
         self.agreed: int | None = None
         self._since = 0.0  # time.monotonic when the signal arrived
@@ -114,6 +117,8 @@ class GracefulStop(pl.Callback):
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         # the user wants to stop now: no clean-up, which may be what hangs
         if self.requested is not None and signum == signal.SIGINT:
+            if self.hint is not None and is_first_process():
+                os.write(2, f"revzoo: stopped; {self.hint()}\n".encode(errors="surrogateescape"))
             os._exit(128 + signum)
         if self.requested is not None:
             return  # batch systems send SIGTERM both to the process and to its group

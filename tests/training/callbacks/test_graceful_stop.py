@@ -80,10 +80,13 @@ def test_outside_of_loops_the_run_stops_at_once() -> None:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_interrupt_ends_at_once(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     statuses: list[int] = []
     monkeypatch.setattr(os, "_exit", statuses.append)
     stop = GracefulStop()
+    stop.hint = lambda: "to resume: it"
     stop._in_loop = True
     with stop.listening():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -91,6 +94,7 @@ def test_a_second_interrupt_ends_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
         assert statuses == []
         os.kill(os.getpid(), signal.SIGINT)
     assert statuses == [130]
+    assert capfd.readouterr().err.endswith("revzoo: stopped; to resume: it\n")
 
 
 def test_the_old_handlers_are_restored() -> None:
