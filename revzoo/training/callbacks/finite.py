@@ -113,8 +113,8 @@ class FiniteLoss(pl.Callback):
             for state in callbacks_of(trainer, RunState):
                 note = (
                     f"the mean training loss of epoch {epoch + 1} is {loss:.3g}, more than "
-                    f"{DIVERGED} times the loss of uniform guessing: training has diverged; lower optim.lr"
-                    f"{_rate(pl_module)}"
+                    f"{DIVERGED} times the loss of uniform guessing: training has diverged; lower "
+                    f"optim.lr{_rate(pl_module)}"
                 )
                 # warn once; the note keeps the last epoch's figures
                 if "loss" not in state.notes and trainer.is_global_zero:
