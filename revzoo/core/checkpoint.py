@@ -72,7 +72,7 @@ from torch.autograd import forward_ad, profiler
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
 from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of
-from revzoo.core.guard import COMPARED, Guard
+from revzoo.core.guard import COMPARED, Guard, note_peaks
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
 from revzoo.core.replay import is_replaying, parameters_of
@@ -270,6 +270,7 @@ class Tape:
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
+                note_peaks(self.entries[i].step, state)  # no gradient comes through its sum
                 state = self.entries[i].invert(state)
             # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)

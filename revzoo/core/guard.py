@@ -188,7 +188,7 @@ class _Drift:
         self.used = False
 
 
-def _peaks_of(step: Step, outputs: State) -> list[Peak]:
+def _peaks_of(step: Step, outputs: Streams) -> list[Peak]:
     found = [peak_of(t, step) for t in as_fixed(outputs) if isinstance(t, Fixed)]
     return [peak for peak in found if peak is not None]
 
@@ -428,6 +428,12 @@ def note_peak(peak: Peak) -> None:
     task = torch._C._current_graph_task_id()
     if task != -1:  # -1: someone called the node by hand, so no pass ends
         _Pass.of(task).peaks.append(peak)
+
+
+def note_peaks(step: Step, outputs: Streams) -> None:
+    """:func:`note_peak` for each output of ``step``."""
+    for peak in _peaks_of(step, outputs):
+        note_peak(peak)
 
 
 class ForwardRange:

@@ -144,6 +144,7 @@ def test_a_backward_pass_that_failed_leaves_nothing_behind(mode, sampling):
             assert_close(p.grad, clipped_mean(loop)[n], n)
 
 
+@pytest.mark.filterwarnings("ignore:.*a value added to it is nan:RuntimeWarning")
 @pytest.mark.parametrize("sampling", ["hooks", "ghost"])
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_a_sample_that_is_not_finite_raises(mode, sampling):
