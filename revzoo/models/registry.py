@@ -185,7 +185,7 @@ def create_model(
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
     allow_nonfinite: bool = False,
-    reversible_bits: int | Literal["saved"] | None = "saved",
+    reversible_bits: int | None = None,
     **keywords: Any,
 ) -> ImageNetwork | FeatureNet:
     """Create a model in training mode, randomly initialised or with trained weights.
@@ -209,8 +209,8 @@ def create_model(
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
         reversible_bits: make the runs of blocks of a ResNet or a library's network reversible, see
-            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. None for the plain
-            network; ``"saved"`` for the bits of a saved model, and plain without one.
+            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. None for those of a
+            saved model, and the plain network without one.
         keywords: arguments of the network's class, or fields of its row:
 
             * ``memory``: memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in
@@ -243,15 +243,12 @@ def create_model(
             f"pretrained={pretrained!r}: expected True or False; the name selects the weights, "
             'create_model("ARCHITECTURE.TAG", pretrained=True), see list_models(pretrained=True)'
         )
-    if reversible_bits not in (None, "saved"):  # an option, as in the entry of a saved model
+    if reversible_bits is not None:  # an option, as in the entry of a saved model
         keywords["reversible_bits"] = reversible_bits
     pretrained = pretrained and checkpoint_path is None  # the file replaces the listed weights
     source = find_source(
         name, known=MODELS, pretrained=pretrained, cache_dir=cache_dir, table=table
     )
-    if reversible_bits is None:
-        plain = {key: v for key, v in source.options.items() if key != "reversible_bits"}
-        source = replace(source, options=plain)
     file = None
     if checkpoint_path is not None:
         file = read_checkpoint(Path(checkpoint_path))

@@ -123,6 +123,7 @@ def test_norms_come_with_an_ordinary_backward_pass():
     torch.testing.assert_close(norms.take().sqrt(), norms_of(loop), rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.filterwarnings("ignore:.*a value added to it is nan:RuntimeWarning")
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_a_sample_that_is_not_finite_raises(mode):
     """Its clipped gradient would make all weights NaN."""
