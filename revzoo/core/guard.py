@@ -431,9 +431,11 @@ def note_peak(peak: Peak) -> None:
 
 
 def note_peaks(step: Step, outputs: Streams) -> None:
-    """:func:`note_peak` for each output of ``step``."""
-    for peak in _peaks_of(step, outputs):
-        note_peak(peak)
+    """:func:`note_peak` for each output of ``step``, which the backward pass does not reach."""
+    task = torch._C._current_graph_task_id()
+    if task != -1:
+        # at the front, as if after all others: a sum that has noted its own peak goes first
+        _Pass.of(task).peaks[:0] = _peaks_of(step, outputs)
 
 
 class ForwardRange:

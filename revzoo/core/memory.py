@@ -1,4 +1,4 @@
-"""A context manager that changes the memory mode temporarily."""
+"""Context managers that change the mode of a module for a while: memory, and evaluation."""
 
 from __future__ import annotations
 
@@ -44,3 +44,16 @@ def memory(module: nn.Module, mode: Any, **options: Any) -> Iterator[None]:
             for key in _SETTINGS:
                 vars(step).pop(key, None)
             vars(step).update(settings)
+
+
+@contextlib.contextmanager
+def evaluation_mode(network: nn.Module) -> Iterator[None]:
+    """Set evaluation mode inside the context, then restore the mode of each module."""
+    # one by one: parts may be frozen in evaluation mode
+    modes = {module: module.training for module in network.modules()}
+    network.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes.items():
+            module.training = training

@@ -36,6 +36,7 @@ def test_a_run_writes_its_configuration_and_figures(compose: Any, tmp_path: Path
     assert list(tmp_path.glob("*-digits/events.out.tfevents.*"))
     written = yaml.safe_load((tmp_path / "config.yaml").read_text())
     assert "exact" in written["memory"].pop("plan").values()  # memory=auto, as it was planned
+    assert written["memory"].pop("planned_for")["input"] == [64, 1, 8, 8]
     assert written == config
 
 
