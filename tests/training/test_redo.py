@@ -171,6 +171,7 @@ def test_validation_beyond_the_range_has_finite_metrics(
     assert "set_memory" not in message
 
 
+@pytest.mark.filterwarnings("ignore:.*a value added to it is:RuntimeWarning")
 @pytest.mark.parametrize("factor", [float("nan"), float("inf")])
 def test_a_loss_that_is_not_finite_on_any_grid_ends_the_run(factor: float, tmp_path: Path) -> None:
     with pytest.raises((FloatingPointError, RangeError), match=r"is not finite|lower the learning"):
