@@ -431,10 +431,10 @@ def note_peak(peak: Peak) -> None:
 
 
 def note_peaks(step: Step, outputs: Streams) -> None:
-    """:func:`note_peak` for each output of ``step``, which the backward pass does not reach."""
+    """:func:`note_peak` for streams that a replay of ``step`` starts from."""
     task = torch._C._current_graph_task_id()
     if task != -1:
-        # at the front, as if after all others: a sum that has noted its own peak goes first
+        # in front, as if after all others: errors name a sum that notes its own peak first
         _Pass.of(task).peaks[:0] = _peaks_of(step, outputs)
 
 

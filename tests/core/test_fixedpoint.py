@@ -194,6 +194,42 @@ def test_the_first_stream_beyond_its_range_is_reported_after_a_detour(mode, alon
             y[0].sum().backward()
 
 
+class WithExtra(nn.Module):
+    """Its value is beyond the range; its extra output is not."""
+
+    def forward(self, x):
+        return x + 1000, x.square().mean()
+
+
+class Choice(nn.Module):
+    """Saves only a mask, which the guard does not compare."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(4)), nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return torch.where(x > 0, self.a, self.b)
+
+
+def test_a_sum_beyond_its_range_that_no_gradient_reaches_raises():
+    """The stream recovered from it was NaN: other parameters got the gradient."""
+    last = AdditiveCoupling(WithExtra())
+    last.extras = 1
+    net = ReversibleSequence([AdditiveCoupling(Choice()), last])
+    set_memory(net, "exact", grid=22)
+    y1, _, extra = net(torch.randn(2, 4, requires_grad=True), torch.randn(2, 4))
+    with pytest.raises(RangeError, match=r"steps.1 Add\w+: .* reached 1e\+03"):
+        (y1.sum() + extra).backward()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "exact"])
+def test_the_gradient_of_some_parameters_checks_the_streams_that_they_read(mode):
+    net, x = leaves_its_range(mode)
+    with pytest.raises(RangeError, match="reached 300"):
+        net[:3](x).sum().backward(inputs=list(net[2].parameters()))
+
+
 @pytest.mark.parametrize("mode", ["store", "exact"])
 def test_a_converted_network_on_a_grid_raises_beyond_its_range(mode):
     blocks = [Residual(nn.Linear(4, 4)) for _ in range(3)]
