@@ -219,15 +219,6 @@ def seconds_before(run_dir: Path) -> float:
         return 0.0
 
 
-def finished(run_dir: Path) -> dict[str, float]:
-    """The figures of a run that has come to its end; none of one that has not, or is unreadable."""
-    try:
-        summary = json.loads((run_dir / SUMMARY_FILE).read_text())
-        return {} if summary["stopped"] else dict(summary["metrics"])
-    except (OSError, ValueError, TypeError, KeyError):
-        return {}
-
-
 def write_summary(summary: Mapping[str, Any], run_dir: Path) -> None:
     """Write ``summary.json``; figures that are not finite become ``NaN`` or ``Infinity``."""
     # sorted: two summaries can be compared line by line

@@ -33,13 +33,11 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.invocation import short_path
 from revzoo.cli.run.console import log_opening, log_result, shorten_log
 from revzoo.cli.run.folder import (
     check_unused,
     describe_run,
     discard_folder,
-    finished,
     record_session,
     resume_hint,
     seconds_before,
@@ -171,14 +169,6 @@ def train(
                 config = following
             with quiet(), user_errors():
                 run = prepare(config, run_dir, stop, resume)
-            if resume is not None and (figures := finished(run_dir)):
-                if run.trainer.is_global_zero:
-                    log.info(
-                        "the run has finished already; to train on from its weights, start a new "
-                        "run with model.checkpoint_path=%s",
-                        short_path(resume),
-                    )
-                return figures
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
                 record(run, run_dir, overrides, resume)

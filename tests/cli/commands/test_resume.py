@@ -314,16 +314,6 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
     assert sorted(p.name for p in stopped.rglob("*")) == before
 
 
-def test_a_finished_run_is_not_begun_again(stopped: Path, caplog: pytest.LogCaptureFixture) -> None:
-    figures = go_on(stopped)
-    before = (stopped / "sessions.jsonl").read_bytes()
-    caplog.clear()
-    assert go_on(stopped) == figures
-    assert (stopped / "sessions.jsonl").read_bytes() == before
-    (line,) = caplog.messages
-    assert "has finished already; to train on" in line
-
-
 def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> None:
     message = refused(stopped / "checkpoints" / "last.ckpt")
     assert f"last.ckpt: expected the folder of the run, --resume {stopped}" in message
