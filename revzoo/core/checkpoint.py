@@ -267,15 +267,14 @@ class Tape:
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
         self._guard.begin(state if self._position else ())  # a kept input (rule 7) has no error
+        note_peaks(self.entries[max(position - 1, index)].step, state)
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
-                note_peaks(self.entries[i].step, state)
                 state = self.entries[i].invert(state)
             # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)
         entry = self.entries[index]
-        note_peaks(entry.step, state)  # of streams whose sums the backward pass may not reach
         if position > index:
             inputs, computed, replayed = entry.record_from_outputs(state)
             entry.report(self._guard, computed)

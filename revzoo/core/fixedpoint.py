@@ -50,6 +50,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from revzoo.core.ambient import runs_eagerly
+from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
 AUTO = "auto"
@@ -251,7 +252,9 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
 
-def put_on_grid(state: tuple[Tensor, ...], grid: Grid, step: Any = None) -> tuple[Tensor, ...]:
+def put_on_grid(
+    state: tuple[Tensor, ...], grid: Grid, step: Step | None = None
+) -> tuple[Tensor, ...]:
     """Round the state to one grid and give it words, unless it has words of that grid.
 
     The gradient of the rounding is the identity. ``step`` takes the state; errors name it.
@@ -307,12 +310,12 @@ def largest(t: Tensor) -> Tensor:
 class Peak(NamedTuple):
     """The largest magnitude of a stream, and of all that were added to it."""
 
-    step: Any  # the Step that computed it, for error messages; None if unknown
+    step: Step | None  # that computed it, for error messages
     value: Tensor  # a scalar, on the device
     scale: Scale
 
 
-def peak_of(fixed: Fixed, step: Any) -> Peak | None:
+def peak_of(fixed: Fixed, step: Step | None) -> Peak | None:
     """The peak of a stream that ``step`` computed; None without values."""
     if fixed.peak is None or not has_values(fixed.words):
         return None
@@ -321,7 +324,7 @@ def peak_of(fixed: Fixed, step: Any) -> Peak | None:
 
 def _note(peak: Peak | None) -> None:
     """Report the peak to the guard, which checks it at the end of the backward pass."""
-    # every gradient that depends on the stream passes through the node that computed it
+    # every gradient that flows through the stream passes the node that computed it
     if peak is not None:
         from revzoo.core.guard import note_peak  # imports this module
 
@@ -332,7 +335,7 @@ class _Rounded(torch.autograd.Function):
     """``x`` -> the float tensor of its words; the gradient is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: Fixed, step: Any) -> Tensor:
+    def forward(ctx: Any, x: Tensor, fixed: Fixed, step: Step | None) -> Tensor:
         ctx.peak = peak_of(fixed, step)
         return _read_with_words(fixed)
 
@@ -342,7 +345,7 @@ class _Rounded(torch.autograd.Function):
         return gradient, None, None
 
 
-def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype, step: Any) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype, step: Step | None) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
     _in_chunks(_quantise, (x.detach(), words), scale.up)
     peak = largest(x) if x.numel() else None
@@ -389,7 +392,9 @@ class _Sum(torch.autograd.Function):
     """``x + sign * value`` on the words of ``x``."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int, step: Any) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int, step: Step | None
+    ) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = _add_and_read if sign > 0 else _subtract_and_read
         total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
@@ -402,7 +407,9 @@ class _Sum(torch.autograd.Function):
         return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None, None
 
 
-def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1, step: Any = None) -> Tensor:
+def add(
+    x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1, step: Step | None = None
+) -> Tensor:
     """``x + sign * value``, rounded to the grid of ``x``, with words.
 
     Args:
@@ -421,7 +428,13 @@ class _SecondDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, step: Any
+        ctx: Any,
+        before: Tensor,
+        x: Tensor,
+        value: Tensor,
+        fixed: Fixed,
+        bits: int,
+        step: Step | None,
     ) -> Tensor:
         # the gradient ignores the rounding and the dropped bits
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
@@ -440,7 +453,7 @@ class _SecondDifference(torch.autograd.Function):
 
 
 def second_difference(
-    before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, *, step: Any = None
+    before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, *, step: Step | None = None
 ) -> Tensor:
     """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
 
@@ -531,7 +544,7 @@ def _slot_bits(bits: int) -> int:
     return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
 
 
-def put_on_grid_of(fixed: Fixed, x: Tensor, step: Any = None) -> Tensor:
+def put_on_grid_of(fixed: Fixed, x: Tensor, step: Step | None = None) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
     return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype, step)
 

@@ -20,11 +20,12 @@ NOTE [ Streams that overflow ]
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
-    sum notes the largest value in its own backward, so every gradient that depends on it is
-    checked, in every mode. Where no gradient is needed (frozen steps, ``torch.no_grad()``), the
-    sequence checks its steps in the forward pass, or, if later steps are trained, after their
-    backward pass. The first value beyond the range stays with the words (``Fixed.peak``), so later
-    sums on them report it, too.
+    sum notes the largest value in its own backward, so every gradient that flows through it is
+    checked, in every mode. A replay also notes the state that it starts from, since a partial graph
+    may not reach the sums behind it. Where no gradient is needed (frozen steps,
+    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
+    trained, after their backward pass. The first value beyond the range stays with the words
+    (``Fixed.peak``), so later sums on them report it, too.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -374,11 +375,12 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "before", "guards", "peaks")
+    __slots__ = ("__weakref__", "before", "guards", "starts", "sums")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        self.peaks: list[Peak] = []
+        self.starts: list[Peak] = []  # of the states that replays start from
+        self.sums: list[Peak] = []
         self.before: list[Peak] = []  # of steps before those that the pass reaches
 
     @staticmethod
@@ -391,6 +393,12 @@ class _Pass:
             Variable._execution_engine.queue_callback(running.check)
         return running
 
+    @staticmethod
+    def running() -> _Pass | None:
+        """The running pass; None where someone uses a node or a saved tensor by hand."""
+        task = torch._C._current_graph_task_id()
+        return None if task == -1 else _Pass.of(task)
+
     def check(self) -> None:
         """Read the figures, set each step's drift, and raise for figures beyond their limit.
 
@@ -399,7 +407,8 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
-        beyond = _first_beyond_limit([*self.peaks, *self.before])
+        # a sum's own peak goes before that of a later state, so errors name the sum
+        beyond = _first_beyond_limit([*reversed(self.starts), *self.sums, *self.before])
         if beyond is not None and math.isfinite(beyond[1]):
             raise _range_error(*beyond)
         # one transfer for all chains
@@ -425,17 +434,14 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 def note_peak(peak: Peak) -> None:
     """Check the range of a stream at the end of the running backward pass."""
-    task = torch._C._current_graph_task_id()
-    if task != -1:  # -1: someone called the node by hand, so no pass ends
-        _Pass.of(task).peaks.append(peak)
+    if (running := _Pass.running()) is not None:
+        running.sums.append(peak)
 
 
-def note_peaks(step: Step, outputs: Streams) -> None:
-    """:func:`note_peak` for streams that a replay of ``step`` starts from."""
-    task = torch._C._current_graph_task_id()
-    if task != -1:
-        # in front, as if after all others: errors name a sum that notes its own peak first
-        _Pass.of(task).peaks[:0] = _peaks_of(step, outputs)
+def note_peaks(step: Step, state: Streams) -> None:
+    """Likewise for a state that a replay starts from; ``step`` returned it, or takes it."""
+    if (running := _Pass.running()) is not None:
+        running.starts += _peaks_of(step, state)
 
 
 class ForwardRange:
@@ -464,7 +470,8 @@ class ForwardRange:
         if computed := [t for t in outputs if t.grad_fn is not None]:
 
             def in_backward(_: Tensor) -> None:
-                _Pass.of(torch._C._current_graph_task_id()).before.extend(peaks)
+                if (running := _Pass.running()) is not None:
+                    running.before += peaks
 
             register_multi_grad_hook(computed, in_backward, mode="any")
             return

@@ -209,8 +209,8 @@ def create_model(
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
         reversible_bits: make the runs of blocks of a ResNet or a library's network reversible, see
-            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. None for those of a
-            saved model, and the plain network without one.
+            :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. With None, a
+            saved model keeps its bits, and other networks are plain.
         keywords: arguments of the network's class, or fields of its row:
 
             * ``memory``: memory mode, see :func:`revzoo.set_memory`; None for ``"exact"`` in

@@ -29,13 +29,12 @@ from revzoo.profiling.trace import (
     OUTSIDE,
     Trace,
     checked,
-    fake_twin,
     images_for,
     modes_on,
-    real_twin,
     trace_step,
     undisturbed,
 )
+from revzoo.profiling.twins import fake_twin, real_twin
 from revzoo.profiling.units import in_one_unit, in_units
 
 if TYPE_CHECKING:

@@ -19,7 +19,8 @@ from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
 from revzoo.profiling.costs import run_step
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.trace import checked_shape, images_for, in_training
+from revzoo.profiling.trace import checked_shape, images_for
+from revzoo.profiling.twins import in_training
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ from revzoo.core.invertible import State, Step, as_state
 from revzoo.core.modes import set_memory
 from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
-from revzoo.profiling.trace import Layout, StepCall, copied
+from revzoo.profiling.trace import Layout, StepCall
+from revzoo.profiling.twins import copied
 
 _ROUNDS = 3
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step

@@ -23,11 +23,11 @@ from revzoo.profiling.trace import (
     Allocation,
     StepCall,
     Trace,
-    fake_twin,
     images_for,
     modes_on,
     trace_step,
 )
+from revzoo.profiling.twins import fake_twin
 
 
 def measure(

@@ -38,12 +38,12 @@ from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.trace import (
     StepCall,
     checked,
-    fake_twin,
     images_for,
     stage_of,
     trace_step,
     undisturbed,
 )
+from revzoo.profiling.twins import fake_twin
 from revzoo.profiling.units import bytes_from, in_units
 
 _RANDOM_STATES = 2**13
@@ -205,7 +205,7 @@ class Planner:
         assert least is not None
         try:
             return self.plan(int(SLACK * least.peak) + self._margin)
-        except BudgetError:  # the least plan of all may peak higher than the chain predicts
+        except BudgetError:  # even the leanest plan peaks higher than the chain predicted
             return self.leanest
 
     def pure(self, mode: str) -> Outcome | None:

@@ -19,12 +19,11 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import copy
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,10 +31,8 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    FakeTensorMode,
 )
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
@@ -375,7 +372,7 @@ def trace_step(model: nn.Module, images: Tensor) -> Trace:
     them after the forward pass. Changes ``model``: pass a copy.
 
     Args:
-        model: real, or fake (see :func:`fake_twin`).
+        model: real, or fake (see :func:`~revzoo.profiling.twins.fake_twin`).
         images: its input; fake ones for a fake model.
 
     Raises:
@@ -451,53 +448,6 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         yield
 
 
-M = TypeVar("M", bound=nn.Module)
-
-
-class _TensorCopies(TorchFunctionMode):
-    """Lets ``copy.deepcopy`` put ``copy_of(t)`` in place of every tensor, in any attribute."""
-
-    def __init__(self, copy_of: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self._copy_of = copy_of
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch._C.TensorBase.clone:  # the deepcopy of a parameter calls it
-            return self._copy_of(args[0])
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        t, memo = args
-        if id(t) not in memo:
-            memo[id(t)] = self._copy_of(t).requires_grad_(t.requires_grad)
-        return memo[id(t)]
-
-
-def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
-    """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is no leaf."""
-    with torch.no_grad(), _TensorCopies(copy_of):
-        return copy.deepcopy(module)
-
-
-def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
-    """A copy of ``model`` in training mode with fake tensors, which take no memory.
-
-    Args:
-        model: on any device, meta included.
-        device: the copy's nominal device; None for the model's, or the CPU for the meta device.
-    """
-
-    def fake(t: Tensor) -> Tensor:
-        on = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
-        # strides count, too: they decide whether operators copy
-        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
-
-    # allow_non_fake_inputs: a forward pass may use constants that are no attributes
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        return in_training(copied(model, fake))
-
-
 def modes_on(devices: Iterable[torch.device]) -> list[str]:
     """The memory modes worth comparing on these devices.
 
@@ -505,16 +455,6 @@ def modes_on(devices: Iterable[torch.device]) -> list[str]:
     """
     on_host = all(device.type in ("cpu", "meta") for device in devices)
     return list(COUNTED if on_host else MODES)
-
-
-def real_twin(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` in training mode."""
-    return in_training(copied(model))
-
-
-def in_training(model: nn.Module) -> nn.Module:
-    """``model`` in training mode; one that trains already keeps the modes of its submodules."""
-    return model if model.training else model.train()
 
 
 def checked(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[int, ...], int]:
@@ -551,7 +491,7 @@ def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None 
     """Random input for a twin; fake if the twin is.
 
     Args:
-        twin: see :func:`fake_twin`.
+        twin: see :func:`~revzoo.profiling.twins.fake_twin`.
         shape: of the whole batch.
         dtype: None for the dtype of the first floating-point parameter.
     """

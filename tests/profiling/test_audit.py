@@ -11,7 +11,8 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import revzoo
 from revzoo.profiling.audit import audit
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.trace import images_for, real_twin, trace_step
+from revzoo.profiling.trace import images_for, trace_step
+from revzoo.profiling.twins import real_twin
 from revzoo.profiling.units import in_one_unit
 
 SMALL = {"units": (2, 2, 2)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from revzoo.data import ImageData
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
 from revzoo.profiling.plan import count_modes
+from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
 from revzoo.training.callbacks.progress import clock
 from revzoo.training.metrics import in_order
@@ -117,8 +117,7 @@ def kept_bytes(module: Classifier, data: ImageData) -> int | None:
     Counts with a float32 copy on torch's ``meta`` device: shapes are enough.
     """
     try:
-        # a copy: .to() changes a module in place
-        model = copy.deepcopy(module.model).to("meta", torch.float32)
+        model = meta_twin(module.model, torch.float32)
         with torch.device("meta"):
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
             return activation_bytes(model, images)

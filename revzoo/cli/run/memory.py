@@ -28,7 +28,7 @@ from revzoo.profiling.plan import (
     inverting_mode,
     state_bytes,
 )
-from revzoo.profiling.trace import copied
+from revzoo.profiling.twins import meta_twin
 from revzoo.profiling.units import in_units
 from revzoo.training import Classifier
 from revzoo.training.distributed import is_first_process
@@ -134,7 +134,7 @@ def _summary(plan: Plan, planner: Planner) -> str:
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     """Bytes that a run keeps through its steps, besides the tensors of the model's own step."""
     # on meta: the state is counted, not allocated
-    model = copied(module.model, lambda t: t.to("meta"))
+    model = meta_twin(module.model)
     kept = state_bytes(build_optimizer(model, module.optim))
     gradients = sum(p.nbytes for p in module.parameters() if p.requires_grad)
     buffers = sum(buffer.nbytes for buffer in module.buffers())

@@ -1,0 +1,86 @@
+"""Copies of a model with other tensors: fake ones, on the meta device, or clones.
+
+``module.to("meta")`` would change the module itself and forget tensors in plain attributes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class _TensorCopies(TorchFunctionMode):
+    """Lets ``copy.deepcopy`` put ``copy_of(t)`` in place of every tensor, in any attribute."""
+
+    def __init__(self, copy_of: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self._copy_of = copy_of
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch._C.TensorBase.clone:  # the deepcopy of a parameter calls it
+            return self._copy_of(args[0])
+        if func is not Tensor.__deepcopy__:
+            return func(*args, **(kwargs or {}))
+        t, memo = args
+        if id(t) not in memo:
+            memo[id(t)] = self._copy_of(t).requires_grad_(t.requires_grad)
+        return memo[id(t)]
+
+
+def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
+    """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is no leaf."""
+    with torch.no_grad(), _TensorCopies(copy_of):
+        return copy.deepcopy(module)
+
+
+def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:
+    """A copy of ``model`` in training mode with fake tensors, which take no memory.
+
+    Args:
+        model: on any device, meta included.
+        device: the copy's nominal device; None for the model's, or the CPU for the meta device.
+    """
+
+    def fake(t: Tensor) -> Tensor:
+        on = device or (t.device if t.device.type != "meta" else torch.device("cpu"))
+        # strides count, too: they decide whether operators copy
+        return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
+
+    # allow_non_fake_inputs: a forward pass may use constants that are no attributes
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return in_training(copied(model, fake))
+
+
+def meta_twin(model: M, float_dtype: torch.dtype | None = None) -> M:
+    """A copy of ``model`` on the ``meta`` device, in its own mode.
+
+    Args:
+        model: on any device.
+        float_dtype: the copy's type of floating-point tensors; None for the model's.
+    """
+
+    def on_meta(t: Tensor) -> Tensor:
+        dtype = float_dtype if float_dtype is not None and t.is_floating_point() else t.dtype
+        return t.to("meta", dtype)
+
+    return copied(model, on_meta)
+
+
+def real_twin(model: nn.Module) -> nn.Module:
+    """A copy of ``model`` in training mode."""
+    return in_training(copied(model))
+
+
+def in_training(model: nn.Module) -> nn.Module:
+    """``model`` in training mode; one that trains already keeps the modes of its submodules."""
+    return model if model.training else model.train()
