@@ -6,7 +6,7 @@ give the same count.
 
 Why not ``torch.distributed._tools.mem_tracker.MemTracker``: it is private, it keeps snapshots per
 module instead of a row per tensor, and it does not know that a step of ours runs again in the
-backward pass. Its peak is the same (``tests/profiling/test_trace.py`` compares the two).
+backward pass. Its peak is the same (``tests/profiling/test_audit.py`` compares the two).
 
 NOTE [ Who made a tensor ]
     In the forward pass and in a replay: the innermost running module of the model. Sequences do not
@@ -20,6 +20,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,9 @@ from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.units import bytes_from
+
+_Module: Any = nn.Module
+_calls = threading.RLock()  # held while a trace watches the calls of modules
 
 OUTSIDE = "(outside)"
 """The stage of operators outside the model's parts: in its own ``forward``, or of the loss."""
@@ -162,9 +166,11 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.costs: list[int] = []
         self.turn = 0
         self._alive: dict[int, Allocation] = {}  # by address of the storage
-        self._names = {id(m): name for name, m in model.named_modules()}
-        # a sequence with hooks would keep its inputs longer
-        self._hooked = [m for m in model.modules() if not isinstance(m, ReversibleSequence)]
+        self._names = {
+            id(m): name
+            for name, m in model.named_modules()
+            if not isinstance(m, ReversibleSequence)
+        }
         # stacks: running modules by path, and the index in `calls` of their step (-1: none)
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
@@ -177,7 +183,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._outer = torch._C._current_autograd_node()  # if a backward hook counts a step
         self._place = ("", -1)  # the place of the running operator
         self._operation = ""
-        self._hooks: list[Any] = []
+        self._call: Any = None  # what a call of a module runs without the trace
 
     def register(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the kind of tensors that exist before the step, and count them."""
@@ -201,19 +207,29 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return len(self.levels)
 
     def __enter__(self) -> Trace:
-        for module in self._hooked:
-            # always_call: a replay that stops early leaves its modules by an exception
-            self._hooks += [
-                module.register_forward_pre_hook(self._enter_module, with_kwargs=True),
-                module.register_forward_hook(self._leave_module, always_call=True),
-            ]
+        def call(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+            if id(module) not in self._names:
+                return self._call(module, *args, **kwargs)
+            self._enter_module(module, args, kwargs)
+            outputs = None
+            try:
+                outputs = self._call(module, *args, **kwargs)
+            finally:  # a replay that stops early leaves its modules by an exception
+                self._leave_module(outputs)
+            return outputs
+
+        # not hooks: hooked layers keep more (revzoo.layers.lean); and not __call__: its identity
+        # tells which steps are containers
+        _calls.acquire()
+        self._call = _Module._call_impl
+        _Module._call_impl = call
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for hook in self._hooks:
-            hook.remove()
+        _Module._call_impl = self._call
+        _calls.release()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -278,7 +294,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
                 call.words[id(self.allocation_of(t))] = self.allocation_of(fixed.words)
 
     def _note_moved_words(self) -> None:
-        """Record the words of the last step's outputs, set after its forward hooks."""
+        """Record the words of the last step's outputs, set after its call."""
         self._note_words(self.calls[-1], [t for ref in self._left if (t := ref()) is not None])
         self._left = []
 
@@ -307,7 +323,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._current.append(index)
         self._mark()
 
-    def _leave_module(self, module: nn.Module, args: Any, outputs: Any) -> None:
+    def _leave_module(self, outputs: Any) -> None:
         if len(self._modules) > 1:  # _where() empties it during replays of torch's checkpoint
             self._modules.pop()
         if self._running_node() is not None or is_replaying():

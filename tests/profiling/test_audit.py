@@ -10,6 +10,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
 from revzoo.profiling.audit import audit
+from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 from revzoo.profiling.trace import images_for, trace_step
 from revzoo.profiling.twins import real_twin
@@ -46,6 +47,32 @@ def test_the_peak_is_the_one_that_torchs_tracker_sees(mode):
     snapshot = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]
     total = next(v for k, v in snapshot.items() if str(k).endswith("Total"))
     assert counted == pytest.approx(total, rel=0.01)
+
+
+def frozen_norms(model):
+    for m in model.modules():
+        if isinstance(m, nn.BatchNorm2d):
+            m.eval().requires_grad_(False)
+
+
+def frozen_convolutions(model):
+    for m in model.modules():
+        if isinstance(m, nn.Conv2d):
+            m.requires_grad_(False)
+
+
+@pytest.mark.parametrize("mode", ["store", "recompute", "invert", "exact"])
+@pytest.mark.parametrize("freeze", [frozen_norms, frozen_convolutions])
+def test_layers_keep_as_little_as_in_a_plain_step(mode, freeze):
+    """Counting used hooks, and a frozen layer with a hook keeps its input: up to twice as much."""
+    model = small(mode)
+    freeze(model)
+    images = torch.randn(SHAPE)
+    model(images).sum().backward()
+    with LiveMemory() as live:
+        model(images).sum().backward()
+    counted = audit(model, SHAPE, modes=[]).activation_bytes
+    assert counted == pytest.approx(live.peak, rel=0.01)
 
 
 def test_rows_tell_what_a_linear_net_keeps():
