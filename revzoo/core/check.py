@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ class StepError(NamedTuple):
 class InverseReport(tuple[StepError, ...]):
     """Errors per dtype and step; the row ``"whole"`` is the round trip of the whole module.
 
-    ``skipped`` maps each dtype without rows to the error that the module raised in it.
+    It prints as a table of the relative errors. ``skipped`` maps each dtype without rows to the
+    error that the module raised in it.
     """
 
     skipped: dict[torch.dtype, str]
@@ -54,12 +55,19 @@ class InverseReport(tuple[StepError, ...]):
         return float(errors.max())  # NaN if one is NaN
 
     def __str__(self) -> str:
-        lines = [f"{'dtype':10}{'step':40}{'absolute':>12}{'relative':>12}"]
-        for dtype, name, absolute, relative in self:
-            kind = str(dtype).removeprefix("torch.")
-            lines.append(f"{kind:10}{name:40}{absolute:12.2e}{relative:12.2e}")
+        dtypes = list(dict.fromkeys(row.dtype for row in self))
+        columns = [[row for row in self if row.dtype == dtype] for dtype in dtypes]
+        width = max(len(row.name) for row in self)
+        heads = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+        lines = [
+            "largest error of inverse(forward(x)), relative to the largest x",
+            f"{'':{width}}" + "".join(f"{head:>10}" for head in heads),
+        ]
+        for rows in zip(*columns, strict=True):  # the same steps for each dtype
+            errors = [f"{row.relative:.1e}" if row.relative else "0" for row in rows]
+            lines.append(f"{rows[0].name:{width}}" + "".join(f"{error:>10}" for error in errors))
         for dtype, why in self.skipped.items():
-            lines.append(f"{str(dtype).removeprefix('torch.'):10}skipped: {why}")
+            lines.append(f"{str(dtype).removeprefix('torch.')} skipped: {why}")
         return "\n".join(lines)
 
 
@@ -88,13 +96,16 @@ def check_inverse(
 
     Example:
         >>> double = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Identity())])
-        >>> print(revzoo.check_inverse(double, torch.ones(1, 4), dtypes=[torch.float32]))
-        dtype     step                                        absolute    relative
-        float32   whole                                       0.00e+00    0.00e+00
-        float32   0 AdditiveCoupling                          0.00e+00    0.00e+00
+        >>> print(revzoo.check_inverse(double, torch.ones(1, 4)))
+        largest error of inverse(forward(x)), relative to the largest x
+                                    float64   float32  bfloat16
+        whole                             0         0         0
+        steps.0 AdditiveCoupling          0         0         0
     """
-    if not getattr(module, "invertible", False):
-        raise NotInvertibleError(f"{type(module).__name__} has no inverse to check")
+    if not _has_inverse(module):
+        parts = [path for path, part in module.named_modules() if path and _has_inverse(part)]
+        hint = f"; its part {parts[0]} has one: pass such a part, and its input" if parts else ""
+        raise NotInvertibleError(f"{type(module).__name__} has no inverse to check{hint}")
     rows: list[StepError] = []
     if not dtypes:
         raise ValueError(f"dtypes={dtypes}: expected a type")
@@ -140,7 +151,7 @@ def is_invertible(
         >>> revzoo.is_invertible(nn.ReLU(), torch.randn(8, 4, 6, 6))
         False
     """
-    if not isinstance(module, Invertible) or not module.invertible:
+    if not _has_inverse(module):
         return False
     if not inputs:
         return True
@@ -157,6 +168,11 @@ def is_invertible(
     except (RuntimeError, ValueError, TypeError):  # errors of the inverse
         return False
     return report.worst(torch.float64) <= tolerance
+
+
+def _has_inverse(module: nn.Module) -> TypeGuard[Invertible]:
+    """Whether ``inverse`` undoes ``forward``; an i-RevNet's undoes its ``encode``."""
+    return isinstance(module, Invertible) and module.invertible
 
 
 def _devices(state: State) -> list[torch.device]:
@@ -214,11 +230,17 @@ def _largest(tensors: Iterable[Tensor]) -> float:
     return torch.stack(magnitudes).max().item() if magnitudes else 0.0
 
 
-def _atoms(module: nn.Module, name: str = "") -> Iterator[tuple[str, Invertible]]:
-    """The steps that are no containers, in order, with their positions."""
+def _atoms(module: Invertible) -> Iterator[tuple[str, Invertible]]:
+    """The steps that are no containers, in order, with their paths and types."""
+    paths = {part: path for path, part in module.named_modules()}
+    for step in _in_order(module):
+        yield f"{paths[step]} {type(step).__name__}".strip(), step
+
+
+def _in_order(module: nn.Module) -> Iterator[Invertible]:
     if isinstance(module, Iterable):
-        for i, step in enumerate(module):
-            yield from _atoms(step, f"{name}{i}.")
+        for step in module:
+            yield from _in_order(step)
     else:
         assert isinstance(module, Invertible)
-        yield f"{name.rstrip('.')} {type(module).__name__}".strip(), module
+        yield module

@@ -13,6 +13,7 @@ from revzoo import (
     Squeeze,
     Step,
     check_inverse,
+    create_model,
     is_invertible,
     set_memory,
 )
@@ -33,12 +34,18 @@ def test_rows_per_step_and_dtype():
     net = ReversibleSequence(steps, memory="invert")
     before = [p.clone() for p in net.parameters()]
     report = check_inverse(net, torch.randn(2, 4, 4, 4))
-    assert [row.name for row in report[:3]] == ["whole", "0 Squeeze", "1 AdditiveCoupling"]
+    assert [row.name for row in report[:3]] == ["whole", "steps.0 Squeeze", "steps.1 AdditiveCoupling"]
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14
     assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
-    assert "bfloat16  0 Squeeze" in str(report)
+    title, head, *lines = str(report).splitlines()
+    assert title == "largest error of inverse(forward(x)), relative to the largest x"
+    assert head.split() == ["float64", "float32", "bfloat16"]
+    assert [line.split()[:-3] for line in lines] == [row.name.split() for row in report[:3]]
+    assert lines[1].split()[-3:] == ["0", "0", "0"]  # a squeeze moves values
+    assert lines[2].endswith(f"{report[-1].relative:.1e}")
+    assert len({len(line) for line in (head, *lines)}) == 1
     set_memory(net, "exact")
     assert all(row.absolute == 0 for row in check_inverse(net, torch.randn(2, 4, 4, 4)))
 
@@ -47,8 +54,8 @@ def test_a_wrong_inverse_is_found_at_its_step():
     net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), OffBy()])
     report = check_inverse(net, 4 * torch.ones(1, 2), dtypes=[torch.float64])
     errors = {row.name: row.absolute for row in report}
-    assert errors["1 OffBy"] == 0.25
-    assert errors["0 AdditiveCoupling"] == 0
+    assert errors["steps.1 OffBy"] == 0.25
+    assert errors["steps.0 AdditiveCoupling"] == 0
     assert errors["whole"] == 0.25
 
 
@@ -64,6 +71,25 @@ def test_statistics_and_random_state_stay():
 def test_what_has_no_inverse():
     with pytest.raises(NotInvertibleError, match="Linear has no inverse"):
         check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))
+    seq = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))])
+    network = nn.Sequential(nn.Linear(4, 4), seq)
+    with pytest.raises(NotInvertibleError, match="^Sequential has no .*; its part 1 has one"):
+        check_inverse(network, torch.zeros(1, 4))
+
+
+def test_an_i_revnet_inverts_its_encode_not_its_forward():
+    """It ended in a bare AssertionError."""
+    net = create_model("irevnet13", in_chans=1)
+    with pytest.raises(NotInvertibleError, match="^IRevNet has no inverse to check; its part stem"):
+        check_inverse(net, torch.rand(2, 1, 8, 8))
+
+
+def test_rows_have_the_names_of_a_sequence():
+    coupling = AdditiveCoupling(nn.Linear(2, 2))
+    net = ReversibleSequence({"first": coupling, "inner": ReversibleSequence([OffBy()])})
+    report = check_inverse(net, torch.randn(3, 4), dtypes=[torch.float32])
+    names = ["whole", "steps.first AdditiveCoupling", "steps.inner.steps.0 OffBy"]
+    assert [row.name for row in report] == names
 
 
 class Conditioned(nn.Module):
