@@ -9,16 +9,23 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import signal
 import sys
 import textwrap
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from itertools import groupby
+from types import FrameType
 from typing import NamedTuple, Protocol
 
 from revzoo._checks import did_you_mean
 from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
+
+
+INTERRUPTED = "revzoo: interrupted\n"
 
 
 class Row(NamedTuple):
@@ -76,15 +83,45 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with user_errors():
+        with interruptible_imports(), user_errors():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
             if hasattr(args, "imports"):
                 load_plugins(args.imports)
             command.run(args)
-    except KeyboardInterrupt:  # during imports; later, a run handles it
-        sys.stderr.write("revzoo: interrupted\n")
+    except KeyboardInterrupt:  # a run handles it
+        sys.stderr.write(INTERRUPTED)
         sys.exit(130)  # 128 + SIGINT, as in a shell
+
+
+@contextmanager
+def interruptible_imports() -> Iterator[None]:
+    """Let Ctrl-C end the process at once while a module is imported.
+
+    An exception in the middle of an import leaves half a module behind. Libraries catch it and
+    import again: that ended in a RecursionError of NumPy, or in a crash of the interpreter.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    # a background job of a shell ignores Ctrl-C, and Python sets handlers in the main thread only
+    if before is not signal.default_int_handler or (
+        threading.current_thread() is not threading.main_thread()
+    ):
+        yield
+        return
+    signal.signal(signal.SIGINT, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> None:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            os.write(2, INTERRUPTED.encode())
+            os._exit(130)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:

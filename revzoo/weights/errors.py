@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from revzoo._checks import UserError
+from revzoo._checks import UserError, shortened
 
 
 class WeightsError(UserError, RuntimeError):
@@ -44,7 +44,7 @@ class HubError(WeightsError):
 
 
 class StateMismatchError(WeightsError):
-    """Tensors do not fit the model.
+    """Tensors do not fit the model; the message names the first ones of each kind.
 
     Attributes:
         missing: names in the model but not in the file.
@@ -69,7 +69,7 @@ class StateMismatchError(WeightsError):
             "of another shape or type": self.misshapen,
         }
         lines = [
-            f"  {len(names)} {kind}: {', '.join(names)}" for kind, names in lists.items() if names
+            f"  {len(names)} {kind}: {shortened(names)}" for kind, names in lists.items() if names
         ]
         super().__init__(
             f"the tensors of {where} do not fit the model; nothing was loaded. Create the model "

@@ -101,6 +101,14 @@ def test_one_channel_is_the_sum_and_more_are_repeated_at_the_same_scale():
     assert adapt_channels(weight[:, :1], 3).sum() == 1
 
 
+def test_a_long_list_of_misfits_is_cut(table):
+    """The 144 tensors of the missing blocks filled 90 lines of a terminal."""
+    with pytest.raises(StateMismatchError, match=r"\n  \d+ missing: .* and \d+ more$") as caught:
+        create_model("revnet38", pretrained=True, units=(2, 2, 1), table=table)
+    assert len(str(caught.value)) < 1000
+    assert len(caught.value.missing) > 20
+
+
 def test_options_of_the_entry_yield_to_the_callers(table):
     model = create_model("revnet38", pretrained=True, memory="recompute", dropout=0.1, table=table)
     assert model.stages[0].memory == "recompute"

@@ -64,6 +64,8 @@ def log_opening(
     """Log the model, the data, the memory mode, the device, the recipe and the folder."""
     count = sum(p.numel() for p in module.model.parameters())
     start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
+    bits = config["model"].get("reversible_bits")
+    reversible = f", reversible with {bits} bits" if bits else ""
     root = f" {config['data']['root']}" if "root" in config["data"] else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
@@ -74,7 +76,7 @@ def log_opening(
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
     lines = [
-        ("model", f"{config['model']['name']}, {count:,} parameters{start}"),
+        ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
         ("memory", f"{_modes(config, module)}{size}"),
@@ -139,6 +141,20 @@ def log_result(
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
     for name, command in _commands(trainer, run_dir, best):
         log.info("%-8s %s", name, command)
+
+
+def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
+    """Log that a resumed run had nothing left to train, and how to train on."""
+    epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
+    if 0 < steps <= trainer.global_step:
+        end, key = f"step {steps:,} of {steps:,}", "trainer.max_steps"
+    else:
+        end, key = f"epoch {trainer.current_epoch} of {epochs}", "trainer.max_epochs"
+    log.info(
+        "the run was finished (%s): nothing was trained. To train on from its weights, add "
+        "+model.checkpoint_path=%s %s=N hydra.run.dir=DIR to the command that started it",
+        *(end, short_path(checkpoint), key),
+    )
 
 
 def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[str, str]]:

@@ -33,7 +33,7 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.run.console import log_opening, log_result, shorten_log
+from revzoo.cli.run.console import log_finished, log_opening, log_result, shorten_log
 from revzoo.cli.run.folder import (
     check_unused,
     describe_run,
@@ -172,7 +172,7 @@ def train(
             # only now: a run that cannot work leaves no files
             if run.trainer.is_global_zero:
                 record(run, run_dir, overrides, resume)
-            return fit_and_test(
+            figures = fit_and_test(
                 run.trainer,
                 run.module,
                 run.data,
@@ -180,6 +180,11 @@ def train(
                 test=config["test"],
                 resume=resume,
             )
+            # only now: Lightning, too, checks the checkpoint before it ends the run
+            if resume is not None and run.trainer.global_step == run.first_step:
+                if run.trainer.is_global_zero:
+                    log_finished(run.trainer, resume)
+            return figures
     except RunStopped as stopped:
         status = stopped.status
         if is_first_process():

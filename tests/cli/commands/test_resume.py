@@ -314,6 +314,32 @@ def test_nothing_else_may_change(override: str, message: str, stopped: Path) -> 
     assert sorted(p.name for p in stopped.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("stopped", "end", "key"),
+    [
+        ((), "epoch 2 of 2", "trainer.max_epochs"),
+        (("trainer.max_epochs=-1", "trainer.max_steps=7"), "step 7 of 7", "trainer.max_steps"),
+    ],
+    indirect=["stopped"],
+)
+def test_a_finished_run_says_so(
+    end: str, key: str, stopped: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said "resuming at step 8" and nothing of its end."""
+    figures = go_on(stopped)
+    assert "nothing was trained" not in caplog.text
+    before = json.loads((stopped / "summary.json").read_text())
+    caplog.clear()
+    assert without_times(go_on(stopped)) == without_times(figures)
+    after = json.loads((stopped / "summary.json").read_text())
+    assert without_times(after["metrics"]) == without_times(before["metrics"])
+    assert after["train_seconds"] >= before["train_seconds"]
+    *_, line = caplog.messages
+    assert line.startswith(f"the run was finished ({end}): nothing was trained. To train on")
+    last = stopped / "checkpoints" / LAST
+    assert f" +model.checkpoint_path={last} {key}=N hydra.run.dir=DIR to the command" in line
+
+
 def test_a_checkpoint_is_answered_with_the_folder_of_its_run(stopped: Path) -> None:
     message = refused(stopped / "checkpoints" / "last.ckpt")
     assert f"last.ckpt: expected the folder of the run, --resume {stopped}" in message

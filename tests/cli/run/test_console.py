@@ -55,6 +55,16 @@ def test_a_run_logs_its_description_and_its_figures(
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
 
 
+def test_a_network_made_reversible_says_so(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("model=resnet32", "model.reversible_bits=4", "test=false")
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *options), run_dir=tmp_path / "run")
+    (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("model  ")]
+    assert re.fullmatch(r"model    resnet32, [\d,]+ parameters, reversible with 4 bits", line)
+
+
 def test_counting_activations_takes_no_memory_and_no_random_numbers() -> None:
     spec = {"name": "revnet38", "units": (1, 1, 1), "in_chans": 1, "num_classes": 10}
     module, data = Classifier({**spec, "memory": "store"}), Digits()
