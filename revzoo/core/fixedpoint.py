@@ -60,6 +60,8 @@ _MOST_BITS = 29
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
+_LARGEST_RANGE = 2.0**116  # also of an infinite input: the end of the range must be a float32
+COARSEST_BITS = -91  # the fractional bits of that range
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
 
@@ -284,8 +286,7 @@ def _down_for(state: tuple[Tensor, ...]) -> Tensor:
     """
     sizes = [largest(t).float() for t in state if t.numel()]
     size = functools.reduce(torch.maximum, sizes) if sizes else _scalar(state, 0.0)
-    # the end of the range must be a float32, too
-    size = size.clamp(_EXPECTED_RANGE / 2, 2.0**116)
+    size = size.clamp(_EXPECTED_RANGE / 2, _LARGEST_RANGE)
     # frexp instead of log2, which may round to the wrong power of two
     mantissa, _ = torch.frexp(size)  # in [0.5, 1), so that the quotient is a power of two
     return size / mantissa * (2.0**-DEFAULT_BITS / _EXPECTED_RANGE)

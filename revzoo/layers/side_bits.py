@@ -51,6 +51,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import (
     AUTO,
+    COARSEST_BITS,
     Fixed,
     Scale,
     as_floats,
@@ -445,7 +446,8 @@ class BlockRow(NamedTuple):
         role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
             follows; ``"ends"`` one, as its output has another shape or leaves the range of the
             grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
-        grid: fractional bits of the integers in the last call; None in floating point, or before.
+        grid: fractional bits of the integers in the last call; None in floating point, before, or
+            if the values that entered the run were not finite.
     """
 
     path: str
@@ -478,5 +480,6 @@ def _row(path: str, step: SideBits) -> BlockRow:
     grid = None
     # the scale of an input with NaN is NaN
     if call.scale is not None and has_values(call.scale.down) and float(call.scale.end) > 0:
-        grid = fraction_bits(call.scale)
+        bits = fraction_bits(call.scale)
+        grid = bits if bits > COARSEST_BITS else None  # Inf has the coarsest grid
     return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)

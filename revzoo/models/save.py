@@ -15,6 +15,7 @@ from torch import nn
 
 from revzoo._files import write_together
 from revzoo.models.tensors import safetensors_bytes
+from revzoo.layers.side_bits import reversible_blocks
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError
@@ -168,6 +169,10 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
             "create_model"
         )
     architecture, options = network.spec
+    if "reversible_bits" in options:  # make_reversible may have changed or removed them since
+        bits = {row.bits for row in reversible_blocks(network)}
+        others = {key: value for key, value in options.items() if key != "reversible_bits"}
+        options = others | ({"reversible_bits": max(bits)} if bits else {})
     described = {
         "name": architecture,
         "options": options,

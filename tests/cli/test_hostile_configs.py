@@ -41,11 +41,11 @@ def start(
     )
 
 
-def refused(done: subprocess.CompletedProcess[str], cwd: Path, *, lines: int = 1) -> str:
+def refused(done: subprocess.CompletedProcess[str], cwd: Path) -> str:
     """The message of a refused command line, which must leave no files in its folder."""
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("revzoo: "), done.stderr
-    assert len(done.stderr.splitlines()) == lines, done.stderr
+    assert len(done.stderr.splitlines()) == 1, done.stderr
     assert not (cwd / "trap").exists()
     assert not (cwd / "outputs").exists()
     assert list(cwd.parent.glob("elsewhere*")) == []
@@ -75,7 +75,7 @@ def test_an_experiment_cannot_use_hydras_section(section: str, tmp_path: Path) -
 def test_no_other_way_of_starting_uses_it(more: tuple[str, ...], tmp_path: Path) -> None:
     cwd, folder = hostile(tmp_path, "hydra_logging")
     done = start(cwd, "--config-dir", str(folder), "experiment=x", *more)
-    assert "hydra." in refused(done, cwd, lines=2 if "-m" in more else 1)
+    assert "hydra." in refused(done, cwd)
 
 
 @pytest.mark.parametrize("way", ["-cn", "-cp"])

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import math
 import pickle
 
 import pytest
@@ -221,6 +222,14 @@ class Grows(nn.Module):
 
     def forward(self, x):
         return x * self.scale
+
+
+@pytest.mark.parametrize(("value", "grid"), [(math.inf, None), (math.nan, None), (1e30, -74)])
+def test_values_that_are_not_finite_have_no_grid(value, grid):
+    """An infinite image showed grid=-91."""
+    net = make_reversible(nn.Sequential(Grows(), Grows()))
+    net(torch.tensor([[1.0, value]]))
+    assert [row.grid for row in reversible_blocks(net)] == [grid, grid]
 
 
 def test_values_beyond_the_range_get_a_coarser_grid():

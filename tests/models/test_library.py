@@ -141,6 +141,12 @@ def test_the_zoos_resnets_take_reversible_bits(tmp_path):
     assert torch.equal(revzoo.from_pretrained(tmp_path).eval()(images), model(images))
     again = revzoo.make_reversible(revzoo.from_pretrained(tmp_path), bits=None)
     assert torch.equal(again.eval()(images), plain(images))
+    # the entry still had the bits, so the plain network came back as a reversible one
+    facts = {"classes": list("abcdefghij"), "mean": [0.5] * 3, "std": [0.5] * 3}
+    again.save_pretrained(tmp_path / "plain", **facts)
+    assert not revzoo.reversible_blocks(revzoo.from_pretrained(tmp_path / "plain"))
+    revzoo.make_reversible(again, bits=2).save_pretrained(tmp_path / "two", **facts)
+    assert revzoo.reversible_blocks(revzoo.from_pretrained(tmp_path / "two"))[0].bits == 2
     with pytest.raises(ValueError, match="revnet38 takes no keyword 'reversible_bits'"):
         revzoo.create_model("revnet38", reversible_bits=4)
 

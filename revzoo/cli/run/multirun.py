@@ -16,9 +16,11 @@ from pathlib import Path
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.errors import HydraException
+from omegaconf import DictConfig
 
-from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole
-from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.checks import check_config
+from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
+from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.invocation import process_of
 from revzoo.cli.run.subprocess import quoted, run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
@@ -35,20 +37,20 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
         SystemExit: jobs have failed, or with 143 or 130 after SIGTERM or Ctrl-C.
     """
     check_started_together(overrides, several=True)
-    # before the first job starts, so a wrong value of the last one is found now
     jobs, shared = split_jobs(overrides, source)
+    runs = check_jobs(jobs, shared, source)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
     log.info("Launching %d jobs, one after the other", len(jobs))
     failed, sweep_dir = [], None
-    for number, job in enumerate(jobs):
+    for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         log.info("  #%d: %s", number, " ".join(job))
-        # not among the keys that users may set
-        trusted = [f"hydra.job.num={number}"]
+        if isinstance(run, Exception):  # the other jobs still run
+            failed.append(f"job {number}: {run}")
+            continue
+        # resolve it once: its name contains the time
+        sweep_dir = sweep_dir or Path(str(run.hydra.sweep.dir))
+        run_dir = sweep_dir / str(run.hydra.sweep.subdir)
         try:
-            _, whole = compose_whole([*job, *shared], source, trusted=trusted)
-            # resolve it once: its name contains the time
-            sweep_dir = sweep_dir or Path(str(whole.hydra.sweep.dir))
-            run_dir = sweep_dir / str(whole.hydra.sweep.subdir)
             status = run_program(
                 [
                     *process_of("train"),
@@ -56,9 +58,6 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
                     *(*job, *shared, f"hydra.run.dir={quoted(run_dir)}"),
                 ]
             )
-        except ConfigError as error:  # the other jobs still run
-            failed.append(f"job {number}: {error}")
-            continue
         except RunStopped as stopped:
             sys.exit(stopped.status)
         if status:
@@ -66,6 +65,29 @@ def multirun(overrides: Sequence[str], source: Source = TRAIN) -> None:
     if failed:
         # a list of all, since the first message has scrolled away
         sys.exit("\n".join(f"revzoo: {message}" for message in failed))
+
+
+def check_jobs(
+    jobs: Sequence[Sequence[str]], shared: Sequence[str], source: Source
+) -> list[DictConfig | Exception]:
+    """The configuration of each job with Hydra's section, or the error that refuses the job.
+
+    Raises:
+        ConfigError: all jobs are refused; the message has each reason once.
+    """
+    runs: list[DictConfig | Exception] = []
+    for number, job in enumerate(jobs):
+        try:
+            # not among the keys that users may set
+            trusted = [f"hydra.job.num={number}"]
+            cfg, whole = compose_whole([*job, *shared], source, trusted=trusted)
+            check_config(to_plain(cfg))
+            runs.append(whole)
+        except USER_ERRORS as error:
+            runs.append(error)
+    if all(isinstance(run, Exception) for run in runs):
+        raise ConfigError("\n".join(dict.fromkeys(map(str, runs))))
+    return runs
 
 
 def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]], list[str]]:

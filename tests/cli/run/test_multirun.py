@@ -31,3 +31,20 @@ def test_jobs_use_the_configuration_of_the_command_line(
 def test_an_interval_makes_no_jobs() -> None:
     with pytest.raises(ConfigError, match="revzoo sweep searches intervals"):
         multirun.multirun(["optim.lr=interval(0, 1)"])
+
+
+def test_what_all_jobs_refuse_is_refused_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each job said it after 30 seconds of imports."""
+    monkeypatch.setattr(multirun, "run_program", pytest.fail)
+    with pytest.raises(ConfigError, match=r"^optim.name=sdg: expected one of .*did you mean 'sgd'"):
+        multirun.multirun(["seed=0,1", "optim.name=sdg"])
+
+
+def test_what_one_job_refuses_does_not_stop_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(multirun, "run_program", lambda command: started.append(command) or 0)
+    with pytest.raises(SystemExit, match=r"^revzoo: job 0: optim.lr=-1: expected a number"):
+        multirun.multirun(["optim.lr=-1,0.1", f"hydra.sweep.dir={tmp_path}"])
+    assert [command[-3] for command in started] == ["optim.lr=0.1"]
