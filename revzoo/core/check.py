@@ -98,9 +98,9 @@ def check_inverse(
         >>> double = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Identity())])
         >>> print(revzoo.check_inverse(double, torch.ones(1, 4)))
         largest error of inverse(forward(x)), relative to the largest x
-                                    float64   float32  bfloat16
-        whole                             0         0         0
-        steps.0 AdditiveCoupling          0         0         0
+                                   float64   float32  bfloat16
+        whole                            0         0         0
+        steps.0 AdditiveCoupling         0         0         0
     """
     if not _has_inverse(module):
         parts = [path for path, part in module.named_modules() if path and _has_inverse(part)]

@@ -156,6 +156,22 @@ def test_help_and_typos_do_not_wait_for_torch(arguments: tuple[str, ...], tmp_pa
     )
 
 
+@pytest.mark.parametrize(
+    ("arguments", "end"),
+    [
+        (["train", "--epochs", "3"], "--epochs; set values as KEY=VALUE, such as trainer.max"),
+        (["train", "--resum", "run"], "--resum; did you mean '--resume'?"),
+        (["audit", "revnet38", "--xyz"], "--xyz\n"),
+    ],
+)
+def test_an_unknown_option_is_answered_with_what_to_do(
+    arguments: list[str], end: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert f"error: unrecognized arguments: {end}" in capsys.readouterr().err
+
+
 def test_ctrl_c_during_imports_ends_the_program(tmp_path: Path) -> None:
     """It showed the traceback of an import. If a library caught it, the program went on."""
     (tmp_path / "slow.py").write_text(
