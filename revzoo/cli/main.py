@@ -25,7 +25,6 @@ from revzoo._checks import did_you_mean
 from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
 
-
 INTERRUPTED = "revzoo: interrupted\n"
 
 

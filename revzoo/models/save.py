@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from revzoo._files import write_together
-from revzoo.models.tensors import safetensors_bytes
 from revzoo.layers.side_bits import reversible_blocks
+from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
 from revzoo.weights.errors import EntryError

@@ -34,7 +34,8 @@ def test_rows_per_step_and_dtype():
     net = ReversibleSequence(steps, memory="invert")
     before = [p.clone() for p in net.parameters()]
     report = check_inverse(net, torch.randn(2, 4, 4, 4))
-    assert [row.name for row in report[:3]] == ["whole", "steps.0 Squeeze", "steps.1 AdditiveCoupling"]
+    names = ["whole", "steps.0 Squeeze", "steps.1 AdditiveCoupling"]
+    assert [row.name for row in report[:3]] == names
     assert len(report) == 9
     assert report.worst(torch.float64) < 1e-14
     assert 1e-9 < report.worst(torch.float32) < 1e-5 < report.worst(torch.bfloat16) < 0.1
@@ -73,14 +74,14 @@ def test_what_has_no_inverse():
         check_inverse(nn.Linear(2, 2), torch.zeros(1, 2))
     seq = ReversibleSequence([AdditiveCoupling(nn.Linear(2, 2))])
     network = nn.Sequential(nn.Linear(4, 4), seq)
-    with pytest.raises(NotInvertibleError, match="^Sequential has no .*; its part 1 has one"):
+    with pytest.raises(NotInvertibleError, match=r"^Sequential has no .*; its part 1 has one"):
         check_inverse(network, torch.zeros(1, 4))
 
 
 def test_an_i_revnet_inverts_its_encode_not_its_forward():
     """It ended in a bare AssertionError."""
     net = create_model("irevnet13", in_chans=1)
-    with pytest.raises(NotInvertibleError, match="^IRevNet has no inverse to check; its part stem"):
+    with pytest.raises(NotInvertibleError, match=r"^IRevNet has no inverse .*; its part stem has"):
         check_inverse(net, torch.rand(2, 1, 8, 8))
 
 

@@ -181,9 +181,9 @@ def train(
                 resume=resume,
             )
             # only now: Lightning, too, checks the checkpoint before it ends the run
-            if resume is not None and run.trainer.global_step == run.first_step:
-                if run.trainer.is_global_zero:
-                    log_finished(run.trainer, resume)
+            nothing_trained = run.trainer.global_step == run.first_step
+            if resume is not None and nothing_trained and run.trainer.is_global_zero:
+                log_finished(run.trainer, resume)
             return figures
     except RunStopped as stopped:
         status = stopped.status
