@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from revzoo._files import write_together
-from revzoo.layers.side_bits import reversible_blocks
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
@@ -169,10 +168,6 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
             "create_model"
         )
     architecture, options = network.spec
-    if "reversible_bits" in options:  # make_reversible may have changed or removed them since
-        bits = {row.bits for row in reversible_blocks(network)}
-        others = {key: value for key, value in options.items() if key != "reversible_bits"}
-        options = others | ({"reversible_bits": max(bits)} if bits else {})
     described = {
         "name": architecture,
         "options": options,
