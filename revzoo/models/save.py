@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import nn
 
 from revzoo._files import write_together
+from revzoo.layers.side_bits import SideBits
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
@@ -43,7 +44,6 @@ class Saved(nn.Module):
     Attributes:
         num_classes: number of logits.
         in_chans: channels of the images.
-        spec: arguments of ``create_model``; None for a network built from its class.
         trained_on: fields of an entry that describe the data of its training, which sets them;
             empty if unknown, None if it was not trained since its creation.
         fresh_head: whether the classifier was replaced after ``entry`` or ``trained_on`` was set.
@@ -51,10 +51,25 @@ class Saved(nn.Module):
 
     num_classes: int
     in_chans: int
-    spec: Spec | None = None
+    _spec: Spec | None = None
     trained_on: Mapping[str, Any] | None = None
     fresh_head: bool = False
     _entry: WeightsEntry | None = None
+
+    @property
+    def spec(self) -> Spec | None:
+        """Arguments of ``create_model``; None for a network built from its class."""
+        if self._spec is None:
+            return None
+        # make_reversible and AnnealedBits change the bits; where blocks differ, the most count
+        options = {k: v for k, v in self._spec.options.items() if k != "reversible_bits"}
+        if bits := [m.bits for m in self.modules() if isinstance(m, SideBits)]:
+            options["reversible_bits"] = max(bits)
+        return Spec(self._spec.architecture, options)
+
+    @spec.setter
+    def spec(self, spec: Spec | None) -> None:
+        self._spec = spec
 
     @property
     def entry(self) -> WeightsEntry | None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from small_weights import FACTS, OPTIONS, small, write_entry
 
+from revzoo.layers.side_bits import make_reversible
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
 from revzoo.models.save import json_of
 from revzoo.weights.entry import read_entry
@@ -30,6 +31,18 @@ def test_a_folder_holds_weights_entry_and_card(tmp_path):
 def test_training_keywords_are_no_part_of_the_shape(tmp_path):
     model = create_model("revnet38", memory="store", drop_rate=0.1, drop_path_rate=0.1, dropout=0.1)
     assert model.save_pretrained(tmp_path).options == {}
+
+
+@pytest.mark.parametrize("bits", [None, 2, 6])
+@pytest.mark.parametrize("created", [None, 4])
+def test_a_saved_network_has_its_present_side_bits(created, bits, tmp_path):
+    """It was saved with the bits of its creation, so loaded it computed something else."""
+    options = {**OPTIONS, "units": (2, 2, 1), "reversible_bits": created}
+    model = make_reversible(create_model("resnet32", **options), bits).eval()
+    entry = model.save_pretrained(tmp_path, classes=None, mean=None, std=None)
+    assert entry.options.get("reversible_bits") == bits
+    x = torch.randn(2, 3, 16, 16)
+    assert torch.equal(from_pretrained(tmp_path).eval()(x), model(x))
 
 
 def test_a_network_trained_further_keeps_the_facts_that_still_hold(tmp_path):
