@@ -192,7 +192,10 @@ class Step(nn.Module):
 
 
 def _no_inverse(self: Invertible, *state: Tensor, **context: Any) -> State:
-    raise NotImplementedError(f"{type(self).__name__} must define inverse(*state) -> state")
+    raise TypeError(
+        f"{type(self).__name__} must define inverse(*state) -> state; or derive it from "
+        "revzoo.Step, whose inputs are kept for the backward pass"
+    )
 
 
 def _no_log_det(self: Invertible, *state: Tensor, **context: Any) -> Tensor:
@@ -208,6 +211,9 @@ class Invertible(Step):
     ``forward`` may depend only on its inputs, the module's parameters and buffers, and torch's
     random state, so that a replay computes the same value.
 
+    Raises:
+        TypeError: the class defines no ``inverse``.
+
     Example:
         >>> class Swap(revzoo.Invertible):
         ...     def forward(self, x1, x2):
@@ -218,6 +224,11 @@ class Invertible(Step):
         >>> revzoo.ReversibleSequence([Swap()])(torch.arange(4.0)[None])
         tensor([[2., 3., 0., 1.]])
     """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self).inverse is _no_inverse:
+            _no_inverse(self)  # now, not in the first backward pass
 
     inverse: Callable[..., Any] = _no_inverse
 

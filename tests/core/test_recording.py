@@ -65,6 +65,9 @@ def test_a_forward_that_returns_something_else_is_named():
         def forward(self, x1, x2):
             return x1, None
 
+        def inverse(self, y1, y2):
+            return y1, y2
+
     with pytest.raises(TypeError, match=r"steps.0 Nothing returned \(Tensor, NoneType\)"):
         train(Nothing(), *streams())
 
