@@ -197,6 +197,14 @@ def autocasts(device: torch.device) -> bool:
     return any(map(torch.is_autocast_enabled, with_autocast(frozenset((device,)))))
 
 
+def autocasts_to_float16(device: torch.device) -> bool:
+    """Whether autocast to float16 is on for operators on ``device`` or the CPU."""
+    kinds = with_autocast(frozenset((device,)))
+    return any(
+        torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) is torch.float16 for d in kinds
+    )
+
+
 @contextlib.contextmanager
 def autocast(wanted: AutocastState) -> Iterator[None]:
     """Set what :func:`autocast_state` returned; a context that restores the caller's."""

@@ -21,6 +21,7 @@ from revzoo.core.fixedpoint import (
     counting_changes,
     keeps_words,
     move_words,
+    within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
 from revzoo.core.tensors import address, as_dense, version_of
@@ -32,15 +33,18 @@ def call_on_grid(
     """``call(step, *state, **context)``; the words move with the values."""
     if not _keeps_words_of(step):
         return call(step, *state, **context)
-    # plain_call checks no hooks: outputs that one may have changed get no words
-    trusted = call is call_without_changing_hooks or not hooked(step)
-    return _call_with_words(
-        step,
-        functools.partial(call, step, *state, **context),
-        functools.partial(step.forward, **context) if trusted else None,
-        state,
-        step.extras,
-    )
+    with within(step, state):
+        if not step.moves_values:
+            return call(step, *state, **context)
+        # plain_call checks no hooks: outputs that one may have changed get no words
+        trusted = call is call_without_changing_hooks or not hooked(step)
+        return _call_with_words(
+            step,
+            functools.partial(call, step, *state, **context),
+            functools.partial(step.forward, **context) if trusted else None,
+            state,
+            step.extras,
+        )
 
 
 def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> State:
@@ -48,8 +52,11 @@ def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> Stat
     if not _keeps_words_of(step):
         return as_state(step.inverse(*state, **context))
     inverse = functools.partial(step.inverse, **context)
-    inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
-    return inputs
+    with within(step, state):
+        if not step.moves_values:
+            return as_state(inverse(*state))
+        inputs: State = _call_with_words(step, lambda: as_state(inverse(*state)), inverse, state, 0)
+        return inputs
 
 
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
@@ -66,10 +73,11 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
     call = f"{getattr(type(step), direction).__qualname__}()"
     if type(error) is RuntimeError:
         shapes = " and ".join(str(tuple(t.shape)) for t in state)
+        types = " and ".join(dict.fromkeys(str(t.dtype) for t in state))
         expected = {"forward": "its layers take", "inverse": "its forward returns"}[direction]
         error.add_note(
-            f"The {direction} of {name_of(step)} got streams of shape {shapes}: expected the "
-            f"shapes that {expected}"
+            f"The {direction} of {name_of(step)} got streams of shape {shapes} and type {types}: "
+            f"expected the shapes and the type that {expected}"
         )
     # not of a branch, nor for a keyword argument
     elif str(error).startswith(call) and "positional argument" in str(error):
@@ -80,7 +88,7 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
 
 
 def _keeps_words_of(step: Step) -> bool:
-    return step.grid is not None and step.moves_values and keeps_words()
+    return step.grid is not None and keeps_words()
 
 
 def _call_with_words(

@@ -71,7 +71,7 @@ from torch.autograd import forward_ad, profiler
 
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
-from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of
+from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
 from revzoo.core.guard import COMPARED, Guard, note_peaks
 from revzoo.core.invertible import State, Step, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
@@ -267,11 +267,12 @@ class Tape:
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
         self._guard.begin(state if self._position else ())  # a kept input (rule 7) has no error
-        note_peaks(self.entries[max(position - 1, index)].step, state)
+        note_peaks(peaks_of(state))
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
+                self.entries[i].report(self._guard, state)
             # before recording, which is the peak: later states are freed first (rule 4)
             self._move_to(index + 1, state, state)
         entry = self.entries[index]

@@ -41,15 +41,16 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from revzoo.core.ambient import runs_eagerly
+from revzoo.core.ambient import autocasts_to_float16, runs_eagerly
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
@@ -91,16 +92,99 @@ class Scale:
         self.end = down * 2.0 ** (torch.iinfo(word_type).bits - 2)
         self._nan = torch.full_like(down, math.nan)
 
-    def down_within(self, peak: Tensor | None) -> Tensor:
+    def down_within(self, peak: Tensor) -> Tensor:
         """``down``; NaN where the ``peak`` is beyond the range (rule 6)."""
         # a comparison on the device, since reading the peak would stall it
-        return self.down if peak is None else torch.where(peak < self.end, self.down, self._nan)
+        return torch.where(peak < self.end, self.down, self._nan)
 
 
 def fraction_bits(scale: Scale) -> int:
     """The fractional bits of a grid as users count them, without ``EXTRA_BITS`` (host sync)."""
     down, end = float(scale.down), float(scale.end)
     return round(-math.log2(down)) - (EXTRA_BITS if end / down > 2.0**32 else 0)
+
+
+class _Running(threading.local):
+    """The step that runs, and its streams."""
+
+    step: Step | None = None
+    state: tuple[Tensor, ...] = ()
+
+
+_running = _Running()
+
+
+class within:
+    """A context in which sums belong to ``step``, which got the streams ``state``."""
+
+    __slots__ = ("_inner", "_outer")
+
+    def __init__(self, step: Step, state: tuple[Tensor, ...] = ()) -> None:
+        self._inner = step, state
+
+    def __enter__(self) -> None:
+        self._outer = _running.step, _running.state
+        _running.step, _running.state = self._inner
+
+    def __exit__(self, *_: object) -> None:
+        _running.step, _running.state = self._outer
+
+
+_numbers = itertools.count()
+
+
+class Peak:
+    """The largest magnitude of a stream and of all values added to it so far.
+
+    The first value beyond the range stays.
+
+    Attributes:
+        value: a scalar, on the device.
+        scale: the stream's grid.
+        half: whether float16 was involved, which overflows in a plain network, too.
+        parts: the peaks of the streams whose values it holds, if they come from several.
+        step: the step that computed the stream; None outside of steps.
+        number: later peaks have larger numbers.
+    """
+
+    __slots__ = ("half", "number", "parts", "scale", "step", "value")
+
+    def __init__(
+        self, value: Tensor, scale: Scale, *, half: bool, parts: tuple[Peak, ...] = ()
+    ) -> None:
+        self.value = value
+        self.scale = scale
+        self.half = half
+        self.parts = parts
+        self.step = _running.step
+        self.number = next(_numbers)
+
+
+def _peak(value: Tensor, scale: Scale, *parts: Tensor) -> Peak:
+    """The peak of a stream that is computed here from ``parts``."""
+    half = any(t.dtype is torch.float16 for t in parts) or autocasts_to_float16(value.device)
+    return Peak(value, scale, half=half)
+
+
+def _joined(peaks: Iterable[Peak | None]) -> Peak | None:
+    """The peak of streams that have exchanged values."""
+    known = [peak for peak in peaks if peak is not None]
+    if len({*known}) < 2:
+        return known[0] if known else None
+    parts = tuple({part: None for peak in known for part in peak.parts or (peak,)})
+    value, scale = parts[0].value, parts[0].scale
+    for part in parts[1:]:
+        # a NaN counts, unless the other value is beyond the range: that one explains the NaN
+        finite = torch.fmax(value, part.value)
+        value = torch.where(finite < scale.end, value.maximum(part.value), finite)
+    return Peak(value, scale, half=any(part.half for part in parts), parts=parts)
+
+
+def peaks_of(state: Iterable[Tensor | Fixed]) -> list[Peak]:
+    """The peaks of the streams that have words and values."""
+    known = [t.peak for t in as_fixed(state) if isinstance(t, Fixed) and t.peak is not None]
+    peaks = (part for peak in known for part in peak.parts or (peak,))
+    return [peak for peak in peaks if has_values(peak.value)]
 
 
 class Fixed:
@@ -110,14 +194,13 @@ class Fixed:
         words: int32, or int64 for float64 streams.
         scale: its grid.
         dtype: of the float tensor.
-        peak: largest magnitude of this stream and of all values added to it so far, as a tensor on
-            the device; the first value beyond the range stays. None for an empty stream.
+        peak: None for an empty stream.
     """
 
     __slots__ = ("dtype", "peak", "scale", "words")
 
     def __init__(
-        self, words: Tensor, scale: Scale, dtype: torch.dtype, peak: Tensor | None = None
+        self, words: Tensor, scale: Scale, dtype: torch.dtype, peak: Peak | None = None
     ) -> None:
         self.words = words
         self.scale = scale
@@ -132,7 +215,8 @@ class Fixed:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        _in_chunks(_read, (self.words, floats), self.scale.down_within(self.peak))
+        if self.peak is not None:  # without one there is nothing to read
+            _in_chunks(_read, (self.words, floats), self.scale.down_within(self.peak.value))
         return floats
 
     def with_words(self, words: Tensor, dtype: torch.dtype | None = None) -> Fixed:
@@ -224,9 +308,12 @@ def renew_words(state: Iterable[Tensor]) -> None:
         # .data: the words of an unchanged stream do not count as changed
         scale = fixed.scale
         _in_chunks(_renew, (t.detach(), fixed.words.data), scale.up, scale.down)
-        if fixed.peak is not None:
-            peak = torch.maximum(fixed.peak, largest(t))
-            fixed.peak = torch.where(fixed.peak < scale.end, peak, fixed.peak)
+        if (known := fixed.peak) is not None:
+            size = largest(t)
+            # the cause of a NaN stays, until all values are finite again
+            stays = (known.value >= scale.end) & ~(size < math.inf)
+            fixed.peak = Peak(torch.where(stays, known.value, size), scale, half=known.half)
+            fixed.peak.step = known.step
 
 
 def _view_key(t: Tensor) -> tuple[Any, ...]:
@@ -254,12 +341,10 @@ def backing_tensors(state: Iterable[Tensor | Fixed]) -> tuple[Tensor, ...]:
     return tuple([t.words if isinstance(t, Fixed) else t for t in state])
 
 
-def put_on_grid(
-    state: tuple[Tensor, ...], grid: Grid, step: Step | None = None
-) -> tuple[Tensor, ...]:
+def put_on_grid(state: tuple[Tensor, ...], grid: Grid) -> tuple[Tensor, ...]:
     """Round the state to one grid and give it words, unless it has words of that grid.
 
-    The gradient of the rounding is the identity. ``step`` takes the state; errors name it.
+    The gradient of the rounding is the identity.
     """
     wide = any(t.dtype == torch.float64 for t in state)
     word_type = torch.int64 if wide else torch.int32
@@ -269,7 +354,7 @@ def put_on_grid(
     bits = grid if isinstance(grid, int) else None
     down = _down_for(state) if bits is None else _scalar(state, 2.0**-bits)
     scale = Scale(down * 2.0**-EXTRA_BITS if wide else down, word_type, bits)
-    return tuple(_rounded_to(t, scale, word_type, step) for t in state)
+    return tuple(_rounded_to(t, scale, word_type) for t in state)
 
 
 def _are_on(grid: Grid, fixed: Sequence[Fixed]) -> bool:
@@ -308,49 +393,43 @@ def largest(t: Tensor) -> Tensor:
     return torch.maximum(-low, high)
 
 
-class Peak(NamedTuple):
-    """The largest magnitude of a stream, and of all that were added to it."""
-
-    step: Step | None  # that computed it, for error messages
-    value: Tensor  # a scalar, on the device
-    scale: Scale
-
-
-def peak_of(fixed: Fixed, step: Step | None) -> Peak | None:
-    """The peak of a stream that ``step`` computed; None without values."""
-    if fixed.peak is None or not has_values(fixed.words):
-        return None
-    return Peak(step, fixed.peak, fixed.scale)
-
-
-def _note(peak: Peak | None) -> None:
-    """Report the peak to the guard, which checks it at the end of the backward pass."""
+def _note(peaks: list[Peak]) -> None:
+    """Report the peaks to the guard, which checks them at the end of the backward pass."""
     # every gradient that flows through the stream passes the node that computed it
-    if peak is not None:
-        from revzoo.core.guard import note_peak  # imports this module
+    if peaks:
+        from revzoo.core.guard import note_peaks  # imports this module
 
-        note_peak(peak)
+        note_peaks(peaks)
+
+
+def _used_by(fixed: Fixed) -> list[Peak]:
+    """The peaks that decide whether gradients through this stream are right.
+
+    Those of the running step's streams, too: the sums that computed them may lie outside of the
+    graph that is differentiated.
+    """
+    return peaks_of((*_running.state, fixed))
 
 
 class _Rounded(torch.autograd.Function):
     """``x`` -> the float tensor of its words; the gradient is the identity."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fixed: Fixed, step: Step | None) -> Tensor:
-        ctx.peak = peak_of(fixed, step)
+    def forward(ctx: Any, x: Tensor, fixed: Fixed) -> Tensor:
+        ctx.peaks = _used_by(fixed)
         return _read_with_words(fixed)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _note(ctx.peak)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _note(ctx.peaks)
+        return gradient, None
 
 
-def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype, step: Step | None) -> Tensor:
+def _rounded_to(x: Tensor, scale: Scale, kind: torch.dtype) -> Tensor:
     words = torch.empty_like(x, dtype=kind)
     _in_chunks(_quantise, (x.detach(), words), scale.up)
-    peak = largest(x) if x.numel() else None
-    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak), step)
+    peak = _peak(largest(x), scale, x) if x.numel() else None
+    rounded: Tensor = _Rounded.apply(x, Fixed(words, scale, x.dtype, peak))
     return rounded
 
 
@@ -375,16 +454,16 @@ def _summed(
     value, words, scale = parts[-1], torch.empty_like(fixed.words), fixed.scale
     with counting_changes():
         total = torch.empty_like(words, dtype=dtype)
-    peak = None
+    summed = Fixed(words, scale, dtype)
     if value.numel():
         peak = largest(value) if weight == 1 else weight * largest(value).float()
         if fixed.peak is not None:
             # the first value beyond the range stays: it causes the NaN of all that follow
-            peak = torch.where(fixed.peak < scale.end, peak.maximum(fixed.peak), fixed.peak)
-    _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
-    if peak is not None:  # fmax: a NaN of rule 6 must not hide the value that caused it
-        peak = torch.fmax(peak, largest(total))
-    summed = Fixed(words, scale, dtype, peak)
+            before = fixed.peak.value
+            peak = torch.where(before < scale.end, peak.maximum(before), before)
+        _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
+        # fmax: a NaN of rule 6 must not hide the value that caused it
+        summed.peak = _peak(torch.fmax(peak, largest(total)), scale, value, total)
     _set_words(total, summed)
     return total, summed
 
@@ -393,24 +472,20 @@ class _Sum(torch.autograd.Function):
     """``x + sign * value`` on the words of ``x``."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int, step: Step | None
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, value: Tensor, fixed: Fixed, sign: int) -> Tensor:
         ctx.sign, ctx.dtype = sign, value.dtype
         fill = _add_and_read if sign > 0 else _subtract_and_read
         total, summed = _summed(fill, fixed, (fixed.words, value), x.dtype, weight=1)
-        ctx.peak = peak_of(summed, step)
+        ctx.peaks = _used_by(summed)
         return total
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        _note(ctx.peak)
-        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        _note(ctx.peaks)
+        return gradient, (gradient if ctx.sign > 0 else -gradient).to(ctx.dtype), None, None
 
 
-def add(
-    x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1, step: Step | None = None
-) -> Tensor:
+def add(x: Tensor, value: Tensor, fixed: Fixed, *, sign: int = 1) -> Tensor:
     """``x + sign * value``, rounded to the grid of ``x``, with words.
 
     Args:
@@ -418,9 +493,8 @@ def add(
         value: of the same shape.
         fixed: the words of ``x``.
         sign: 1 or -1.
-        step: the step that adds, for error messages.
     """
-    total: Tensor = _Sum.apply(x, value, fixed, sign, step)
+    total: Tensor = _Sum.apply(x, value, fixed, sign)
     return total
 
 
@@ -429,33 +503,25 @@ class _SecondDifference(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        before: Tensor,
-        x: Tensor,
-        value: Tensor,
-        fixed: Fixed,
-        bits: int,
-        step: Step | None,
+        ctx: Any, before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int
     ) -> Tensor:
         # the gradient ignores the rounding and the dropped bits
         ctx.b, ctx.dtype = 2.0**-bits, value.dtype
         # 2 b x is at most as large as the stream, so value and 2 b x count as two values
         parts = (fixed.words, x, value)
         total, summed = _summed(_shift_in, fixed, parts, x.dtype, bits, weight=2)
-        ctx.peak = peak_of(summed, step)
+        ctx.peaks = _used_by(summed)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _note(ctx.peak)
+        _note(ctx.peaks)
         b = ctx.b
         of_value = (gradient * (1 + b)).to(ctx.dtype)
-        return gradient * b, gradient * (-2 * b), of_value, None, None, None
+        return gradient * b, gradient * (-2 * b), of_value, None, None
 
 
-def second_difference(
-    before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int, *, step: Step | None = None
-) -> Tensor:
+def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bits: int) -> Tensor:
     """``(1 + b) value - 2 b x + b before`` with ``b = 2**-bits``, with words.
 
     Args:
@@ -464,9 +530,8 @@ def second_difference(
         value: of the same shape.
         fixed: the words of ``before``.
         bits: at least 1.
-        step: the step that computes it, for error messages.
     """
-    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits, step)
+    total: Tensor = _SecondDifference.apply(before, x, value, fixed, bits)
     return total
 
 
@@ -545,9 +610,9 @@ def _slot_bits(bits: int) -> int:
     return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
 
 
-def put_on_grid_of(fixed: Fixed, x: Tensor, step: Step | None = None) -> Tensor:
+def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
-    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype, step)
+    return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
 
 
 def apply_with_words(fn: Callable[..., Any], state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -597,9 +662,7 @@ def apply_to_words(
         raise ValueError(f"{_NOT_MOVED}: {error}") from error
     if kinds != {state[0].words.dtype}:
         raise ValueError(f"{_NOT_MOVED}: it returned {', '.join(map(str, kinds))}")
-    # streams may exchange values, so each gets the largest peak of all
-    peaks = [f.peak for f in state if f.peak is not None]
-    peak = functools.reduce(torch.maximum, peaks) if peaks else None
+    peak = _joined(f.peak for f in state)
     first = Fixed(state[0].words, state[0].scale, state[0].dtype, peak)
     pairs = itertools.zip_longest(outputs, dtypes[: len(outputs)])
     return tuple(first.with_words(as_dense(t, first.words), dtype) for t, dtype in pairs)

@@ -63,12 +63,11 @@ from revzoo.core.fixedpoint import (
     Peak,
     Scale,
     Streams,
-    as_fixed,
     as_floats,
     fraction_bits,
     keeps_words,
     largest,
-    peak_of,
+    peaks_of,
 )
 from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.replay import is_replaying
@@ -187,11 +186,6 @@ class _Drift:
         self.inverts = inverts
         self.overflowed = False  # whether the chain ended in values that are not finite
         self.used = False
-
-
-def _peaks_of(step: Step, outputs: Streams) -> list[Peak]:
-    found = [peak_of(t, step) for t in as_fixed(outputs) if isinstance(t, Fixed)]
-    return [peak for peak in found if peak is not None]
 
 
 def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[Samples]:
@@ -375,13 +369,11 @@ class _Pass:
     Autograd holds it until the pass succeeds or fails.
     """
 
-    __slots__ = ("__weakref__", "before", "guards", "starts", "sums")
+    __slots__ = ("__weakref__", "guards", "peaks")
 
     def __init__(self) -> None:
         self.guards: list[Guard] = []
-        self.starts: list[Peak] = []  # of the states that replays start from
-        self.sums: list[Peak] = []
-        self.before: list[Peak] = []  # of steps before those that the pass reaches
+        self.peaks: list[Peak] = []
 
     @staticmethod
     def of(task: int) -> _Pass:
@@ -407,8 +399,7 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
-        # a sum's own peak goes before that of a later state, so errors name the sum
-        beyond = _first_beyond_limit([*reversed(self.starts), *self.sums, *self.before])
+        beyond = _first_beyond_limit(self.peaks)
         if beyond is not None and math.isfinite(beyond[1]):
             raise _range_error(*beyond)
         # one transfer for all chains
@@ -422,26 +413,20 @@ class _Pass:
                     drift.overflowed = True
             drifts += of_chain
         if beyond is not None:  # NOTE [ Streams that overflow ]
-            fixed = [drift for drift in drifts if drift.step.grid is not None]
-            if fixed and not any(drift.half for drift in fixed):
+            floating = [drift for drift in drifts if drift.step.grid is None]
+            if len(floating) < len(drifts) and not beyond[0].half:
                 _warn_of_peak(*beyond)
-            drifts = [drift for drift in drifts if drift.step.grid is None]
+            drifts = floating
         _check_drifts(drifts)
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
-def note_peak(peak: Peak) -> None:
-    """Check the range of a stream at the end of the running backward pass."""
+def note_peaks(peaks: list[Peak]) -> None:
+    """Check ranges of streams at the end of the running backward pass."""
     if (running := _Pass.running()) is not None:
-        running.sums.append(peak)
-
-
-def note_peaks(step: Step, state: Streams) -> None:
-    """Likewise for a state that a replay starts from; ``step`` returned it, or takes it."""
-    if (running := _Pass.running()) is not None:
-        running.starts += _peaks_of(step, state)
+        running.peaks += peaks
 
 
 class ForwardRange:
@@ -455,7 +440,7 @@ class ForwardRange:
         # Moved words keep their peak, and the sums after them report it. Without gradients, steps
         # that move values count: nothing may come after them.
         if step.guarded and not (step.moves_values and torch.is_grad_enabled()):
-            self._peaks += _peaks_of(step, tuple(t for t in outputs if not t.requires_grad))
+            self._peaks += peaks_of(t for t in outputs if not t.requires_grad)
 
     def check(self, outputs: State) -> None:
         """Raise a RangeError if a stream left its range.
@@ -463,17 +448,11 @@ class ForwardRange:
         If ``outputs`` need gradients, later steps are trained: then this happens at the end of
         their backward pass. Otherwise it happens now, with a host sync.
         """
-        peaks = self._peaks[::-1]  # in the order of backward passes
-        if not peaks:
+        if not (peaks := self._peaks):
             return
         # a leaf is the caller's own tensor
         if computed := [t for t in outputs if t.grad_fn is not None]:
-
-            def in_backward(_: Tensor) -> None:
-                if (running := _Pass.running()) is not None:
-                    running.before += peaks
-
-            register_multi_grad_hook(computed, in_backward, mode="any")
+            register_multi_grad_hook(computed, lambda _: note_peaks(peaks), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
         found = _first_beyond_limit(peaks)
@@ -494,9 +473,9 @@ def check_forward_range(step: Step, outputs: State) -> None:
         ranges.check(outputs)
 
 
-def check_range(step: Step, state: State) -> None:
+def check_range(state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _first_beyond_limit(_peaks_of(step, state))
+    found = _first_beyond_limit(peaks_of(state))
     if found is not None:
         raise _range_error(*found)
 
@@ -513,17 +492,17 @@ def _read(found: Sequence[Tensor]) -> list[float]:
 def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
     """The first stream in forward order at its limit, and its magnitude.
 
-    ``peaks`` are in the order of a backward pass, the last step first. Finite magnitudes go first:
-    a stream beyond its limit turns later streams into NaN.
+    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
+    # sums in several steps report the same streams
+    peaks = sorted(set(peaks), key=lambda peak: peak.number)
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
     end_of = dict(zip(scales, _read([scale.end for scale in scales]), strict=True))
-    pairs = zip(reversed(peaks), reversed(values), strict=True)
     found = [
         # a NaN in one stream makes the scale of all streams NaN
         (peak, math.nan if math.isnan(end_of[peak.scale]) else value)
-        for peak, value in pairs
+        for peak, value in zip(peaks, values, strict=True)
         if not value < end_of[peak.scale]
     ]
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)

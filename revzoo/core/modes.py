@@ -40,6 +40,7 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     put_on_grid,
     renew_words,
+    within,
 )
 from revzoo.core.guard import check_forward_range
 from revzoo.core.invertible import (
@@ -212,7 +213,8 @@ def on_grid_of(step: Step, state: State) -> State:
     cut = len(state) - step.float_streams
     if not can_have_words(state[:cut]):
         return state
-    return (*put_on_grid(state[:cut], step.grid, step), *state[cut:])
+    with within(step):
+        return (*put_on_grid(state[:cut], step.grid), *state[cut:])
 
 
 def set_memory(

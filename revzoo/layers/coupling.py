@@ -136,13 +136,13 @@ class AdditiveCoupling(Coupling):
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, x1)
         if (fixed := self._words(x1)) is not None:
-            return add(x1, value, fixed, step=self)
+            return add(x1, value, fixed)
         return x1 + self._fitting(value, x1)
 
     def uncombine(self, y2: Tensor, value: Tensor) -> Tensor:
         self._check_shape(value, y2)
         if (fixed := self._words(y2)) is not None:
-            return add(y2, value, fixed, sign=-1, step=self)
+            return add(y2, value, fixed, sign=-1)
         return y2 - self._fitting(value, y2)
 
     def recover(self, y2: Tensor | Fixed, value: Tensor) -> Tensor | Fixed:

@@ -372,7 +372,7 @@ class ReversibleSequence(Invertible):
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
         # each step has checked what it got, nobody the last result
-        check_range(next(iter(leaves(self).values()), self), inputs)
+        check_range(inputs)
         return inputs
 
     def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
@@ -390,7 +390,7 @@ class ReversibleSequence(Invertible):
                     state = as_state(step.inverse(*state, **context))
             else:
                 state = on_grid_of(step, state)
-                check_range(step, state)
+                check_range(state)
                 versions = versions_of(state)
                 assert isinstance(step, Invertible)
                 # an inverse evaluates branches, which must not update statistics or draw the

@@ -188,10 +188,10 @@ class SideBits(Invertible):
         b = 2.0**-self.bits
         fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
         if not before:
-            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value, self)
+            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
-        return second_difference(before[0], x, value, known, self.bits, step=self)
+        return second_difference(before[0], x, value, known, self.bits)
 
     def _fits(self, y: Tensor) -> bool:
         """Whether ``y`` is within the range of its grid; always True for a fixed grid."""
@@ -199,7 +199,7 @@ class SideBits(Invertible):
         if self.grid != AUTO or fixed is None or fixed.peak is None or not has_values(y):
             return True
         if self.fits is None or y.device.type == "cpu":
-            peak = float(fixed.peak)
+            peak = float(fixed.peak.value)
             # infinite values fit no grid, so a new run would not help: the guard raises
             self.fits = not float(fixed.scale.end) <= peak < math.inf
         return self.fits

@@ -180,9 +180,28 @@ def test_an_overflow_hides_no_wrong_inverse(right, dtype):
     y1, y2 = net(*torch.randn(2, 8, 4, requires_grad=True).to(dtype))
     loss = (y1 * y2)[1:].float().square().mean()  # finite
     warns = pytest.warns(RuntimeWarning, match="finite up to the input of steps.3")
-    fails = contextlib.nullcontext() if right else pytest.raises(DriftError, match=r"steps\.0 ")
+    fails = contextlib.nullcontext() if right else pytest.raises(DriftError, match=r"steps\.1 ")
     with warns, fails:
         loss.backward()
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+def test_a_wrong_inverse_is_named_though_the_graph_needs_nothing_of_its_step(mode):
+    """The step before it was: its replay was the first to be compared."""
+
+    class Flip(Invertible):
+        exact = True
+
+        def forward(self, x1, x2):
+            return x1.flip(1), x2.flip(1)
+
+        def inverse(self, y1, y2):
+            return y1, y2
+
+    couplings = [AdditiveCoupling(nn.Linear(4, 4)) for _ in range(4)]
+    net = ReversibleSequence([*couplings[:2], Flip(), *couplings[2:]], memory=mode)
+    with pytest.raises(DriftError, match=r"^steps\.2 Flip: "):
+        run(net, torch.randn(2, 8))
 
 
 @pytest.mark.parametrize("name", ["revnet38", "revnet110"])

@@ -126,6 +126,26 @@ def test_a_member_that_is_no_step():
         ReversibleSequence([AdditiveCoupling(nn.Identity()), nn.Linear(2, 2)])
 
 
+@pytest.mark.parametrize("memory", MODES)
+def test_an_input_of_the_wrong_type_is_named(memory):
+    net = linear_net()
+    set_memory(net, memory)
+    with pytest.raises(RuntimeError, match="dtype") as error:
+        net(torch.ones(2, 8, dtype=torch.int64))
+    assert "(2, 4) and (2, 4) and type torch.int64: expected" in error.value.__notes__[0]
+
+
+def test_a_step_without_an_inverse_is_refused_at_once():
+    """It was only in the backward pass."""
+
+    class Double(Invertible):
+        def forward(self, x1, x2):
+            return 2 * x1, 2 * x2
+
+    with pytest.raises(TypeError, match=r"Double must define inverse.*derive it from revzoo\.Step"):
+        Double()
+
+
 def test_a_class_is_no_step():
     with pytest.raises(TypeError, match="step 0 is the class AdditiveCoupling: create it"):
         ReversibleSequence([AdditiveCoupling])
