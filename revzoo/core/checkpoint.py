@@ -35,7 +35,7 @@ NOTE [ Slots and the tape ]
        continues from a *cursor*. When the cursor moves on, the slots are emptied. A kept graph does
        not drop its slots, so each is emptied when it is read. To reach a step that the cursor has
        passed, the walk starts again from the known state: slower, but correct. So any order of
-       unpacking is correct.
+       unpacking is correct. At the end of the walk the cursor is dropped.
     6. Filling is atomic: an exception inside a replay leaves tape, slots and modules unchanged.
     7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
        its output.
@@ -310,6 +310,9 @@ class Tape:
         # from the end: there, entries that are still wanted are found soonest
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = (index + 1, after) if state is None else (index, state)
+            # at the end of the walk: the tapes of inner steps outlive it by the outer walk
+            if not any(entry.wanted for entry in reversed(self.entries[:index])):
+                self._cursor = None
             return
         del self.entries[index:]
         self.close()

@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import math
 import weakref
 
 import pytest
@@ -16,10 +17,12 @@ from revzoo import (
     ReversibleBlock,
     ReversibleSequence,
     is_replaying,
+    set_drift_limit,
     set_memory,
 )
 from revzoo.core import checkpoint
 from revzoo.core.modes import run_step
+from revzoo.profiling.live import LiveMemory
 
 MODES = ["recompute", "invert"]
 
@@ -492,6 +495,31 @@ def test_a_sequence_inside_a_branch(outer, inner):
 
     net, reference = build(outer, inner), build("store", "store")
     assert_same_training(net, reference, vectors().detach())
+
+
+@pytest.mark.parametrize("mode", ["invert", "exact"])
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_kept_graph_keeps_no_states_of_sequences_in_branches(mode, frozen):
+    """Each of them kept the input that its walk ended with."""
+
+    def kept(depth):
+        inner = [linear_net(depth=2, width=16) for _ in range(depth)]
+        net = ReversibleSequence([AdditiveCoupling(s) for s in inner])
+        set_memory(net, mode, grid=20 if mode == "exact" else None)
+        set_drift_limit(net, math.inf)
+        if frozen:  # then nothing of the first steps is replayed
+            for sequence in inner:
+                sequence[0].requires_grad_(False)
+        x = torch.randn(1024, 64, dtype=torch.float64)
+        for p in net.parameters():
+            p.grad = torch.zeros_like(p)
+        loss = net(x).sum()
+        with LiveMemory() as memory:
+            loss.backward(retain_graph=True)
+            return memory.now
+
+    few, many = kept(2), kept(6)
+    assert many - few < 1024 * 16 * 8  # one stream
 
 
 def test_inside_torch_checkpoint_and_the_reverse():
