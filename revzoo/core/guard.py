@@ -14,18 +14,19 @@ NOTE [ Streams that overflow ]
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
     chains that ran in float16 and ended in values that are not finite. A fixed-point stream with
     such a value is NaN as a whole. Then the guard skips all fixed-point streams of the backward
-    pass, and warns, unless one of them ran in float16. Of other streams it still compares what is
-    finite in both passes, so a wrong inverse does not hide behind an overflow, and warns of the
-    rest.
+    pass, and warns, unless the first such stream comes from float16. Of other streams it still
+    compares what is finite in both passes, so a wrong inverse does not hide behind an overflow, and
+    warns of the rest.
 
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
-    sum notes the largest value in its own backward, so every gradient that flows through it is
-    checked, in every mode. A replay also notes the state that it starts from, since a partial graph
-    may not reach the sums behind it. Where no gradient is needed (frozen steps,
-    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
-    trained, after their backward pass. The first value beyond the range stays with the words
-    (``Fixed.peak``), so later sums on them report it, too.
+    sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient that
+    flows through it is checked, in every mode. It also notes the peaks of its step's streams, and a
+    replay those of the state that it starts from: a partial graph may not reach the sums behind
+    them. Where no gradient is needed (frozen steps, ``torch.no_grad()``), the sequence checks its
+    steps in the forward pass, or, if later steps are trained, after their backward pass. The first
+    value beyond the range stays with the words (``Fixed.peak``), so later sums on them report it,
+    too.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
