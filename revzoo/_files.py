@@ -70,10 +70,10 @@ def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
     for path in filter(None, paths):
         if path.is_dir():
             raise ValueError(f"{path} is a folder: expected the path of a file")
-        if path.exists():
-            if not os.access(path, os.W_OK):
-                raise ValueError(f"{path} cannot be written: expected a file that you may change")
-            continue
+        check_regular(path)
+        if path.exists() and not os.access(path, os.W_OK):
+            raise ValueError(f"{path} cannot be written: expected a file that you may change")
+        # also of a file that exists: a new one replaces it
         folder = path.parent
         while makes_folders and not folder.exists():  # the root and "." exist
             folder = folder.parent

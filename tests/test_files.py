@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import revzoo
-from revzoo._files import write_atomically, write_together
+from revzoo._files import check_writable, write_atomically, write_together
 
 
 @contextmanager
@@ -60,3 +60,17 @@ def test_writing_replaces_at_once_or_not_at_all(
     assert path.read_bytes() == b"one"
     assert [p.name for p in tmp_path.iterdir()] == ["f"]
     assert path.stat().st_mode & 0o777 == 0o644
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        # a new file would replace the device
+        ("/dev/null", "is no regular file"),
+        # the file lets you write, its folder does not let you create the new one
+        ("/proc/self/comm", r"cannot be written \(/proc/self: "),
+    ],
+)
+def test_a_file_that_cannot_be_replaced_is_refused(path: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"{path} {message}"):
+        check_writable(Path(path))
