@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import sys
+import textwrap
 from importlib.resources import files
 from pathlib import Path
 
@@ -34,7 +36,9 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = Path(str(files("revzoo.configs")))
     if not args.group:
-        listed = "\n".join(groups(folder))
+        width = shutil.get_terminal_size().columns
+        rows = [textwrap.fill(g, width, subsequent_indent=" " * 12) for g in groups(folder)]
+        listed = "\n".join(rows)
         sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
     sys.stdout.write("\n".join(text for name in args.group for text in texts(folder, name)))
@@ -72,6 +76,24 @@ def texts(folder: Path, name: str) -> list[str]:
     return [
         f"== {path.relative_to(folder).with_suffix('')}\n"
         # a directive of Hydra, no comment for readers
-        + path.read_text().replace("# @package _global_\n", "")
+        + _wrapped(path.read_text().replace("# @package _global_\n", ""))
         for path in paths
     ]
+
+
+def _wrapped(text: str) -> str:
+    """YAML with its comments wrapped to the terminal; each line of a comment begins with #."""
+    width = shutil.get_terminal_size().columns
+    lines = []
+    for line in text.splitlines():
+        comment = re.search(r"(^|(?<=\s))# (?! )", line)  # an indented command stays whole
+        margin = " " * min(comment.start(), width // 2) + "# " if comment else ""
+        folded = textwrap.wrap(
+            line,
+            width if comment else len(line) + 1,  # a value stays in its line
+            subsequent_indent=margin,
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+        lines += folded or [line]
+    return "\n".join([*lines, ""])

@@ -42,6 +42,16 @@ def test_a_choice_shows_the_options_of_its_base(capsys: pytest.CaptureFixture[st
     assert "@package" not in output_of(capsys, "debug/smoke", "experiment")
 
 
+@pytest.mark.parametrize("group", [(), ("callbacks",), ("optim",), ("memory",)])
+def test_lines_fit_into_80_columns(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of(capsys, *group)
+    assert max(map(len, text.splitlines())) <= 80
+    assert "null  # early_stopping={patience: 10}" in text or group != ("callbacks",)
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
