@@ -233,9 +233,10 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
 
 def check_memory(memory: Mapping[str, Any]) -> None:
     """Check the keys of ``memory``; only a bounded mode, such as ``budget``, has ``bytes``."""
+    from revzoo.core.modes import MODES
     from revzoo.profiling.plan import PLANNED
 
-    check_names(memory, ("mode", "bytes", "plan", "planned_for"), where="memory")
+    check_names(memory, ("mode", "bytes", "inverting", "plan", "planned_for"), where="memory")
     budget = memory.get("bytes")
     planned = PLANNED.get(memory["mode"])
     if planned is not None and planned.bounded:
@@ -244,6 +245,11 @@ def check_memory(memory: Mapping[str, Any]) -> None:
         bytes_from(budget, name="memory.bytes")
     elif budget is not None:
         raise ConfigError(f"memory.bytes={budget} is a budget: add memory=budget")
+    if (inverting := memory.get("inverting")) is not None:
+        if planned is None:
+            raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
+        choices = [name for name, mode in MODES.items() if mode.inverts]
+        check_choice("memory.inverting", inverting, choices)
     mappings = {"plan": "steps to memory modes", "planned_for": "what the plan was made for"}
     for key, content in mappings.items():
         value = memory.get(key)

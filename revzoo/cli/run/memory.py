@@ -9,6 +9,7 @@ record, and stays.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -31,6 +32,8 @@ from revzoo.profiling.plan import (
 from revzoo.profiling.twins import meta_twin
 from revzoo.profiling.units import in_units
 from revzoo.training import Classifier
+from revzoo.training.callbacks.private import PrivateTraining
+from revzoo.training.callbacks.progress import clock
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.optim.optimizers import build_optimizer
@@ -64,6 +67,12 @@ def with_plan(
             if plan is not None and is_first_process():
                 _log_change(mode, made_for, conditions)
             plan, made_for = _new_plan(mode, conditions, module, trainer), conditions
+        if mode.bounded and callbacks_of(trainer, PrivateTraining) and is_first_process():
+            log.warning(
+                "callbacks.private may take more than memory.bytes: a plan counts neither the "
+                "norms of single samples' gradients nor batches larger than data.batch_size; "
+                "keep memory.bytes a third below a hard limit"
+            )
     except Exception as error:  # a user's model may fail on fake tensors
         # the user asked for a limit, so going on without one is no help
         if mode.bounded:
@@ -89,7 +98,10 @@ def _conditions(
     trainer: pl.Trainer,
 ) -> dict[str, Any]:
     """All that a plan depends on, as plain data."""
+    # left out without a value: a run of an earlier version has no such key
+    chosen = {key: memory[key] for key in ("inverting",) if memory.get(key)}
     return {
+        **chosen,
         "budget": memory.get("bytes"),
         "input": [data.batch_size, data.in_chans, data.image_size, data.image_size],
         "precision": dict(config["precision"]),
@@ -108,10 +120,14 @@ def _new_plan(
     mode: PlannedMode, conditions: Mapping[str, Any], module: Classifier, trainer: pl.Trainer
 ) -> Plan:
     """Make a plan and log it."""
+    start = time.perf_counter()
+    if is_first_process():
+        log.info("planning memory modes: takes seconds, or minutes for a deep network")
     with trainer.precision_plugin.forward_context():  # autocast halves most activations
         planner = Planner(
             module.model,
             conditions["input"],
+            inverting=conditions.get("inverting"),
             # measured times would differ from process to process, and the plans with them
             clock=False,
             extra=conditions["extra_bytes"],
@@ -120,7 +136,8 @@ def _new_plan(
         )
         plan = mode.plan(planner, conditions["budget"])
     if is_first_process():
-        log.info("memory=%s: %s", mode.name, _summary(plan, planner))
+        seconds = time.perf_counter() - start
+        log.info("memory=%s: %s; in %s", mode.name, _summary(plan, planner), clock(seconds))
     return plan
 
 

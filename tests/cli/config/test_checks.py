@@ -58,7 +58,12 @@ def test_pretrained_weights_must_be_known(
         (["precision.trainer=bf16"], "did you mean 'bf16-mixed'"),
         (["memory=invert", "model=resnet32"], "no invertible step"),
         (["memory.mode=inverted"], "unknown memory mode 'inverted'"),
-        (["+memory.x=1"], r"memory\.x: no such option \(there is mode, bytes, plan, planned_for\)"),
+        (
+            ["+memory.x=1"],
+            r"memory\.x: no such option \(there is mode, bytes, inverting,",
+        ),
+        (["memory.inverting=inver"], r"memory\.inverting=inver: .*did you mean 'invert'"),
+        (["memory=exact", "+memory.inverting=invert"], "is for a plan: add memory=auto"),
         (["memory=budget"], r"memory\.bytes is needed: give memory\.bytes=4GiB"),
         (["memory=budget", "memory.bytes=lots"], r"memory\.bytes='lots': expected a positive"),
         (["memory.bytes=4GiB"], r"add memory=budget"),

@@ -1,5 +1,6 @@
 """``memory=auto`` and ``memory=budget``: planned for the run's batch, logged and recorded."""
 
+import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +63,16 @@ def test_auto_logs_its_plan_and_records_it(
     assert modes_of(trained[1]) == {"exact", "recompute"}
 
 
+def test_the_inverting_mode_of_a_plan_can_be_chosen(
+    compose: Any, tmp_path: Path, trained: list[Classifier]
+) -> None:
+    train(compose(*FEW, "memory.inverting=invert"), run_dir=tmp_path)
+    assert "invert" in modes_of(trained[0])
+    assert "exact" not in modes_of(trained[0])
+    kept = yaml.safe_load((tmp_path / "config.yaml").read_text())["memory"]
+    assert kept["planned_for"]["inverting"] == "invert"
+
+
 def test_auto_of_narrow_types_is_exact(
     compose: Any, tmp_path: Path, trained: list[Classifier]
 ) -> None:
@@ -112,6 +123,9 @@ class StepPeak(pl.Callback):
         for t in (*module.parameters(), *module.buffers()):
             self.memory._count(t)
 
+    def on_train_start(self, *args: Any) -> None:
+        gc.collect()  # twins on the meta device, which take no memory
+
     def on_train_batch_start(self, *args: Any) -> None:
         self.memory.peak = self.memory.now  # without the loader and the validation
 
@@ -145,6 +159,7 @@ def accumulating() -> pl.Callback:
     ("budget", "overrides"),
     [
         ("14MiB", ("callbacks.ema={}", "trainer.strategy=ddp", f"{ACCUMULATE}=2")),
+        ("9MiB", ("model=resnet32", "+model.reversible_bits=4", "data.batch_size=32")),
         ("12800KiB", ("trainer.max_epochs=2", "+callbacks.accumulation={}", "data.batch_size=128")),
     ],
 )
@@ -166,6 +181,16 @@ def test_a_run_stays_within_its_budget(
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     assert 0.9 * bytes_from(budget) < counted[0].bytes <= bytes_from(budget)
+
+
+def test_a_budget_that_private_training_may_exceed(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """17.6 MiB of 14 were taken: Poisson batches are larger, and their norms take memory."""
+    private = ("model.norm=group", "callbacks=none", "+callbacks.private={}")
+    train(compose(*FEW, "memory=budget", "memory.bytes=14MiB", *private), run_dir=tmp_path)
+    (warning,) = [r for r in caplog.records if "may take more than memory.bytes" in r.getMessage()]
+    assert warning.levelno == logging.WARNING
 
 
 def test_a_budget_that_is_too_small_ends_the_run_before_training(
