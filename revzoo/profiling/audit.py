@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import logging
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
@@ -23,22 +24,24 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from revzoo._checks import check_choice
+from revzoo._files import replacing, replacing_table
 from revzoo.core.modes import MODES, modes_in, set_memory
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
+from revzoo.profiling.stages import OUTSIDE
 from revzoo.profiling.trace import (
-    OUTSIDE,
     Trace,
-    checked,
-    images_for,
+    checked_arguments,
     modes_on,
     trace_step,
     undisturbed,
 )
-from revzoo.profiling.twins import fake_twin, real_twin
+from revzoo.profiling.twins import fake_twin, images_for, real_twin
 from revzoo.profiling.units import in_one_unit, in_units
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
 
 PLANNED = "as set"
 """The name of a setting in which steps have different modes."""
@@ -188,7 +191,7 @@ class Report:
 
     def to_csv(self, path: str | Path) -> None:
         """Write the rows of every mode."""
-        with Path(path).open("w", newline="") as file:
+        with replacing_table(Path(path)) as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Row)])
             for audit in self.audits.values():
@@ -201,18 +204,27 @@ class Report:
             ValueError: matplotlib is not installed.
         """
         pyplot = plotting()
-        names = list(dict.fromkeys(s for a in self.audits.values() for s in a.series()[0]))
-        shown = names[: _STAGES - 1] if len(names) > _STAGES else names
+        series = [audit.series() for audit in self.audits.values()]
+        peaks: dict[str, int] = {}
+        for levels, _ in series:
+            for name, row in levels.items():
+                peaks[name] = max(*row, peaks.get(name, 0))
+        # the largest have a colour of their own
+        large = sorted(peaks, key=peaks.__getitem__, reverse=True)
+        large = large if len(large) <= _STAGES else large[: _STAGES - 1]
+        shown = [name for name in peaks if name in large]
+        width = max(4.8, 3.6 * len(series))  # inches
         figure, panels = pyplot.subplots(
             1,
-            len(self.audits),
-            figsize=(3.6 * len(self.audits), 3.4),
+            len(series),
+            figsize=(width, 3.6),
             sharey=True,
             squeeze=False,
             layout="constrained",
         )
-        for axes, audit in zip(panels[0], self.audits.values(), strict=True):
-            levels, turn = audit.series()
+        for axes, audit, (levels, turn) in zip(
+            panels[0], self.audits.values(), series, strict=True
+        ):
             length = max(map(len, levels.values()), default=0)
             # every panel has the same names in the same order, so one legend serves all
             stacked = {name: levels.get(name, [0] * length) for name in shown}
@@ -223,11 +235,15 @@ class Report:
             axes.stackplot(range(length), rows, labels=stacked, step="post")
             axes.axvline(turn, color="#7d858d", lw=1, ls=":")
             peak = in_units(audit.activation_bytes)
-            axes.set(title=f"{audit.mode}: {peak}", xlabel="operators: forward : backward")
+            axes.set(title=f"{audit.mode}, peak {peak}", xlabel="operator (dotted: backward)")
             axes.spines[["top", "right"]].set_visible(False)
         panels[0][0].set_ylabel("activations, MiB")
+        shape = "x".join(map(str, self.input_shape))
+        figure.suptitle(f"{self.model}, a training step on {shape}", fontsize="medium")
         handles, labels = panels[0][0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=6, frameon=False)
+        # an estimate: inches of a letter, and of the colour with its margins
+        columns = int(width / (0.09 * max(map(len, labels)) + 0.7))
+        figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False)
         return figure
 
     def plot(self, path: str | Path) -> None:
@@ -237,7 +253,8 @@ class Report:
             ValueError: matplotlib is not installed.
         """
         figure = self.figure()
-        figure.savefig(path, dpi=120)
+        with replacing(Path(path)) as file:
+            figure.savefig(file, dpi=120)
         plotting().close(figure)
 
     def to_tensorboard(self, folder: str | Path) -> None:
@@ -387,7 +404,7 @@ def audit(
         >>> round(report.peak_bytes / 2**20), "MiB"
         (44, 'MiB')
     """
-    shape, added = checked(model, input_shape, extra)
+    shape, added = checked_arguments(model, input_shape, extra)
     if isinstance(modes, str):
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     present = present_mode(model)
@@ -401,6 +418,7 @@ def audit(
     plain = None
     with undisturbed(model):
         for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
+            log.debug("counting a training step in mode %s", mode)
             twin = real_twin(model) if real else fake_twin(model)  # a step changes it
             if mode != present:
                 try:

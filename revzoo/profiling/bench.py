@@ -6,6 +6,7 @@ candidates once, and ratios are computed within a round.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from revzoo.profiling.audit import audit
 from revzoo.profiling.clock import now
 from revzoo.profiling.costs import run_step
 from revzoo.profiling.plan import PLANNED, Planner
-from revzoo.profiling.trace import checked_shape, images_for
-from revzoo.profiling.twins import in_training
+from revzoo.profiling.trace import checked_shape
+from revzoo.profiling.twins import images_for, in_training
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +90,12 @@ def bench(
         images = images_for(model, shape)
         device = images.device
         candidates[mode] = partial(run_step, model, images)
+    log.debug("warming up")
     for run in candidates.values():
         run()  # warms up and allocates the gradients
     seconds: dict[str, list[float]] = {mode: [] for mode in candidates}
-    for _ in range(rounds):
+    for number in range(rounds):
+        log.debug("round %d of %d", number + 1, rounds)
         for mode, run in candidates.items():
             start = now(device)
             run()

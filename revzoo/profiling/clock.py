@@ -8,6 +8,7 @@ are timed once. We time copies of steps on random streams and keyword arguments,
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from revzoo.core.tensors import tensors_of
 from revzoo.profiling.chain import Chain, Choice, Link
 from revzoo.profiling.trace import Layout, StepCall
 from revzoo.profiling.twins import copied
+
+log = logging.getLogger(__name__)
 
 _ROUNDS = 3
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
@@ -55,6 +58,7 @@ def timed(
         learns = [p.requires_grad for p in subject.parameters()]
         key = type(step), repr((step, subject, trains, learns, call.layout, call.context))
         if key not in known:
+            log.debug("timing %s", call.name)
             try:
                 known[key] = _rate(step, call, link.choices, rounds, train=not model.training)
             except Exception as error:  # a user's step may fail in any way

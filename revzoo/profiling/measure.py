@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,18 +17,19 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from revzoo.core.invertible import Step, leaves
+from revzoo.core.invertible import Step, kind_of, leaves
 from revzoo.core.modes import MODES, assign_memory, mode_of
 from revzoo.profiling.chain import Chain, Choice, Link, levels
 from revzoo.profiling.trace import (
     Allocation,
     StepCall,
     Trace,
-    images_for,
     modes_on,
     trace_step,
 )
-from revzoo.profiling.twins import fake_twin
+from revzoo.profiling.twins import fake_twin, images_for
+
+log = logging.getLogger(__name__)
 
 
 def measure(
@@ -54,8 +56,9 @@ def measure(
     steps = leaves(model).values()
     if not steps:
         raise ValueError(
-            f"{type(model).__name__} has no step to plan: build it "
-            "from ReversibleSequence, ReversibleBlock or your own Step"
+            f"{kind_of(model)} has no step to plan: make its blocks reversible, "
+            "revzoo.make_reversible(model) or --bits 4, or build it from ReversibleSequence, "
+            "ReversibleBlock or your own Step"
         )
     if not mode_of(inverting).inverts:
         names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
@@ -78,6 +81,7 @@ def trace_in_mode(
     model: nn.Module, shape: Sequence[int], mode: str, *, device: torch.device | None = None
 ) -> Trace:
     """One fake training step with every step in ``mode``."""
+    log.debug("counting a training step in mode %s", mode)
     twin = fake_twin(model, device)
     assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
     return trace_step(twin, images_for(twin, shape))

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -35,16 +36,17 @@ from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, leanest
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
+from revzoo.profiling.stages import stages_of
 from revzoo.profiling.trace import (
     StepCall,
-    checked,
-    images_for,
-    stage_of,
+    checked_arguments,
     trace_step,
     undisturbed,
 )
-from revzoo.profiling.twins import fake_twin
+from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.profiling.units import bytes_from, in_units
+
+log = logging.getLogger(__name__)
 
 _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
@@ -67,12 +69,15 @@ class Plan(Mapping[str, str]):
             input, activations and ``extra``.
         seconds: predicted time of forward and backward pass.
         budget: the budget of the plan, in bytes.
+        inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
+            ``invert``; None if no step has an inverse. :func:`plan_memory` takes another one.
     """
 
     modes: dict[str, str]
     peak_bytes: int
     seconds: float
     budget: int
+    inverting: str | None = None
 
     def __getitem__(self, path: str) -> str:
         return self.modes[path]
@@ -85,11 +90,10 @@ class Plan(Mapping[str, str]):
 
     def __str__(self) -> str:
         stages: dict[str, dict[str, str]] = {}
-        for path, mode in self.modes.items():
-            if not path:
-                continue
-            stage = stage_of(path)
-            stages.setdefault(stage, {})[path.removeprefix(f"{stage}.")] = mode
+        for path, stage in stages_of([*filter(None, self.modes)]).items():
+            # with dots: a stage "t" is no part of "net"
+            rest = f".{path}".partition(f".{stage}.")[2]
+            stages.setdefault(stage, {})[rest] = self.modes[path]
         width = max(map(len, stages), default=0)
         lines = []
         for stage, modes in stages.items():
@@ -98,13 +102,12 @@ class Plan(Mapping[str, str]):
                 margin = " " * (width + 2)
                 runs = "; ".join(_runs(modes))
                 lines += textwrap.wrap(runs, 79, initial_indent=margin, subsequent_indent=margin)
-        return "\n".join(
-            [
-                *lines,
-                f"peak {in_units(self.peak_bytes)} of {in_units(self.budget)}, "
-                f"{self.seconds:.3g} s a step",
-            ]
+        lines.append(
+            f"peak {in_units(self.peak_bytes)} of {in_units(self.budget)}, "
+            f"{self.seconds:.3g} s a step"
+            + (f"; inverting mode: {self.inverting}" if self.inverting else "")
         )
+        return "\n".join(lines)
 
 
 def _runs(modes: Mapping[str, str]) -> Iterator[str]:
@@ -126,8 +129,9 @@ class Planner:
         model: a module that holds steps and takes one floating-point tensor; may be on the meta
             device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
-        inverting: the mode for steps that have an inverse: ``invert`` or ``exact``; None for the
-            present inverting mode of the model's steps, otherwise ``invert``.
+        inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
+            ``exact``, which is free of drift; None for the present inverting mode of the model's
+            steps, otherwise ``invert``. The models of this package begin in ``exact`` if it fits.
         clock: measure times, on a few images. False: assume a nominal processor, which gives the
             same plan on every machine and in every process.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
@@ -153,7 +157,7 @@ class Planner:
         device: torch.device | None = None,
     ) -> None:
         self.model = model
-        self.shape, self.extra = checked(model, input_shape, extra)
+        self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting, self.device = inverting or inverting_mode(model), device
         with undisturbed(model):
             traces = measure(
@@ -241,13 +245,15 @@ class Planner:
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""
+        log.debug("counting a training step of a plan")
         pairs = zip(self.chain.links, choices, strict=True)
         modes = {link.name: choice.mode for link, choice in pairs if link.name}
         with undisturbed(self.model):
             twin = fake_twin(self.model, self.device)
             set_memory(twin, modes)
             peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
-        return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget)
+        inverting = self.inverting if self.inverting in self.modes else None
+        return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget, inverting)
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base

@@ -22,7 +22,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -45,13 +45,11 @@ from revzoo.core.replay import is_replaying
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
+from revzoo.profiling.stages import OUTSIDE, stages_of
 from revzoo.profiling.units import bytes_from
 
 _Module: Any = nn.Module
 _calls = threading.RLock()  # held while a trace watches the calls of modules
-
-OUTSIDE = "(outside)"
-"""The stage of operators outside the model's parts: in its own ``forward``, or of the loss."""
 
 
 @dataclass(slots=True)
@@ -64,6 +62,7 @@ class Allocation:
             ``optimiser``, ``input``, ``kept`` (an activation that outlives the forward pass) or
             ``temporary``.
         module: path of the module that made it; empty for the model itself and the loss.
+        stage: the model's part that made it, such as ``stem`` or ``stages.1``.
         operation: the operator that made it.
         shape: of the first tensor in it.
         dtype: of that tensor.
@@ -77,6 +76,7 @@ class Allocation:
     size: int
     kind: str
     module: str
+    stage: str
     operation: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -85,11 +85,6 @@ class Allocation:
     saved: int = 0
     savers: set[int] = field(default_factory=set)
     step: int = -1
-
-    @property
-    def stage(self) -> str:
-        """The model's part that made it, such as ``stem`` or ``stages.1``."""
-        return stage_of(self.module)
 
     def alive(self, at: int) -> bool:
         """Whether it exists while operator ``at`` runs."""
@@ -139,12 +134,6 @@ class StepCall:
     end: int = -1
 
 
-def stage_of(module: str) -> str:
-    """The part of a model that holds the module at this path, e.g. ``stages.1``."""
-    parts = module.split(".")
-    return ".".join(parts[: 2 if parts[1:] and parts[1].isdigit() else 1]) or OUTSIDE
-
-
 class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     """Follows one training step of ``model`` (see :func:`trace_step`).
 
@@ -166,10 +155,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.costs: list[int] = []
         self.turn = 0
         self._alive: dict[int, Allocation] = {}  # by address of the storage
+        paths = {m: path for path, m in model.named_modules()}
+        self._stages = {"": OUTSIDE, **stages_of([*filter(None, paths.values())])}
         self._names = {
-            id(m): name
-            for name, m in model.named_modules()
-            if not isinstance(m, ReversibleSequence)
+            id(m): path for m, path in paths.items() if not isinstance(m, ReversibleSequence)
         }
         # stacks: running modules by path, and the index in `calls` of their step (-1: none)
         self._modules: list[str] = [""]
@@ -271,6 +260,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             size=storage.nbytes(),
             kind="temporary",
             module=module,
+            stage=self._stages[module],
             operation=self._operation,
             shape=tuple(t.shape),
             dtype=t.dtype,
@@ -473,7 +463,7 @@ def modes_on(devices: Iterable[torch.device]) -> list[str]:
     return list(COUNTED if on_host else MODES)
 
 
-def checked(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[int, ...], int]:
+def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[int, ...], int]:
     """The shape of the input as a tuple, and the number of extra bytes.
 
     Raises:
@@ -501,17 +491,3 @@ def checked_shape(shape: Any) -> tuple[int, ...]:
             "(64, 3, 32, 32)"
         )
     return sizes
-
-
-def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """Random input for a twin; fake if the twin is.
-
-    Args:
-        twin: see :func:`~revzoo.profiling.twins.fake_twin`.
-        shape: of the whole batch.
-        dtype: None for the dtype of the first floating-point parameter.
-    """
-    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
-    mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
-    with mode:
-        return torch.randn(*shape, dtype=dtype or like.dtype, device=like.device)

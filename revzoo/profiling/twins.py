@@ -1,17 +1,18 @@
-"""Copies of a model with other tensors: fake ones, on the meta device, or clones.
+"""Copies of a model with other tensors: fake ones, on the meta device, or clones; their input.
 
 ``module.to("meta")`` would change the module itself and forget tensors in plain attributes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 M = TypeVar("M", bound=nn.Module)
@@ -84,3 +85,17 @@ def real_twin(model: nn.Module) -> nn.Module:
 def in_training(model: nn.Module) -> nn.Module:
     """``model`` in training mode; one that trains already keeps the modes of its submodules."""
     return model if model.training else model.train()
+
+
+def images_for(twin: nn.Module, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """Random input for a twin; fake if the twin is.
+
+    Args:
+        twin: see :func:`fake_twin`.
+        shape: of the whole batch.
+        dtype: None for the dtype of the first floating-point parameter.
+    """
+    like = next((p for p in twin.parameters() if p.is_floating_point()), torch.empty(0))
+    mode = like.fake_mode if isinstance(like, FakeTensor) else contextlib.nullcontext()
+    with mode:
+        return torch.randn(*shape, dtype=dtype or like.dtype, device=like.device)

@@ -11,8 +11,8 @@ from revzoo._checks import is_number
 _UNITS = {
     "": 1,
     "b": 1,
-    **{f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgt")},
-    **{f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgt")},
+    **{f"{letter}ib": 2 ** (10 * (i + 1)) for i, letter in enumerate("kmgtp")},
+    **{f"{letter}b": 10 ** (3 * (i + 1)) for i, letter in enumerate("kmgtp")},
 }
 
 
@@ -24,7 +24,7 @@ def bytes_from(budget: int | str, *, name: str = "budget", least: int = 1) -> in
     """
     count: Any = budget
     if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgt]i?b|b|)\s*", budget.lower())
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]i?b|b|)\s*", budget.lower())
         count = float(match[1]) * _UNITS[match[2]] if match else None
     if is_number(count) and least <= count < 2**63:
         return int(count)

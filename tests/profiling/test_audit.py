@@ -12,8 +12,8 @@ import revzoo
 from revzoo.profiling.audit import audit
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
-from revzoo.profiling.trace import images_for, trace_step
-from revzoo.profiling.twins import real_twin
+from revzoo.profiling.trace import trace_step
+from revzoo.profiling.twins import images_for, real_twin
 from revzoo.profiling.units import in_one_unit
 
 SMALL = {"units": (2, 2, 2)}

@@ -131,6 +131,9 @@ def test_a_printed_plan_says_which_steps_have_a_mode():
     assert " ".join(map(str.strip, lines[2:-1])) == (
         "steps.0: exact; steps.1: store; steps.2: exact; steps.3: store"
     )
+    net = Plan({"net.layer1.0.a": "exact", "net.layer2.0.a": "store"}, 1, 1, 1, "exact")
+    assert str(net).startswith("layer1  1 exact\nlayer2  1 store\n")
+    assert str(net).endswith("; inverting mode: exact")
     modes["stages.1.steps.2"] = "store"
     assert "steps.0: exact; steps.1 to steps.3: store" in str(Plan(modes, 2**20, 0.5, 2**21))
 
@@ -146,6 +149,7 @@ def test_budgets_that_are_none_are_refused(budget):
 def test_budgets_as_people_write_them():
     assert bytes_from("4GiB") == bytes_from("4 gib") == 2**32
     assert bytes_from("4GB") == 4 * 10**9
+    assert bytes_from("1PiB") == 2**50
     assert bytes_from("1.5e3") == 1500
     assert bytes_from("500MB") == 500 * 10**6
     assert in_units(3 * 2**29) == "1.50 GiB"

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from revzoo._checks import check_count
+from revzoo._files import check_writable, replacing
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
@@ -54,12 +55,35 @@ def memory_chart(path: Path) -> Iterator[Any]:
     from revzoo.profiling.audit import plotting
 
     pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(6, 4), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     yield axes
     axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
-    axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    # beside the axes: names beside the points would cover each other
+    figure.legend(frameon=False, loc="outside right upper")
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120)
     pyplot.close(figure)  # pyplot keeps figures
+
+
+def check_picture(path: Path | None) -> None:
+    """Refuse a path at which no picture could be drawn, before the work that it shows.
+
+    Raises:
+        ValueError: matplotlib is not installed or has no such format; the path is not writable.
+    """
+    if path is None:
+        return
+    from revzoo.profiling.audit import plotting
+
+    plotting()
+    check_writable(path)
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    formats = FigureCanvasBase.get_supported_filetypes()
+    if path.suffix[1:].lower() not in formats:
+        raise ValueError(
+            f"--plot={path}: expected a name that ends in .png, or in one of .{', .'.join(formats)}"
+        )
 
 
 def side_of(option: str, side: int | None, default: int) -> int:

@@ -14,7 +14,13 @@ from contextlib import nullcontext
 from pathlib import Path
 
 from revzoo._files import check_writable
-from revzoo.cli.commands._models import add_batch_options, model_for, shape_for
+from revzoo.cli.commands._models import (
+    add_batch_options,
+    check_picture,
+    model_for,
+    shape_for,
+)
+from revzoo.cli.commands._status import status_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,14 +45,17 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.profiling.audit import audit, plotting
 
     # what would fail after the count fails before it
-    if args.plot or args.tensorboard:
+    if args.tensorboard:
         plotting()
-    check_writable(args.csv, args.plot)
+    check_picture(args.plot)
+    check_writable(args.csv)
     # a model on meta takes no memory, however large it is
     with nullcontext() if args.real else torch.device("meta"):
         model = model_for(args, args.name, memory=args.memory)
     # an empty list of modes: only the model's own
-    report = audit(model, shape_for(args, model), modes=[] if args.memory else None, real=args.real)
+    shape, modes = shape_for(args, model), [] if args.memory else None
+    with status_of(args.name):
+        report = audit(model, shape, modes=modes, real=args.real)
     sys.stdout.write(f"{report}\n")
     if args.csv:
         report.to_csv(args.csv)

@@ -14,18 +14,27 @@ import csv
 import re
 import sys
 from dataclasses import asdict
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from revzoo._checks import check_choice
 from revzoo._files import check_writable, replacing_table
-from revzoo.cli.commands._models import add_batch_options, memory_chart, model_for, shape_for
+from revzoo.cli.commands._models import (
+    add_batch_options,
+    check_picture,
+    memory_chart,
+    model_for,
+    shape_for,
+)
+from revzoo.cli.commands._status import status_of
 
 if TYPE_CHECKING:
     from revzoo.profiling.bench import Measured
 
+MARKERS = "osD^vP*X"  # of models in the picture; more models than markers share them
 HEADER = (
-    f"{'model':16}{'memory':12}{'s/step':>10}{'ratio (quartiles)':>22}"
-    f"{'images/s':>11}{'peak':>14}\n"
+    f"{'model':18}{'memory':10}{'s/step':>8}{'ratio (quartiles)':>21}{'images/s':>9}{'peak':>13}\n"
 )
 
 
@@ -50,13 +59,17 @@ def run(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from revzoo.profiling.audit import plotting
+    from revzoo.core.modes import MODES
     from revzoo.profiling.bench import bench
+    from revzoo.profiling.plan import PLANNED
     from revzoo.profiling.units import in_units
 
-    if args.plot:
-        plotting()
-    check_writable(args.csv, args.plot)
+    check_picture(args.plot)
+    check_writable(args.csv)
+    modes = [mode.strip() for mode in args.memory.split(",")]
+    plans = [name for name, mode in PLANNED.items() if not mode.bounded]  # without a budget
+    for mode in modes:
+        check_choice("--memory", mode, [*MODES, *plans])
     names = [name for family in args.names for name in with_depths(family, args.depths)]
     rows: list[Measured] = []
     sys.stdout.write(HEADER)
@@ -65,17 +78,18 @@ def run(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = model_for(args, name)
         shape = shape_for(args, model)
-        modes = [mode.strip() for mode in args.memory.split(",")]
-        # a function: each mode trains a new model
-        for row in bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds):  # noqa: B023
-            rows.append(row)
+        with status_of(name):
+            # a function: each mode trains a new model
+            measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
+        for row in measured:
             ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
             sys.stdout.write(
-                f"{row.name:16}{row.memory:12}{row.seconds:>10.3f}{ratio:>22}"
-                f"{row.images_per_second:>11.1f}{in_units(row.peak_bytes):>14}\n"
+                f"{row.name:17} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
+                f"{row.images_per_second:>9.1f}{in_units(row.peak_bytes):>13}\n"
             )
-            # a row may take minutes
-            sys.stdout.flush()
+        rows += measured
+        # the next model may take minutes
+        sys.stdout.flush()
     if args.csv:
         with replacing_table(args.csv) as file:
             writer = csv.DictWriter(file, asdict(rows[0]))
@@ -102,12 +116,14 @@ def with_depths(name: str, depths: str | None) -> list[str]:
 
 
 def draw(rows: list[Measured], path: Path) -> None:
-    """Draw time against memory, a line for each mode."""
+    """Draw time against memory: a coloured line for each mode, a marker for each model."""
+    markers = dict(zip(dict.fromkeys(row.name for row in rows), cycle(MARKERS), strict=False))
     with memory_chart(path) as axes:
         for mode in dict.fromkeys(row.memory for row in rows):  # in the order of the rows
             points = [(row.peak_bytes / 2**20, row.seconds) for row in rows if row.memory == mode]
-            axes.plot(*zip(*points, strict=True), "o-", label=mode)
-        for row in rows:
-            at = (row.peak_bytes / 2**20, row.seconds)
-            axes.annotate(row.name, at, xytext=(4, 4), textcoords="offset points", size=7)
+            (line,) = axes.plot(*zip(*points, strict=True), "-", label=mode, lw=1)
+            for row, (x, y) in zip((r for r in rows if r.memory == mode), points, strict=True):
+                axes.plot(x, y, markers[row.name], color=line.get_color(), ms=8, alpha=0.7)
+        for name, marker in markers.items():
+            axes.plot([], [], marker, color="#7d858d", ms=8, label=name)
         axes.set(ylim=(0, None))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo.cli.commands._models import add_bits_option, bits_of, side_of
+from revzoo.cli.commands._status import show_status
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> None:
     entry = _entry(table, args.name)
     for key, value in entry.plain().items() if entry else ():
         _print(key, value)
-    _show_status("loading torch")
+    show_status("loading torch")
     import torch
 
     from revzoo.models import create_model
@@ -71,31 +72,22 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
-    _show_status("counting operations")
+    show_status("counting operations")
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP per image"
     for mode in COUNTED:
         try:
             set_memory(model, mode)
         except ValueError:
             continue  # the model has no steps for this mode
-        _show_status(f"counting activations of a training step, memory={mode}")
+        show_status(f"counting activations of a training step, memory={mode}")
         size = activation_bytes(model, images) / 1024
         yield f"training, {mode}", f"{size:,.0f} KiB of activations per image"
 
 
 def _print(key: str, value: object) -> None:
     # clear the status before the row that it announced
-    _show_status("")
+    show_status("")
     text = value if isinstance(value, str) else json.dumps(value)
     sys.stdout.write(f"{key:24}{text}\n")
     # counting takes seconds, and the facts should not wait
     sys.stdout.flush()
-
-
-def _show_status(text: str) -> None:
-    """Show the current computation on a terminal; the next call replaces the line."""
-    # on standard error: standard output may go into a file
-    if sys.stderr.isatty():
-        # back to the first column, and clear the line
-        sys.stderr.write(f"\r\033[K{text + ' ...' if text else ''}")
-        sys.stderr.flush()

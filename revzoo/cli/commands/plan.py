@@ -13,7 +13,6 @@ import argparse
 import contextlib
 import functools
 import json
-import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,10 +22,12 @@ from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
     bits_of,
+    check_picture,
     memory_chart,
     model_for,
     shape_for,
 )
+from revzoo.cli.commands._status import status_of
 
 if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
@@ -58,33 +59,36 @@ def run(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from revzoo.profiling.audit import plotting
     from revzoo.profiling.plan import Planner
     from revzoo.profiling.units import bytes_from, in_units
 
     # a wrong budget is refused before the model is built
     budget = bytes_from(args.budget)
-    if args.plot:
-        plotting()
-    check_writable(args.plot)
+    check_picture(args.plot)
     check_writable(args.save, makes_folders=True)
     with torch.device("meta"):
         model = model_for(args, args.name)
     shape = shape_for(args, model)
     if args.fit:
-        sys.stdout.write(f"{_largest(args, budget, shape)}\n")
+        with status_of(args.name):
+            text = _largest(args, budget, shape)
+        sys.stdout.write(f"{text}\n")
         return
-    planner = Planner(model, shape, inverting=args.memory)
-    plan = planner.plan(budget)
-    pures = _pures(planner)
+    with status_of(args.name):
+        planner = Planner(model, shape, inverting=args.memory)
+        plan = planner.plan(budget)
+        pures = _pures(planner)
     sys.stdout.write(f"{plan}\n\nfor comparison, every step in one mode\n")
     for mode, pure in pures.items():
-        sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s\n")
+        note = "" if mode in planner.modes else f"  (to plan with it: --memory {mode})"
+        sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
     sys.stdout.write(f"\n{_usage(args, shape)}\n")
     if args.save:
         write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
     if args.plot:
-        draw(planner, plan, pures, args.plot)
+        sys.stdout.flush()  # the picture needs more plans
+        with status_of(f"{args.plot.name}"):
+            draw(planner, plan, pures, args.plot)
 
 
 def _pures(planner: Planner) -> dict[str, Outcome]:
@@ -110,12 +114,15 @@ def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
         if args.save
         else ""
     )
-    budget = f'"{args.budget}"' + (f', inverting="{args.memory}"' if args.memory else "")
+    budget = f'"{args.budget}"'
+    if args.memory:
+        budget += f',\n{" " * 45}inverting="{args.memory}"'
     return (
         f"in Python:         plan = revzoo.plan_memory(model, {tuple(shape)}, {budget})\n"
         f"                   revzoo.set_memory(model, plan)\n{saved}"
-        f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}\n"
-        "                   (plans anew, with the optimiser's state)"
+        f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}"
+        + (f" \\\n                       memory.inverting={args.memory}" if args.memory else "")
+        + "\n                   (plans anew, with the optimiser's state)"
     )
 
 
@@ -196,18 +203,9 @@ def _options(args: argparse.Namespace, value: int) -> dict[str, Any]:
 
 
 def _shown(args: argparse.Namespace, value: int) -> str:
-    """A value of the search in the user's terms: ``42, with units=(3, 3, 4)``."""
+    """A value of the search as ``create_model`` takes it: ``units=(3, 3, 4)``."""
     units = _options(args, value).get("units")
-    if units is None:
-        return str(value)
-    own = sum(_row(args).units)
-    number = re.search(r"\d+$", args.name.partition(".")[0])
-    # The zoo's numbers count layers: revnet38 has 9 units of 4, the stem and the classifier. A unit
-    # has at least 2 layers; a smaller number, in a user's name, counts something else.
-    layers = int(number[0]) if number else 0
-    if layers < 2 * own:
-        return f"units={units}"
-    return f"{layers + layers // own * (sum(units) - own)}, with units={units}"
+    return str(value) if units is None else f"units={units}"
 
 
 def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path) -> None:
@@ -217,9 +215,8 @@ def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path)
         # neighbouring budgets often have the same plan
         points = sorted({(p.peak_bytes / 2**20, p.seconds) for p in planner.frontier(12)})
         axes.plot(*zip(*points, strict=True), "o-", color="#2fa36b", label="plans")
-        for mode, pure in pures.items():
+        for marker, (mode, pure) in zip("xsD^v", pures.items(), strict=False):
             at = pure.peak / 2**20, pure.cost / 1e9  # costs are in ns
-            axes.plot(*at, "x", color="#7d858d", ms=9, mew=2)
-            axes.annotate(mode, at, xytext=(6, 6), textcoords="offset points")
+            axes.plot(*at, marker, color="#4b5258", ms=8, mew=2, mfc="none", label=mode)
         axes.plot(plan.peak_bytes / 2**20, plan.seconds, "*", **chosen, ms=14, label="chosen")
         axes.axvline(plan.budget / 2**20, **chosen, lw=1, ls=":", label="budget")

@@ -50,6 +50,9 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
     printed = capsys.readouterr().out
     assert "of 12.00 MiB" in printed
     assert "stages.1" in printed
+    assert "inverting mode: exact\n" in printed
+    assert "s  (to plan with it: --memory invert)\n" in printed
+    assert max(map(len, printed.replace(str(file), "").splitlines())) < 80
     compared = printed.split("every step in one mode\n")[1].split("\n\n")[0]
     assert {line.split()[0] for line in compared.splitlines()} == {*COUNTED}
     assert 'revzoo.plan_memory(model, (8, 3, 32, 32), "12MiB")\n' in printed
@@ -73,19 +76,19 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
     """It went on for hours: inverted, thousands of units fit."""
     monkeypatch.setattr(plan, "DEEPEST", 1)
     main(["plan", *SMALL, "--budget", "1GiB", "--fit", "depth"])
-    assert ": 38, with units=(3, 3, 3) or more, needs" in capsys.readouterr().out
+    assert ": units=(3, 3, 3) or more, needs" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("name", "value", "shown"),
     [
-        ("revnet38", 5, "62, with units=(5, 5, 5)"),
-        ("revnet104", 22, "206, with units=(4, 4, 22, 4)"),
-        ("irevnet43.cifar10", 10, "85, with units=(10, 10, 8)"),
+        ("revnet38", 5, "units=(5, 5, 5)"),
+        ("revnet104", 22, "units=(4, 4, 22, 4)"),
+        ("irevnet43.cifar10", 10, "units=(10, 10, 8)"),
         ("revvit_small", 24, "24"),
     ],
 )
-def test_a_depth_is_told_in_layers(name, value, shown):
+def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     """It was the number of units of the longest stage, smaller than the depth in the name."""
     assert plan._shown(Namespace(name=name, fit="depth"), value) == shown
 
@@ -108,6 +111,12 @@ def test_a_depth_is_told_in_layers(name, value, shown):
         (["plan", *SMALL, "--budget", "1GiB", "--memory", "store"], "expected one of invert"),
         (["bench", "revnet", "--depths", "deep"], "expected whole numbers"),
         (["bench", "revnet", "--depths", "39"], "there is no model 'revnet39'"),
+        (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
+        (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),
+        (
+            ["plan", "torchvision:resnet18", "--budget", "1GiB", "--image", "32"],
+            "resnet18 has no step to plan: make its blocks reversible",
+        ),
         (["bench", *SMALL, "--rounds", "1"], "expected 2 or more"),
     ],
 )
@@ -134,6 +143,34 @@ def test_an_unwritable_path_is_refused_before_the_work(arguments, capsys, tmp_pa
         with pytest.raises(SystemExit, match=f"{path} {message}"):
             main([*arguments, str(path)])
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["x.bmp3", "x"])
+@pytest.mark.parametrize("command", [["audit"], ["bench"], ["plan", "--budget", "1GiB"]])
+def test_a_picture_of_unknown_format_is_refused_before_the_work(command, name, tmp_path):
+    with pytest.raises(SystemExit, match=f"--plot=.*{name}: expected a name that ends in .png"):
+        main([*command, *SMALL, "--plot", str(tmp_path / name)])
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_inverting_mode_of_a_plan_is_told_to_the_run(capsys):
+    main(["plan", *SMALL, "--budget", "12MiB", "--memory", "invert"])
+    printed = capsys.readouterr().out
+    assert "inverting mode: invert\n" in printed
+    assert 'inverting="invert")\n' in printed
+    assert "memory.inverting=invert\n" in printed
+    assert "exact" in printed
+    assert max(map(len, printed.splitlines())) < 80
+
+
+def test_a_status_line_says_what_is_counted(capsys, monkeypatch):
+    """Planning was silent for minutes."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["audit", *SMALL, "--memory", "store"])
+    printed = capsys.readouterr()
+    assert "\r\033[Krevnet38, 0 s: counting a training step in mode store ..." in printed.err
+    assert printed.err.endswith("\r\033[K")
+    assert "counting" not in printed.out
 
 
 def test_bench_takes_the_modes_of_a_run():
