@@ -53,7 +53,8 @@ def run(args: argparse.Namespace) -> None:
     with nullcontext() if args.real else torch.device("meta"):
         model = model_for(args, args.name, memory=args.memory)
     # an empty list of modes: only the model's own
-    shape, modes = shape_for(args, model), [] if args.memory else None
+    shape = shape_for(args, model)
+    modes: list[str] | None = [] if args.memory else None
     with status_of(args.name):
         report = audit(model, shape, modes=modes, real=args.real)
     sys.stdout.write(f"{report}\n")
