@@ -177,10 +177,18 @@ class SideBits(Invertible):
             if self._fits(y):
                 if known is not None:
                     put_aside(pack_bits(known.words, self.bits))
+                self._set_extras(len(rest))
                 return x, y, *rest
         if before:  # the run ends here: keep its last state
             put_aside(before[0].detach() if known is None else known.words)
+        # the replay needs x alone, so the tape does not keep the value
+        self._set_extras(1 + len(rest))
         return x, value, *rest
+
+    def _set_extras(self, count: int) -> None:
+        # only if it differs: a step with new attributes is searched again (core/reach.py)
+        if self.extras != count:
+            self.extras = count
 
     def _following(
         self, before: Sequence[Tensor], x: Tensor, value: Tensor, known: Fixed | None
@@ -211,7 +219,7 @@ class SideBits(Invertible):
         )
 
     def replay(self, outputs: Any, record: Recorder, context: Mapping[str, Any]) -> Any:
-        x, y = outputs
+        x, *following = outputs
         (read,) = as_floats((x,))
         needs = record.needs[-1:]
         value, *_ = record(self._evaluate, (read,), needs, context)
@@ -223,7 +231,7 @@ class SideBits(Invertible):
             before = x.with_words(aside) if isinstance(x, Fixed) else aside
         else:
             with torch.no_grad():
-                before = undo_second_difference(y, read, value, aside, self.bits)
+                before = undo_second_difference(*following, read, value, aside, self.bits)
         return before, x
 
     def _evaluate(self, x: Tensor, *, args: tuple[Any, ...] = (), **kwargs: Any) -> State:
@@ -247,8 +255,6 @@ class SideBits(Invertible):
             self._others = others
         if structure != self._structure:
             self._structure = structure
-        if self.extras != len(tensors) - 1:
-            self.extras = len(tensors) - 1
         return tuple(tensors)
 
     def _plain(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
