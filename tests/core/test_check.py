@@ -51,6 +51,23 @@ def test_rows_per_step_and_dtype():
     assert all(row.absolute == 0 for row in check_inverse(net, torch.randn(2, 4, 4, 4)))
 
 
+class Narrowed(Invertible):
+    """Its streams leave in float32, whatever they came in."""
+
+    def forward(self, x1, x2):
+        return x1.float(), x2.float()
+
+    inverse = forward
+
+
+def test_rows_have_the_dtype_that_was_asked_for():
+    """Rows behind a step that changes the type had that type, so no table was printed."""
+    net = ReversibleSequence([Narrowed(), OffBy()], memory="invert")
+    report = check_inverse(net, torch.ones(2, 4))
+    assert [row.dtype for row in report[:3]] == [torch.float64] * 3
+    assert "steps.1 OffBy      2.5e-01   2.5e-01   2.5e-01" in str(report)
+
+
 def test_a_wrong_inverse_is_found_at_its_step():
     net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), OffBy()])
     report = check_inverse(net, 4 * torch.ones(1, 2), dtypes=[torch.float64])
