@@ -177,7 +177,9 @@ def _joined(peaks: Iterable[Peak | None]) -> Peak | None:
         # a NaN counts, unless the other value is beyond the range: that one explains the NaN
         finite = torch.fmax(value, part.value)
         value = torch.where(finite < scale.end, value.maximum(part.value), finite)
-    return Peak(value, scale, half=any(part.half for part in parts), parts=parts)
+    joined = Peak(value, scale, half=any(part.half for part in parts), parts=parts)
+    joined.step = parts[0].step  # a step that moves values is no cause
+    return joined
 
 
 def peaks_of(state: Iterable[Tensor | Fixed]) -> list[Peak]:

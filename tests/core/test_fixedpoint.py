@@ -260,6 +260,16 @@ def test_parts_of_a_graph_behind_a_stream_beyond_its_range_raise(mode):
             torch.autograd.grad(loss, list(step.parameters()))
 
 
+def test_a_network_behind_one_that_left_its_range_names_a_step_of_it():
+    """It was "Merge", which no network of the user's has."""
+    net, x = leaves_its_range("exact")
+    behind = ReversibleSequence([AdditiveCoupling(nn.Linear(4, 4))], memory="exact")
+    set_memory(behind, "exact", grid=22)
+    y = net(x).detach()
+    with pytest.raises(RangeError, match=r"steps\.[1-5] Add\w+: .* reached"):
+        behind(y).sum().backward()
+
+
 def test_a_branch_that_hides_the_nan_that_it_reads_raises():
     """Only the sum behind it lies in the graph, and that is finite."""
     net = ReversibleSequence([AdditiveCoupling(nn.Softplus()), AdditiveCoupling(Choice())])
