@@ -137,7 +137,7 @@ def test_arguments_out_of_range_are_refused(keywords, message):
         create_model("revvit_cifar", **{**TINY, **keywords})
 
 
-@pytest.mark.parametrize(("size", "remedy"), [((16, 16), r"img_size=16\."), ((8, 4), "square")])
+@pytest.mark.parametrize(("size", "remedy"), [((16, 16), r"model.img_size=16"), ((8, 4), "square")])
 def test_images_of_another_size_are_refused(size, remedy):
     with pytest.raises(ValueError, match=f"created for 8x8.*{remedy}"):
         create_model("revvit_cifar", **TINY)(torch.randn(1, 3, *size))
