@@ -41,7 +41,8 @@ def run(args: argparse.Namespace) -> None:
         listed = "\n".join(rows)
         sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
-    sys.stdout.write("\n".join(text for name in args.group for text in texts(folder, name)))
+    shown = [_wrapped(text) for name in args.group for text in texts(folder, name)]
+    sys.stdout.write("\n".join(shown))
 
 
 def choices(folder: Path) -> dict[str, list[str]]:
@@ -76,7 +77,7 @@ def texts(folder: Path, name: str) -> list[str]:
     return [
         f"== {path.relative_to(folder).with_suffix('')}\n"
         # a directive of Hydra, no comment for readers
-        + _wrapped(path.read_text().replace("# @package _global_\n", ""))
+        + path.read_text().replace("# @package _global_\n", "")
         for path in paths
     ]
 
