@@ -230,8 +230,9 @@ class SideBits(Invertible):
         if aside.dtype != torch.uint8:  # the run ended: no bits, but its state
             before = x.with_words(aside) if isinstance(x, Fixed) else aside
         else:
+            (y,) = following
             with torch.no_grad():
-                before = undo_second_difference(*following, read, value, aside, self.bits)
+                before = undo_second_difference(y, read, value, aside, self.bits)
         return before, x
 
     def _evaluate(self, x: Tensor, *, args: tuple[Any, ...] = (), **kwargs: Any) -> State:
