@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if hasattr(args, "imports"):
                 load_plugins(args.imports)
             command.run(args)
-    except KeyboardInterrupt:  # a run handles it
+    except KeyboardInterrupt:  # outside of a run, which handles it
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)  # 128 + SIGINT, as in a shell
 

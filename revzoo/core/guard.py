@@ -21,12 +21,12 @@ NOTE [ Streams that overflow ]
 NOTE [ Streams beyond their range ]
     A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
     sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient that
-    flows through it is checked, in every mode. It also notes the peaks of its step's streams, and a
-    replay those of the state that it starts from: a partial graph may not reach the sums behind
-    them. Where no gradient is needed (frozen steps, ``torch.no_grad()``), the sequence checks its
-    steps in the forward pass, or, if later steps are trained, after their backward pass. The first
-    value beyond the range stays with the words (``Fixed.peak``), so later sums on them report it,
-    too.
+    flows through it is checked, in every mode. It also notes the peaks of its step's streams. A
+    replay notes the peaks of the state that it starts from. A partial graph needs both, since it
+    may not reach the earlier sums. Where no gradient is needed (frozen steps,
+    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
+    trained, after their backward pass. The first value beyond the range stays with the words
+    (``Fixed.peak``), so later sums on them report it, too.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of

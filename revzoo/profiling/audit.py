@@ -209,7 +209,7 @@ class Report:
         for levels, _ in series:
             for name, row in levels.items():
                 peaks[name] = max(*row, peaks.get(name, 0))
-        # the largest have a colour of their own
+        # each of the largest parts gets its own colour, the others share one
         large = sorted(peaks, key=peaks.__getitem__, reverse=True)
         large = large if len(large) <= _STAGES else large[: _STAGES - 1]
         shown = [name for name in peaks if name in large]

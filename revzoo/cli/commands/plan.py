@@ -87,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
         write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
     if args.plot:
         sys.stdout.flush()  # the picture needs more plans
-        with status_of(f"{args.plot.name}"):
+        with status_of(args.plot.name):
             draw(planner, plan, pures, args.plot)
 
 

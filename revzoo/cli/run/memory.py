@@ -99,7 +99,8 @@ def _conditions(
 ) -> dict[str, Any]:
     """All that a plan depends on, as plain data."""
     # left out without a value: a run of an earlier version has no such key
-    chosen = {key: memory[key] for key in ("inverting",) if memory.get(key)}
+    inverting = memory.get("inverting")
+    chosen = {"inverting": inverting} if inverting else {}
     return {
         **chosen,
         "budget": memory.get("bytes"),
