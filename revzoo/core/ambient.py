@@ -192,17 +192,10 @@ def with_autocast(devices: frozenset[torch.device]) -> list[str]:
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
 
 
-def autocasts(device: torch.device) -> bool:
-    """Whether autocast is on for operators on ``device``."""
-    return any(map(torch.is_autocast_enabled, with_autocast(frozenset((device,)))))
-
-
-def autocasts_to_float16(device: torch.device) -> bool:
-    """Whether autocast to float16 is on for operators on ``device`` or the CPU."""
-    kinds = with_autocast(frozenset((device,)))
-    return any(
-        torch.is_autocast_enabled(d) and torch.get_autocast_dtype(d) is torch.float16 for d in kinds
-    )
+def autocast_dtypes(*devices: torch.device) -> list[torch.dtype]:
+    """The dtypes of autocast on the CPU and ``devices``; empty if it is off on all of them."""
+    kinds = with_autocast(frozenset(devices))
+    return [torch.get_autocast_dtype(d) for d in kinds if torch.is_autocast_enabled(d)]
 
 
 @contextlib.contextmanager
@@ -218,17 +211,13 @@ def autocast(wanted: AutocastState) -> Iterator[None]:
 class Surroundings:
     """Autocast, default device and dtype, and global switches of a forward pass (rule 2)."""
 
-    __slots__ = ("_ambient", "_autocast", "_kinds")
+    __slots__ = ("_ambient", "_autocast", "_kinds", "autocast_dtypes")
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
+        self.autocast_dtypes = autocast_dtypes(*devices)
         self._kinds = with_autocast(devices)
         self._autocast = autocast_state(self._kinds)
         self._ambient = ambient()
-
-    @property
-    def in_float16(self) -> bool:
-        """Whether autocast to float16 is on."""
-        return any(on and dtype is torch.float16 for _, on, dtype in self._autocast[1])
 
     def restored(self) -> list[contextlib.AbstractContextManager[None]]:
         """Contexts that set what differs now; usually none, since entering them takes time."""

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from revzoo.core.ambient import autocasts_to_float16, runs_eagerly
+from revzoo.core.ambient import autocast_dtypes, runs_eagerly
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 
@@ -162,7 +162,7 @@ class Peak:
 
 def _peak(value: Tensor, scale: Scale, *parts: Tensor) -> Peak:
     """The peak of a stream that is computed here from ``parts``."""
-    half = any(t.dtype is torch.float16 for t in parts) or autocasts_to_float16(value.device)
+    half = torch.float16 in (*(t.dtype for t in parts), *autocast_dtypes(value.device))
     return Peak(value, scale, half=half)
 
 

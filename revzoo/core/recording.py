@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.ambient import autocasts
+from revzoo.core.ambient import autocast_dtypes
 from revzoo.core.calls import call_on_grid, refuse_changed_outputs, versions_of
 from revzoo.core.fixedpoint import (
     Fixed,
@@ -142,7 +142,7 @@ class Entry:
     def report(self, guard: Guard, computed: Streams) -> None:
         """Pass the streams of a replay to the guard."""
         if self.samples and computed:
-            half = torch.float16 in self.dtypes or self.conditions.in_float16
+            half = torch.float16 in (*self.dtypes, *self.conditions.autocast_dtypes)
             guard.compare(
                 self.step,
                 self.name,
@@ -489,7 +489,7 @@ def _leaf(t: Tensor, needs_gradient: bool | None = None) -> Tensor:
     # Autocast caches its casts of leaves until the outermost autocast ends, which may surround the
     # whole backward pass. It does not cache casts of views, so the leaf becomes a view. Subclasses
     # with their own operators stay: they may not support alias().
-    if autocasts(t.device) and t.layout is torch.strided and not overrides_functions(t):
+    if autocast_dtypes(t.device) and t.layout is torch.strided and not overrides_functions(t):
         with torch.no_grad():
             leaf = torch.ops.aten.alias(leaf)  # view_as() would change strides of dimensions of 1
     return leaf.requires_grad_(t.requires_grad if needs_gradient is None else needs_gradient)

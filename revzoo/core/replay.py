@@ -152,9 +152,9 @@ class Conditions:
         return self._tensors.reads_statistics
 
     @property
-    def in_float16(self) -> bool:
-        """Whether the forward pass ran under autocast to float16."""
-        return self._surroundings.in_float16
+    def autocast_dtypes(self) -> list[torch.dtype]:
+        """The dtypes of autocast in the forward pass."""
+        return self._surroundings.autocast_dtypes
 
     def storages(self) -> tuple[Set[int], Set[int]]:
         """See :meth:`revzoo.core.held.StepTensors.storages`."""
