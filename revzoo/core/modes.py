@@ -136,6 +136,9 @@ MODES: Mapping[str, Mode] = {
 COUNTED = tuple(name for name, mode in MODES.items() if not mode.elsewhere)
 """The modes that keep different numbers of bytes on the device."""
 
+INVERTING = tuple(name for name, mode in MODES.items() if mode.inverts)
+"""The modes that recover a step's inputs from its outputs."""
+
 PLANS = ("auto", "budget")
 """Values of ``memory.mode`` of a run for which it makes a plan: no modes of a step."""
 

@@ -17,8 +17,9 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from revzoo._checks import check_choice
 from revzoo.core.invertible import Step, kind_of, leaves
-from revzoo.core.modes import MODES, assign_memory, mode_of
+from revzoo.core.modes import INVERTING, assign_memory, mode_of
 from revzoo.profiling.chain import Chain, Choice, Link, levels
 from revzoo.profiling.trace import (
     Allocation,
@@ -60,9 +61,7 @@ def measure(
             "revzoo.make_reversible(model) or --bits 4, or build it from ReversibleSequence, "
             "ReversibleBlock or your own Step"
         )
-    if not mode_of(inverting).inverts:
-        names = ", ".join(name for name, mode in MODES.items() if mode.inverts)
-        raise ValueError(f"inverting={inverting!r}: expected one of {names}")
+    check_choice("inverting", inverting, INVERTING)
     devices = [device] if device is not None else [p.device for p in model.parameters()]
     modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
     if any(step.invertible for step in steps):

@@ -93,11 +93,11 @@ def run(args: argparse.Namespace) -> None:
 
 def _pures(planner: Planner) -> dict[str, Outcome]:
     """Peak and time of each mode alone, also of an inverting mode that the plan does not use."""
-    from revzoo.core.modes import MODES
+    from revzoo.core.modes import INVERTING
     from revzoo.profiling.plan import Planner
 
     pures = planner.pures()
-    others = [name for name, mode in MODES.items() if mode.inverts and name != planner.inverting]
+    others = [mode for mode in INVERTING if mode != planner.inverting]
     # without a step to invert, the plan has no inverting mode, either
     for mode in others if planner.inverting in pures else ():
         with contextlib.suppress(ValueError):  # it does not fit every step

@@ -233,7 +233,7 @@ def check_model(config: Mapping[str, Any]) -> ImageNetwork:
 
 def check_memory(memory: Mapping[str, Any]) -> None:
     """Check the keys of ``memory``; only a bounded mode, such as ``budget``, has ``bytes``."""
-    from revzoo.core.modes import MODES
+    from revzoo.core.modes import INVERTING
     from revzoo.profiling.plan import PLANNED
 
     check_names(memory, ("mode", "bytes", "inverting", "plan", "planned_for"), where="memory")
@@ -248,8 +248,7 @@ def check_memory(memory: Mapping[str, Any]) -> None:
     if (inverting := memory.get("inverting")) is not None:
         if planned is None:
             raise ConfigError(f"memory.inverting={inverting} is for a plan: add memory=auto")
-        choices = [name for name, mode in MODES.items() if mode.inverts]
-        check_choice("memory.inverting", inverting, choices)
+        check_choice("memory.inverting", inverting, INVERTING)
     mappings = {"plan": "steps to memory modes", "planned_for": "what the plan was made for"}
     for key, content in mappings.items():
         value = memory.get(key)
