@@ -193,12 +193,14 @@ def shortened(names: Iterable[object], most: int = 5) -> str:
     return (", ".join(listed[:most]) or "none") + more
 
 
-def did_you_mean(word: object, choices: Iterable[object], *, n: int = 1) -> str:
-    """``"; did you mean 'x', 'y' or 'z'?"`` for the nearest choices, or an empty string.
+def did_you_mean(
+    word: object, choices: Iterable[object], *, n: int = 1, cutoff: float = 0.5
+) -> str:
+    """``"; did you mean 'x', 'y' or 'z'?"`` for the :func:`nearest` choices, or an empty string.
 
     It ends a sentence: only a new sentence may follow.
     """
-    matches = nearest(word, choices, n=n)
+    matches = nearest(word, choices, n=n, cutoff=cutoff)
     return f"; did you mean {either(map(repr, matches))}?" if matches else ""
 
 

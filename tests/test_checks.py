@@ -26,6 +26,7 @@ class Point:
 def test_nearest_names_the_nearest_or_nothing() -> None:
     assert did_you_mean("revnet39", ["resnet32", "revnet38"]) == "; did you mean 'revnet38'?"
     assert did_you_mean("zzz", ["resnet32", "revnet38"]) == ""
+    assert did_you_mean("revnet39", ["resnet32", "revnet38"], cutoff=0.9) == ""
 
 
 def test_three_suggestions_are_a_list() -> None:

@@ -15,7 +15,6 @@ import textwrap
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from importlib import import_module
 from itertools import groupby
 from types import FrameType
@@ -150,9 +149,8 @@ def parse(arguments: list[str]) -> tuple[Command, argparse.Namespace]:
     args, unknown = parser.parse_known_intermixed_args(arguments[1:])
     if unknown:
         # there is no public list; 0.8: --resum, but not --epochs, is near --resume
-        near = get_close_matches(unknown[0], parser._option_string_actions, n=1, cutoff=0.8)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        if not near and hasattr(args, "overrides"):
+        hint = did_you_mean(unknown[0], parser._option_string_actions, cutoff=0.8)
+        if not hint and hasattr(args, "overrides"):
             hint = "; set values as KEY=VALUE, such as trainer.max_epochs=3"
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     return command, args
