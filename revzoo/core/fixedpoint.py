@@ -62,7 +62,8 @@ EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _LARGEST_RANGE = 2.0**116  # also of an infinite input: the end of the range must be a float32
-COARSEST_BITS = -91  # the fractional bits of that range
+# the fractional bits of that range: each doubling beyond half of the expected one costs a bit
+COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
 
