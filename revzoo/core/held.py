@@ -149,11 +149,12 @@ class Snapshot(NamedTuple):
             return True
         if not self.unseen:
             return False
-        # a replay cannot replace a constant, and keeps large copies: there the values decide
-        kept = self.module is None and (
+        # a replay cannot put a copy in the place of a constant, and a large copy that is kept takes
+        # memory: there the values decide
+        compared = self.module is None and (
             isinstance(held.owner, Constant) or t.numel() > _COPIED_SIZE
         )
-        if not kept or self.before is None:
+        if not compared or self.before is None:
             return True
         return has_values(t) and not torch.equal(self.before, t)
 
@@ -215,7 +216,7 @@ class Owned:
     )
 
     def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
-        self._key = key
+        self._key = key  # whether code reads statistics, then the training flag of each module
         reads = key[0]
         self.tables = _tables_of(modules)
         self.names = list(map(tuple, self.tables))

@@ -95,7 +95,11 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """The objects that a search saw in places, or the types of values that may change."""
+    """What a search saw in places, and readers of what is there now.
+
+    Args:
+        entries: each with a place, a key, and the object or the type of the value that was there.
+    """
 
     def __init__(self, entries: Sequence[tuple[Place, Any, Any]]) -> None:
         known = {(id(place), key): seen for place, key, seen in entries}
@@ -182,16 +186,17 @@ class Reach:
         self._children = [child for table in self._nested for child in table.values()]
         if step is not None:
             self._members = self._members[1:]  # without the step, to avoid a cycle
-            # reached() will add the key after this count
+            # the class and the number of attributes, to which reached() will add the key
             mark = {CACHE_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
-        # a constant is always the same
+        # objects and kinds of values in their places; a constant is always the same
         self._watched = [entry for entry in search.watched if not isinstance(entry[0], Constant)]
         self._objects = _Seen(self._watched)
         self._kinds = _Seen([entry for entry in search.kinds if not isinstance(entry[0], Constant)])
-        self._sized = [built_in(v, "__len__") for v in search.sized]
+        self._sized = [built_in(v, "__len__") for v in search.sized]  # readers of lengths
         self._lengths = list(map(call, self._sized))
+        # readers of the items of containers that held only plain values
         self._flat = [
             built_in(v, "values" if isinstance(v, dict) else "__iter__") for v in search.flat
         ]

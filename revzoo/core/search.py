@@ -132,14 +132,14 @@ _Methods = dict[str, tuple[types.FunctionType, ...]]
 
 
 class _Object(NamedTuple):
-    """A namespace; the search follows its attributes that a function loads by name."""
+    """A namespace, of whose attributes the search follows those that a function loads by name."""
 
     attributes: dict[str, Any]
     place: Place
     methods: _Methods
-    skipped: frozenset[str]
-    all_names: bool  # also attributes that no reached function names
-    wildcards: frozenset[str] = _LOADS_ANY  # names that load any attribute
+    skipped: frozenset[str]  # attributes that are never followed
+    all_names: bool  # whether to follow attributes that no function loads by name, too
+    wildcards: frozenset[str]  # names that load any attribute
 
 
 class Search:
@@ -190,20 +190,22 @@ class Search:
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
             v = thing.attributes[name]
-            method = isinstance(thing.place, ClassAttributes) and _function_of(v) is not None
-            if (method or name in ABOUT_CLASS) and name not in self.names:
+            is_method = isinstance(thing.place, ClassAttributes) and _function_of(v) is not None
+            # these count only by name, even if a function calls getattr()
+            if (is_method or name in ABOUT_CLASS) and name not in self.names:
                 continue
             mark = id(thing.attributes), name
-            if mark not in self._visited and name not in thing.skipped:
-                self._visited.add(mark)
-                if method:  # its code is searched with the objects of the class
-                    self.watched.append((thing.place, name, v))
-                    continue
-                # a layer of torch has the same numbers as attributes in every pass
-                if not (thing.all_names and type(v) in PLAIN_TYPES):
-                    self.value(v, thing.place, name, name)
+            if mark in self._visited or name in thing.skipped:
+                continue
+            self._visited.add(mark)
+            if is_method:  # its code is searched with the objects of the class
+                self.watched.append((thing.place, name, v))
+            # a layer of torch has the same numbers as attributes in every pass
+            elif not (thing.all_names and type(v) in PLAIN_TYPES):
+                self.value(v, thing.place, name, name)
 
     def _is_new(self, thing: Any) -> bool:
+        """Whether the search meets ``thing`` for the first time."""
         if id(thing) in self._seen:
             return False
         self._seen.add(id(thing))
@@ -235,7 +237,7 @@ class Search:
             if not _foreign(v.__module__):
                 self.watched.append((place, key, v))
                 self._class(v)
-                self._object({}, _methods(v), frozenset(), all_names=False)
+                self._object({}, _methods(v))
         elif isinstance(v, types.ModuleType) and label == key and _foreign(v.__name__):
             return  # torch, nn and the like in the globals
         elif callable(v) or isinstance(v, _SEARCHED) or not _is_foreign(v):
@@ -245,6 +247,11 @@ class Search:
                 self._code_or_object(v, label)
         else:
             self.kinds.append((place, key, type(v)))
+
+    def _constants(self, values: Iterable[Any], label: str) -> None:
+        """Search values in places that cannot change, such as the items of a tuple."""
+        for v in values:
+            self.value(v, Constant(v), None, label)
 
     def _reached_module(self, m: nn.Module) -> None:
         if m in self._owned or m in self.enclosing:
@@ -283,10 +290,10 @@ class Search:
             )
             for name, functions in _methods(type(m)).items()
         }
-        self._object(m.__dict__, methods, _STANDARD, all_names=False)
+        self._object(m.__dict__, methods, _STANDARD)
         self._class(type(m))
         for members in (m._parameters, m._buffers, m._modules):
-            self._object(members, {}, frozenset(), all_names=False, wildcards=_LOADS_ANY_MEMBER)
+            self._object(members, {}, wildcards=_LOADS_ANY_MEMBER)
 
     def _container(self, v: Any, label: str) -> None:
         # a change of length is seen without looking at the items
@@ -303,29 +310,27 @@ class Search:
                 self.flat.append(v)
             return
         place = Items(v) if isinstance(v, (list, collections.deque)) else table
+        if place is None:  # a tuple or set
+            self._constants((item for _, item in items), label)
+            return
         for key, item in items:
-            if place is None:  # a tuple or set
-                self.value(item, Constant(item), None, label)
-            else:
-                self.value(item, place, key, f"{label}[{key!r}]")
+            self.value(item, place, key, f"{label}[{key!r}]")
 
     def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
         if isinstance(v, types.FunctionType):
             self._function(v)
         elif isinstance(v, functools.partial):
-            for item in (v.func, *v.args, *v.keywords.values()):
-                self.value(item, Constant(item), None, label)
+            self._constants((v.func, *v.args, *v.keywords.values()), label)
         elif isinstance(v, types.MethodType):
-            self.value(v.__func__, Constant(v.__func__), None, label)
-            self.value(v.__self__, Constant(v.__self__), None, label)
+            self._constants((v.__func__, v.__self__), label)
         elif isinstance(v, types.BuiltinMethodType):
             if not isinstance(v.__self__, types.ModuleType):
-                self.value(v.__self__, Constant(v.__self__), None, label)
+                self._constants((v.__self__,), label)
         elif isinstance(v, types.ModuleType):
             if not _foreign(v.__name__):
-                none: frozenset[str] = frozenset()  # not even getattr brings in a whole package
-                self._object(vars(v), {}, none, all_names=False, watch_size=False, wildcards=none)
+                # without wildcards: not even getattr brings in a whole package
+                self._object(vars(v), {}, watch_size=False, wildcards=frozenset())
         else:
             attributes = _attributes_of(v)
             if "__wrapped__" in attributes:  # functools.lru_cache
@@ -339,7 +344,7 @@ class Search:
             self.value(slots.get(name, ABSENT), slots, name, name)
         attributes = _attributes_of(v)
         self.namespaces.append(attributes)
-        self._object(attributes, _methods(type(v)), frozenset(), all_names=False)
+        self._object(attributes, _methods(type(v)))
         self._class(type(v))
 
     def _class(self, cls: type) -> None:
@@ -349,31 +354,32 @@ class Search:
             if not _foreign(c.__module__) and self._is_new(c):
                 self.sized.append(vars(c))
                 self.classes.append((c, frozenset(vars(c))))
-                self._objects.append(
-                    _Object(
-                        dict(vars(c)),
-                        ClassAttributes(c),
-                        {},
-                        _STANDARD | _STEP_OPTIONS,
-                        all_names=False,
-                    )
+                self._object(
+                    dict(vars(c)),
+                    {},
+                    _STANDARD | _STEP_OPTIONS,
+                    place=ClassAttributes(c),
+                    watch_size=False,  # done above: the dictionary is a copy
                 )
 
     def _object(
         self,
         attributes: dict[str, Any],
         methods: _Methods,
-        skipped: frozenset[str],
+        skipped: frozenset[str] = frozenset(),
         *,
-        all_names: bool,
+        place: Place | None = None,
+        all_names: bool = False,
         watch_size: bool = True,
         wildcards: frozenset[str] = _LOADS_ANY,
     ) -> None:
-        # the step's own dictionary will hold the result, so its size changes and a strong reference
-        # would be a cycle
-        own = self.step is not None and attributes is self.step.__dict__
-        watch_size &= not own
-        place = Attributes(self.step) if own and self.step is not None else attributes
+        """Add a namespace to those that :meth:`run` follows; its place is itself by default."""
+        if self.step is not None and attributes is self.step.__dict__:
+            # this dictionary will hold the result: its size changes, and a strong reference to it
+            # would be a cycle
+            place, watch_size = Attributes(self.step), False
+        elif place is None:
+            place = attributes
         self._objects.append(_Object(attributes, place, methods, skipped, all_names, wildcards))
         if watch_size:
             self.sized.append(attributes)
@@ -396,20 +402,20 @@ class Search:
         holds = f.__closure__ or f.__defaults__ or f.__kwdefaults__ or f.__dict__
         if not self._is_new(f.__code__) and not holds:
             return
-        if _foreign(f.__globals__.get("__name__", "")) and f.__closure__ is None:
+        foreign = _foreign(f.__globals__.get("__name__", ""))
+        if foreign and f.__closure__ is None:
             return
         for name, cell in zip(f.__code__.co_freevars, f.__closure__ or (), strict=True):
             if self._is_new(cell):
                 place = Cell(cell)
                 # empty: a variable that is assigned later, perhaps by the forward pass
                 self.value(place.get(None, ABSENT), place, None, name)
-        for item in (*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()):
-            self.value(item, Constant(item), None, f.__name__)
-        if _foreign(f.__globals__.get("__name__", "")):
+        self._constants((*(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()), f.__name__)
+        if foreign:
             return
         if f.__dict__ and self._is_new(f.__dict__):
             self.namespaces.append(f.__dict__)
-            self._object(f.__dict__, {}, frozenset(), all_names=False)
+            self._object(f.__dict__, {})
         loaded, attributes = _loads(f.__code__)
         # globals are looked up in the function's module only, attributes in every object
         self.names |= attributes | (loaded & _LOADS_ANY)
