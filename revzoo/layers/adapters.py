@@ -10,7 +10,6 @@ reconstruction is wrong, and the guard raises.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,7 +20,16 @@ from revzoo.core.invertible import State
 from revzoo.layers.coupling import Coupling
 
 
-class AffineAdapterNaive(nn.Module):
+class _Adapter(nn.Module):
+    """Holds an ordinary branch as ``f``, its name in MemCNN's weights."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        check_callable("module", module)
+        self.f = module
+
+
+class AffineAdapterNaive(_Adapter):
     """``x -> (exp(f(x)), f(x))``: one value is both log-scale and shift.
 
     Args:
@@ -33,17 +41,12 @@ class AffineAdapterNaive(nn.Module):
         (tensor([1.0000, 2.7183]), tensor([0., 1.]))
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        check_callable("module", module)
-        self.f = module
-
     def forward(self, x: Tensor, **context: Any) -> State:
         shift = self.f(x, **context)
         return shift.exp(), shift
 
 
-class AffineAdapterSigmoid(nn.Module):
+class AffineAdapterSigmoid(_Adapter):
     """``x -> (sigmoid(h_odd + 2), h_even)`` with ``h = f(x)``: scales between 0 and 1.
 
     The offset of 2 starts scales near 0.88, as in Glow (Kingma and Dhariwal 2018, arXiv
@@ -60,11 +63,6 @@ class AffineAdapterSigmoid(nn.Module):
         >>> [part.shape[1] for part in adapter(torch.randn(1, 4, 8, 8))]
         [4, 4]
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        check_callable("module", module)
-        self.f = module
 
     def forward(self, x: Tensor, **context: Any) -> State:
         h = self.f(x, **context)
@@ -135,7 +133,7 @@ class _Stacked(nn.Module):
         check_callable("branch", branch)
         self.branch = branch
 
-    def forward(self, x: Tensor, **context: Mapping[str, Any]) -> Tensor:
+    def forward(self, x: Tensor, **context: Any) -> Tensor:
         pair = self.branch(x, **context)
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise TypeError(

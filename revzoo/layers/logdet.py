@@ -67,11 +67,14 @@ class WithLogDet(Invertible):
             log_dets.append(log_det)
             return outputs
 
-        call: Callable[..., Any] = with_log_det
-        # then forward and log_det are separate, and the step can be called with its hooks
-        if type(step).forward_with_log_det is Invertible.forward_with_log_det:
-            inverted = mode_of(self.memory).inverts
-            call = call_without_changing_hooks if inverted else plain_call
+        call: Callable[..., Any]
+        if type(step).forward_with_log_det is not Invertible.forward_with_log_det:
+            call = with_log_det
+        # otherwise forward and log_det are separate, and the step can be called with its hooks
+        elif mode_of(self.memory).inverts:
+            call = call_without_changing_hooks
+        else:
+            call = plain_call
         outputs = as_state(call_on_grid(call, step, tuple(streams), context))
         log_det = log_dets[0] if log_dets else step.log_det(*streams, **context)
         cut = len(outputs) - self.extras

@@ -268,6 +268,8 @@ def _attention(
             k, v = torch.cat((k, more[0]), 1), torch.cat((v, more[1]), 1)
         context = _attended(module, q, k, v, inputs[3:])
     gradients = torch.autograd.grad(context, projected, gradient @ own["out_proj.weight"])
+    # bias_k and bias_v are biases of layers without a weight: "" names no parameter, so nothing
+    # reads the input, for which any tensor will do
     names, biased = names + [""] * len(added), ["in_proj_bias"] * 3 + added
     pairs = zip(names, biased, [*streams, *gradients[3:]], gradients, strict=True)
     products = [
@@ -334,12 +336,12 @@ def _squared_norms_of_weight(module: Any, x: Tensor, gradient: Tensor) -> Iterat
     """The squared norms ``(N,)``, of a part of the batch at a time."""
     weight, groups = module.weight, getattr(module, "groups", 1)
     width, places = weight[0].numel(), gradient[0].numel() // len(weight)
-    pairs = _few_places(module, gradient)
-    size = groups * places * max(width, places) if pairs else weight.numel()
+    few_places = _few_places(module, gradient)
+    size = groups * places * max(width, places) if few_places else weight.numel()
     step = max(1, max(LARGEST, x.numel()) // size)
     for i in range(0, len(x), step):
         a, g = x[i : i + step], gradient[i : i + step]
-        if pairs:
+        if few_places:
             a, g = _inputs_by_place(module, a), _places(module, g)
             yield ((g @ g.mT) * (a @ a.mT)).sum((1, 2, 3)).clamp(min=0)
         else:

@@ -265,21 +265,7 @@ class ReversibleSequence(Invertible):
     def _set_steps(self, items: list[tuple[str | None, Step]]) -> None:
         # all checks first, so that an error changes nothing
         for i, (_, step) in enumerate(items):
-            if not isinstance(step, Step):
-                kind = type(step)
-                if isinstance(step, type):
-                    raise TypeError(f"step {i} is the class {step.__name__}: create it with (...)")
-                if hasattr(step, "inverse"):  # of another library, or compat.memcnn
-                    raise TypeError(
-                        f"step {i} is a {kind.__module__}.{kind.__name__}, expected a "
-                        "revzoo.Invertible: it has an inverse, so let its class derive from "
-                        "Invertible, or replace it, e.g. a coupling of Fm and Gm by "
-                        "ReversibleBlock(Fm, Gm)"
-                    )
-                raise TypeError(
-                    f"step {i} is a {kind.__name__}, expected an Invertible: wrap a "
-                    "residual function in AdditiveCoupling or a pair of them in ReversibleBlock"
-                )
+            _check_step(i, step)
             if any(m is self for m in step.modules()):
                 raise ValueError(f"step {i} contains this sequence: expected a step outside of it")
         names = [str(i) if name is None else name for i, (name, _) in enumerate(items)]
@@ -330,8 +316,8 @@ class ReversibleSequence(Invertible):
         state: State = tuple(streams)
         streams.clear()
         extras: list[Tensor] = []
-        merge = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
-        if merge:
+        splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
+        if splits:
             state = run_step(_edge(Split, self.dim, self.split, next(iter(self), self)), state)
         self._check_count(state)
         unchecked = ForwardRange() if checks_forward() else None
@@ -350,7 +336,7 @@ class ReversibleSequence(Invertible):
                 unchecked.add(step, state)
         if unchecked is not None:
             unchecked.check((*state, *extras))
-        if merge:
+        if splits:
             self._check_mergeable(state)
             last = list(self)[-1] if len(self) else self
             state = run_step(_edge(Merge, self.dim, self.split, last), state)
@@ -371,16 +357,15 @@ class ReversibleSequence(Invertible):
         self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
-        # each step has checked what it got, nobody the last result
-        check_range(inputs)
+        check_range(inputs)  # each step has checked what it got, but not what it returned
         return inputs
 
     def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
         state: State = tuple(streams)
         streams.clear()
-        split = self.streams == self.outputs == 2
-        merge = len(state) == 1 and isinstance(state[0], Tensor) and split
-        state = apply_with_words(Split(self.dim, self.split).forward, state) if merge else state
+        one_tensor = len(state) == 1 and isinstance(state[0], Tensor)
+        splits = one_tensor and self.streams == self.outputs == 2
+        state = apply_with_words(Split(self.dim, self.split).forward, state) if splits else state
         # container by container: each may override inverse()
         for step in reversed(list(self)):
             if isinstance(step, ReversibleSequence):
@@ -399,7 +384,7 @@ class ReversibleSequence(Invertible):
                     inputs = _inverted(step, state, context)
                 refuse_changed_outputs(name_of(step), state, versions)
                 state = inputs
-        return apply_with_words(Merge(self.dim, self.split).forward, state) if merge else state
+        return apply_with_words(Merge(self.dim, self.split).forward, state) if splits else state
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[Tensor | State, Tensor]:
         """Outputs without extra outputs, and the sum of the steps' log-determinants ``(B,)``.
@@ -520,16 +505,20 @@ def merged(state: State, last: Step, merge: Merge) -> State:
 
 def _like(neighbour: Step, edge: Step) -> Step:
     """Let a split or merge join the chain of the step beside it, if that step is inverted."""
-    edge.memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
+    edge.memory = _mode_beside(neighbour)
     edge.grid = neighbour.grid
     return edge
 
 
+def _mode_beside(neighbour: Step) -> str:
+    return neighbour.memory if mode_of(neighbour.memory).inverts else "store"
+
+
 def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], neighbour: Step) -> Step:
+    """A split or merge that joins the chain of the step beside it."""
     if torch.compiler.is_compiling():  # which does not trace caches
         return _like(neighbour, kind(dim, parts))
-    inverts = mode_of(neighbour.memory).inverts
-    return _edge_in(kind, dim, parts, neighbour.memory if inverts else "store", neighbour.grid)
+    return _edge_in(kind, dim, parts, _mode_beside(neighbour), neighbour.grid)
 
 
 @functools.lru_cache(maxsize=256)
@@ -564,6 +553,25 @@ class _Steps(nn.ModuleList):
 
 
 _repr = nn.Module.__repr__
+
+
+def _check_step(i: int, step: object) -> None:
+    """Raise a TypeError unless ``step``, the one at position ``i``, is a Step."""
+    if isinstance(step, Step):
+        return
+    if isinstance(step, type):
+        raise TypeError(f"step {i} is the class {step.__name__}: create it with (...)")
+    kind = type(step)
+    if hasattr(step, "inverse"):  # of another library, or compat.memcnn
+        raise TypeError(
+            f"step {i} is a {kind.__module__}.{kind.__name__}, expected a revzoo.Invertible: it "
+            "has an inverse, so let its class derive from Invertible, or replace it, e.g. a "
+            "coupling of Fm and Gm by ReversibleBlock(Fm, Gm)"
+        )
+    raise TypeError(
+        f"step {i} is a {kind.__name__}, expected an Invertible: wrap a residual function in "
+        "AdditiveCoupling or a pair of them in ReversibleBlock"
+    )
 
 
 def _checked_name(name: str | None) -> str | None:

@@ -81,9 +81,11 @@ from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
-_previous: Any = WeakTensorKeyDictionary()  # x[k-1] and the place of x[k], by x[k]
+# by x[k]: x[k-1], and the context in which x[k] was returned
+_previous: Any = WeakTensorKeyDictionary()
 
-# private: the hooks of the innermost checkpoint; without it, use no checkpoints of torch's
+# Private in torch: the hooks of the innermost checkpoint. A version without it hides where torch's
+# checkpoints begin and end: use none of them there.
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
@@ -94,8 +96,9 @@ def _context_of(x: Tensor) -> tuple[Any, bool]:
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
-    before, *place = _previous.pop(x, (None,))
-    return before if before is not None and tuple(place) == _context_of(x) else None
+    """x[k-1] for ``x``, which is x[k]; None if ``x`` comes from elsewhere or another checkpoint."""
+    before, *context = _previous.pop(x, (None,))
+    return before if before is not None and tuple(context) == _context_of(x) else None
 
 
 class Call(NamedTuple):
@@ -157,14 +160,14 @@ class SideBits(Invertible):
         self.streams = len(state)
         # its own recording collects what it puts aside; in mode store nobody may
         with collect_asides(None):
-            known, y, *rest = run_step(self, state, args=args, **kwargs)
+            x_out, y, *rest = run_step(self, state, args=args, **kwargs)
         # on the CPU, a block whose output leaves the range of an automatic grid ends the run
         if self.grid is not None and not (self.grid == AUTO and y.device.type == "cpu"):
-            check_forward_range(self, (known, y))
-        fixed = fixed_of(known)
+            check_forward_range(self, (x_out, y))
+        fixed = fixed_of(x_out)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
-            _previous[y] = known, *_context_of(y)
+            _previous[y] = x_out, *_context_of(y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
         return tree_unflatten([y, *rest, *self._others], self._structure)
 

@@ -103,8 +103,8 @@ class Squeeze(Streamwise):
         return str(self.factors[0] if same else self.factors)
 
     def _names(self) -> tuple[str, ...]:
-        n = len(self.factors)
-        return ("L",) if n == 1 else ("D", "H", "W")[-n:] if n < 4 else ("...",)
+        names = {1: ("L",), 2: ("H", "W"), 3: ("D", "H", "W")}
+        return names.get(len(self.factors), ("...",))
 
     def _axes(self) -> str:
         b, n = self._shown, len(self.factors)
