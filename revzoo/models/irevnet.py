@@ -81,10 +81,12 @@ class IRevNetVariant:
     image_size: int = field(default=32, compare=False)
 
     def __post_init__(self) -> None:
-        for name in ("units", "strides", "channels"):
-            if getattr(self, name) is not None or name != "channels":
-                # a configuration gives lists; the class is frozen, and rows must be hashable
-                object.__setattr__(self, name, check_counts(name, getattr(self, name)))
+        names = ["units", "strides"]
+        if self.channels is not None:
+            names.append("channels")
+        for name in names:
+            # a configuration gives lists; the class is frozen, and rows must be hashable
+            object.__setattr__(self, name, check_counts(name, getattr(self, name)))
         check_count("squeeze", self.squeeze)
         check_count("image_size", self.image_size)
         check_count("bottleneck", self.bottleneck)
@@ -122,7 +124,7 @@ class IRevNetVariant:
             if after < width or (stride > 1 and after != width):
                 raise ValueError(
                     f"channels={self.channels}: stage {stage} receives {width} channels (images of "
-                    f"{in_chans}, squeezed), so it cannot have 2x{self.channels and after // 2}: "
+                    f"{in_chans}, squeezed), so it cannot have 2x{after // 2}: "
                     "expected four times the channels for stride 2, at least as many for stride 1. "
                     "channels=None derives them from the image."
                 )

@@ -153,6 +153,7 @@ class LibraryNetwork(ImageNetwork):
 
     @property
     def _fixed_size(self) -> int | None:
+        """Side in pixels of the only images that the network takes; None if it takes any."""
         size = getattr(self.net, "image_size", None)  # torchvision's ViT
         embed = getattr(self.net, "patch_embed", None)  # timm's
         if size is None and getattr(embed, "strict_img_size", False):

@@ -163,12 +163,12 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     """Numbers of classes and image channels of the weights; None if unknown."""
     head = file.tensors.get(f"{network.classifier}.weight")
     first = file.tensors.get(f"{network.input_layer}.weight")
-    return (
-        head.shape[0] if head is not None and head.dim() == 2 and head.numel() else None,
-        first.shape[1]
-        if first is not None and first.dim() == 4 and first.numel()
-        else file.in_chans,
-    )
+    classes, channels = None, file.in_chans
+    if head is not None and head.dim() == 2 and head.numel():
+        classes = head.shape[0]
+    if first is not None and first.dim() == 4 and first.numel():
+        channels = first.shape[1]
+    return classes, channels
 
 
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:

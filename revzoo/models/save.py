@@ -212,19 +212,8 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         EntryError: facts from its creation are no longer true, and ``given`` lacks the new ones.
     """
-    entry, trained_on = network.entry, network.trained_on
     facts = dict(network.facts)
-    stale: tuple[str, ...] = ()
-    if trained_on is not None:
-        # {}: trained, but on unknown data, so the entry's facts are no longer true
-        stale = () if trained_on or entry is None else _NEEDED
-    elif entry is not None and entry.num_classes != network.num_classes:
-        stale = _NEEDED
-    elif entry is not None and entry.in_chans != network.in_chans:
-        stale = ("mean", "std")  # one value per channel; the classes are the same
-    if network.fresh_head and facts:  # the number of classes may be the same, the classes are not
-        stale = _NEEDED
-    if missing := [name for name in stale if name not in given]:
+    if missing := [name for name in _stale(network) if name not in given]:
         raise EntryError(
             f"the network was changed or trained after its weights were loaded, so their "
             f"{', '.join(missing)} may be wrong: pass "
@@ -234,3 +223,20 @@ def _known(network: Saved, *, given: Mapping[str, Any]) -> dict[str, Any]:
     if network.in_chans != facts.get("input_size", (network.in_chans,))[0]:
         del facts["input_size"]  # it has the channels of the weights, not of this network
     return facts
+
+
+def _stale(network: Saved) -> tuple[str, ...]:
+    """The needed facts from the network's creation that may no longer be true."""
+    entry, trained_on = network.entry, network.trained_on
+    if network.fresh_head and network.facts:
+        return _NEEDED  # the number of classes may be the same, the classes are not
+    if trained_on is not None:
+        # {}: trained, but on unknown data
+        return () if trained_on or entry is None else _NEEDED
+    if entry is None:
+        return ()
+    if entry.num_classes != network.num_classes:
+        return _NEEDED
+    if entry.in_chans != network.in_chans:
+        return ("mean", "std")  # one value per channel; the classes are the same
+    return ()
