@@ -3,8 +3,9 @@
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
 So the guard samples every stream in the forward pass and compares the samples with the
-reconstruction. The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
-mode ``exact``. In every mode, streams on a grid must stay in its range.
+reconstruction: sums of values from the whole stream, and single values of each channel. The
+relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in mode ``exact``. In
+every mode, streams on a grid must stay in its range.
 
 All figures stay on the device. They are read once, after the backward pass. Ranges of outputs that
 need no gradient are read in the forward pass.
@@ -74,12 +75,15 @@ from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.replay import is_replaying
 from revzoo.core.tensors import address, has_values
 
-# enough to see a wrong stream; a kernel on so few values costs little more than its launch
-SAMPLES = 32  # values compared per stream that has no channels
+# A random mask may touch one image of a batch. So many values find it, and their sums need little
+# room.
+SUMS = 64  # most sums compared per stream
+SUMMED = 64  # values in a sum of a large stream
+OPERAND = 32  # values that show the size of an operand
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
-VARIANTS = 4  # sets of sampled places; each step draws one
+VARIANTS = 4  # sets of places in channels; each step draws one
 _FAST = 32  # torch's kernels reduce rows of a multiple of this 2 to 20 times faster on a CPU
 _FEWEST = 4  # smallest channel that is compared: the spread of fewer values means little
 
@@ -122,18 +126,26 @@ class _Channels(NamedTuple):
     chosen: tuple[int, ...] | None  # None for all
 
 
-class _Plan(NamedTuple):
-    """Indices of the values to compare: PER_CHANNEL values of the first channel, then the next."""
+class _Singles(NamedTuple):
+    """Indices of single values: PER_CHANNEL values of the first channel, then the next."""
 
     places: Tensor
-    channels: tuple[_Channels, ...]  # in the order of ``places``; empty without channels
+    channels: tuple[_Channels, ...]  # in the order of ``places``
+
+
+class _Plan(NamedTuple):
+    """What to compare of a stream."""
+
+    summed: range  # indices of the values in the sums
+    each: int  # values in a sum
+    singles: _Singles | None
 
 
 class Samples(NamedTuple):
-    """Values of a computed stream, and of an operand, whose size sets the scale of rounding."""
+    """Figures of a computed stream, and values of an operand, which show the size of rounding."""
 
     stream: int
-    values: Tensor  # of a fixed-point stream, its words
+    figures: Tensor  # see _figures()
     operand: Tensor
     plan: _Plan
     scale: Scale | None = None  # of words
@@ -174,13 +186,11 @@ class _Drift:
             computed = computed.detach()
         elif samples.scale is None:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
-        self.actual = _values_at(computed, samples.plan.places)
-        if samples.scale is not None and isinstance(computed, Tensor):  # a step that lost its words
-            self.actual = self.actual.double() * samples.scale.up
+        self.actual = _figures(computed, samples.plan, samples.scale)
         # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
             _channel_ranges(computed, channels.dim)
-            for channels in samples.plan.channels
+            for channels in _channels_of(samples.plan)
             if isinstance(computed, Tensor)
         ]
         self.half = half
@@ -207,18 +217,22 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             continue
         if isinstance(t, Fixed):  # must be equal bit for bit: no channel can be lost in rounding
             if has_values(t.words):
-                plan = _Plan(_draw.choice(_plans(t.shape, False, t.words.device)).places, ())
-                values = _values_at(t, plan.places)
-                found.append(Samples(i, values, values, plan, t.scale))
+                plan = _Plan(*_draw_summed(t.shape.numel()), None)
+                size = _values_at(t, _spread(t.shape.numel(), t.words.device))
+                found.append(Samples(i, _figures(t, plan), size, plan, t.scale))
         elif _comparable(t):
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
-            plans = _plans(t.shape, t.is_complex(), t.device)
-            plan = plans[int(_draw.random() * len(plans))]
-            plan = plan if channels else _Plan(plan.places, ())
+            variant = int(_draw.random() * VARIANTS)
+            singles = (
+                _singles(t.shape, variant, t.device) if channels and t.is_floating_point() else None
+            )
             # a complex value counts as two numbers, as view_as_real shows it
-            spread = _spread(operand.numel() << operand.is_complex(), operand.device)
-            found.append(Samples(i, _values_at(t, plan.places), _values_at(operand, spread), plan))
+            plan = _Plan(*_draw_summed(t.numel() << t.is_complex()), singles)
+            size = _values_at(
+                operand, _spread(operand.numel() << operand.is_complex(), operand.device)
+            )
+            found.append(Samples(i, _figures(t, plan), size, plan))
     return found
 
 
@@ -229,6 +243,24 @@ def _among(t: Tensor | Fixed, state: Streams) -> bool:
 def _comparable(t: Tensor) -> bool:
     values = t.is_floating_point() or t.is_complex()
     return values and t.layout is torch.strided and has_values(t)
+
+
+def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tensor:
+    """The single values of a stream, then the sums; of a fixed-point stream, sums of its words."""
+    device = t.words.device if isinstance(t, Fixed) else t.device
+    places = plan.summed
+    values = _values_at(t, torch.arange(places.start, places.stop, places.step, device=device))
+    if isinstance(t, Fixed):
+        return values.view(-1, plan.each).sum(1)
+    if scale is not None:  # a step that lost its words
+        values = values.double() * scale.up
+    wide = torch.promote_types(values.dtype, torch.float32)
+    sums = values.view(-1, plan.each).sum(1, dtype=wide)
+    return sums if plan.singles is None else torch.cat((_values_at(t, plan.singles.places), sums))
+
+
+def _channels_of(plan: _Plan) -> tuple[_Channels, ...]:
+    return () if plan.singles is None else plan.singles.channels
 
 
 def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
@@ -249,31 +281,42 @@ def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     return t.amin(others), t.amax(others)
 
 
+def _draw_summed(count: int) -> tuple[range, int]:
+    """Indices spread evenly over ``count`` values, and how many of them make a sum."""
+    stride = _stride(count)
+    each = -(-count // stride // SUMS)
+    total = count // stride // each * each
+    start = _draw.randrange(count - (total - 1) * stride)
+    return range(start, start + total * stride, stride), each
+
+
+@functools.lru_cache(maxsize=256)
+def _stride(count: int) -> int:
+    stride = -(-count // (SUMS * SUMMED))
+    # coprime to the count, it visits every row and column
+    while math.gcd(stride, count) != 1:
+        stride += 1
+    return stride
+
+
 @functools.lru_cache(maxsize=256)
 def _spread(count: int, device: torch.device) -> Tensor:
-    """Indices of SAMPLES elements spread over ``count``, equal for every layout."""
+    """Indices of OPERAND elements spread over ``count``, equal for every layout."""
     # multiples of the golden ratio leave no large gap and repeat no row or column, unlike a stride
-    golden = _golden(SAMPLES)
-    return (golden * count).long().to(device)
+    return (_golden(OPERAND) * count).long().to(device)
 
 
-@functools.lru_cache(maxsize=256)
-def _plans(shape: torch.Size, is_complex: bool, device: torch.device) -> list[_Plan]:
-    """VARIANTS plans for streams of this shape."""
-    count = shape.numel()
+@functools.lru_cache(maxsize=1024)
+def _singles(shape: torch.Size, variant: int, device: torch.device) -> _Singles | None:
+    """Places in the channels of streams of this shape; None for streams without channels."""
     # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
-    dims = (
-        [] if is_complex else [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
-    )
-    dims = [d for d in dims if count // shape[d] >= _FEWEST]
+    dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
+    dims = [d for d in dims if shape.numel() // shape[d] >= _FEWEST]
     if not dims:
-        return [_Plan(_spread(count << is_complex, device), ())]
-    plans = []
-    for variant in range(VARIANTS):
-        parts = [_places_in_channels(shape, d, variant) for d in dims]
-        places = torch.cat([places for places, _ in parts]).to(device)
-        plans.append(_Plan(places, tuple(channels for _, channels in parts)))
-    return plans
+        return None
+    parts = [_places_in_channels(shape, d, variant) for d in dims]
+    places = torch.cat([places for places, _ in parts]).to(device)
+    return _Singles(places, tuple(channels for _, channels in parts))
 
 
 def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
@@ -566,12 +609,15 @@ def _check_drifts(drifts: list[_Drift]) -> None:
 
 
 def _warn_of_peak(peak: Peak, value: float) -> None:
-    _warn(f"{_name_of(peak)}: a stream or a value added to it is {value:g}")
+    _warn(
+        f"{_name_of(peak)}: a stream or a value added to it is {value:g}, or an earlier stream "
+        "left the range of its grid"
+    )
 
 
 def _warn_of_overflow(drifts: list[_Drift]) -> None:
     # in forward order, the last replay being of the first step; the samples are of its input
-    finite = [drift for drift in reversed(drifts) if drift.samples.values.isfinite().all()]
+    finite = [drift for drift in reversed(drifts) if drift.samples.figures.isfinite().all()]
     where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
     _warn(f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}")
 
@@ -595,10 +641,11 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
     """Groups of streams with one shape and device, which are compared together."""
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
-        kinds = [(c.dim, c.size) for c in d.samples.plan.channels]
+        plan = d.samples.plan
+        kinds = [(c.dim, c.size) for c in _channels_of(plan)]
         # by type, since a stack of words and floats would round the words
-        types = d.actual.dtype, d.samples.values.dtype
-        key = (d.actual.device, len(d.actual), len(d.samples.operand), *types, *kinds)
+        types = d.actual.dtype, d.samples.figures.dtype
+        key = (d.actual.device, len(d.actual), plan.each, len(d.samples.operand), *types, *kinds)
         groups.setdefault(key, []).append(d)
     return list(groups.values())
 
@@ -606,9 +653,12 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
 def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drift, float]) -> None:
     """Measure errors relative to the stream, and to the spread of the worst channel."""
     plans = [d.samples.plan for d in drifts]
-    expected = torch.stack([d.samples.values for d in drifts]).cpu().double()
+    expected = torch.stack([d.samples.figures for d in drifts]).cpu().double()
     operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
+    # means: their error is never larger than the largest error of a value
+    for figures in (expected, actual):
+        figures[:, -len(plans[0].summed) // plans[0].each :] /= plans[0].each
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
@@ -617,11 +667,11 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0
-    for k, channels in enumerate(plans[0].channels):
+    for k, channels in enumerate(_channels_of(plans[0])):
         ends = [torch.stack([d.ranges[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
         spread = ends[1] - ends[0]
         if channels.chosen is not None:
-            index = torch.tensor([plan.channels[k].chosen for plan in plans], device="cpu")
+            index = torch.tensor([_channels_of(p)[k].chosen for p in plans], device="cpu")
             spread = spread.gather(1, index)
         count = spread.shape[1] * PER_CHANNEL
         of_channel = difference[:, at : at + count].view(*spread.shape, PER_CHANNEL).amax(2)

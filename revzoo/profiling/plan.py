@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from revzoo._checks import either
-from revzoo.core.guard import CHANNELS, PER_CHANNEL
+from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMS
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.models.network import ImageNetwork
@@ -293,10 +293,10 @@ class Planner:
 def _uncounted(call: StepCall) -> int:
     """Bytes of a step that fake tensors do not show: random states and the guard's samples.
 
-    The guard compares two rows of float64 samples of a stream, a few per channel.
+    The guard compares two rows of float64 figures of a stream: sums, and a few values per channel.
     """
     rows = [sum(min(CHANNELS, size) for size in layout.shape[1:3]) for layout in call.layout]
-    return _RANDOM_STATES + 2 * 8 * PER_CHANNEL * max(rows, default=0)
+    return _RANDOM_STATES + 2 * 8 * (SUMS + PER_CHANNEL * max(rows, default=0))
 
 
 def plan_memory(

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import itertools
+import random
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core.guard import _channel_ranges
+from revzoo.core.guard import _channel_ranges, _draw_summed
 from revzoo.profiling.live import LiveMemory
 
 
@@ -105,6 +106,49 @@ def test_fires_on_a_branch_that_does_not_repeat_itself():
     net = ReversibleSequence([AdditiveCoupling(nn.Tanh()), AdditiveCoupling(Restless())])
     with pytest.raises(DriftError, match=r"steps\.1 AdditiveCoupling"):
         run(net, torch.randn(4, 16))
+
+
+class MaskOfOneImage(nn.Module):
+    """Sets half of the values of one image to zero, drawn from Python's random numbers."""
+
+    def forward(self, x):
+        image = random.randrange(len(x))
+        seed = torch.Generator().manual_seed(random.randrange(2**31))
+        mask = torch.ones_like(x)
+        mask[image] = (torch.rand(x.shape[1:], generator=seed) > 0.5).to(x.dtype)
+        return x * mask
+
+
+@pytest.mark.parametrize("memory", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_fires_on_a_mask_that_touches_one_image_of_many(memory, place):
+    found = 0
+    for seed in range(10):
+        torch.manual_seed(seed)
+        random.seed(seed)
+        layers = [nn.Conv2d(8, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 8, 3, padding=1)]
+        layers.insert(place, MaskOfOneImage())
+        branches = [nn.Sequential(*layers), nn.Conv2d(8, 8, 1)]
+        net = ReversibleSequence([ReversibleBlock(*branches)], memory=memory)
+        try:
+            run(net, torch.randn(128, 16, 8, 8))
+        except DriftError:
+            found += 1
+    assert found >= 9
+
+
+@pytest.mark.parametrize("count", [1, 2, 63, 64, 100, 127, 4095, 4096, 4097, 65_536, 786_432])
+def test_sums_cover_a_stream_evenly(count):
+    starts = set()
+    for _ in range(20):
+        places, each = _draw_summed(count)
+        assert len(places) % each == 0
+        assert min(count, 64) / 2 <= len(places) // each <= 64
+        assert places.start >= 0
+        assert places[-1] < count
+        assert count - places.step * len(places) < max(count / 50, 2)
+        starts.add(places.start)
+    assert len(starts) > 1 or count == len(places)
 
 
 def test_fires_on_a_parameter_changed_behind_autograds_back():

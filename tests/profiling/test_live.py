@@ -31,7 +31,7 @@ def peak(net, x):
 
 
 def test_invert_is_flat_in_depth():
-    x = images(batch=2, size=32)
+    x = images(batch=4, size=32)
     peaks = {
         mode: [peak(twin(conv_net(d), mode), x) for d in (4, 12)]
         for mode in ("store", "recompute", "invert")
