@@ -7,6 +7,8 @@ Known limits: images of more than 8 bits per channel are refused, since Pillow w
 silently; transparency is dropped; an EXIF orientation is not applied (as in torchvision).
 """
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -33,8 +35,13 @@ _BLOCK = 256  # images per task of a thread
 log = logging.getLogger(__name__)
 
 
-def open_image(path: str, channels: int) -> Image.Image:
+def open_image(path: str, channels: int, *, remedy: str = "replace or remove it") -> Image.Image:
     """Decode one file to RGB (3 channels) or grey (1 channel).
+
+    Args:
+        path: of the file.
+        channels: of the result.
+        remedy: what the error about a corrupt file recommends.
 
     Raises:
         DataError: the file is corrupt, or has more than 8 bits per channel.
@@ -48,12 +55,28 @@ def open_image(path: str, channels: int) -> Image.Image:
             mode = image.mode
     except Exception as error:  # Pillow's decoders raise many types
         raise DataError(
-            f"cannot decode image {path} ({type(error).__name__}: {error}): replace or "
-            "remove it, or set on_error='skip'; revzoo check data DIR lists all such images"
+            f"cannot decode image {path} ({type(error).__name__}: {error}): {remedy}"
         ) from error
     raise DataError(
         f"{path} has more than 8 bits per channel (Pillow mode {mode}): convert it to 8 bits"
     )
+
+
+def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:
+    """:func:`open_image` for a data set with the option ``on_error``, which the error recommends.
+
+    Args:
+        path: of the file.
+        channels: of the result.
+        skipped: records unreadable files; None if the option is ``"raise"``.
+    """
+    if skipped is not None:
+        return open_image(path, channels)
+    remedy = (
+        "replace or remove it, or set data.on_error=skip; revzoo check data DIR lists all such "
+        "images"
+    )
+    return open_image(path, channels, remedy=remedy)
 
 
 class SkippedFiles:
@@ -119,7 +142,7 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
     for row, path in enumerate(paths):
         try:
             # decoded, not only opened: the header of a damaged file may be fine
-            width, height = open_image(path, 3).size
+            width, height = open_of_set(path, 3, skipped).size
         except DataError as error:
             if skipped is None:
                 raise
@@ -162,7 +185,7 @@ def decode_all(
     kept = torch.ones(len(paths), dtype=torch.bool)
 
     def decode(row: int) -> None:
-        image = open_image(paths[row], channels)
+        image = open_of_set(paths[row], channels, skipped)
         if not resize and image.size != (size, size):
             raise DataError(
                 f"images differ in size: {paths[row]} has {image.width}x{image.height} pixels, "

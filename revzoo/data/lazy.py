@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from torchvision.transforms import v2
 
 from revzoo.data.augment import Augment
-from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, open_image, square_bytes
+from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, open_of_set, square_bytes
 from revzoo.data.errors import DataError
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch
@@ -84,7 +84,8 @@ class FileImages(Dataset[Batch]):
 
     def __getitem__(self, index: int) -> Batch:
         """One image (C, S, S), transformed, and its label ()."""
-        image = open_image(self._files.paths[int(self._rows[index])], self._channels)
+        path = self._files.paths[int(self._rows[index])]
+        image = open_of_set(path, self._channels, self._skipped)
         if not self._training or self._epoch_seed < 0:  # torch's own state decides the crop
             return self._transform(image), self.labels[index]
         # by image: the number of workers must not change the crops

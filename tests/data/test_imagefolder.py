@@ -212,6 +212,7 @@ def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
     (root / "val" / "dog" / "07.png").write_bytes(b"no image")
     with pytest.raises(DataError, match=r"^cannot decode image .*val/dog/07\.png") as caught:
         list(data.val_dataloader())
+    assert "set data.on_error=skip" in str(caught.value)
     assert "\n" not in str(caught.value), "a worker's traceback is no message"
 
 
