@@ -70,9 +70,16 @@ def find_source(
         table: the entries to search; None for the package's.
 
     Raises:
+        ValueError: the name is a Python file's.
         WeightsError: the weights are unknown, or their entry is not valid.
     """
     text = str(name)
+    if text.endswith(".py"):
+        raise ValueError(
+            f"{text} is a Python file, not a model: expected a name. Call revzoo.register_model("
+            "NAME, NETWORK, VARIANT) in that file, import it, and use NAME; on the command line: "
+            f"--import {Path(text).stem} NAME"
+        )
     is_known = text.partition(".")[0] in known
     if text.endswith(SUFFIX) and Path(name).is_file():
         entry = entry_of_file(Path(name))
