@@ -16,7 +16,7 @@ import csv
 import itertools
 import logging
 import textwrap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +33,7 @@ from revzoo.profiling.trace import (
     checked_arguments,
     modes_on,
     trace_step,
+    uncounted_in,
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for, real_twin
@@ -86,10 +87,12 @@ class Audit:
             activations and temporary tensors.
         stages: kept bytes of each part of the model.
         rows: see :class:`Row`, the largest first.
+        uncounted: what takes memory that is not counted, and why.
     """
 
     def __init__(self, mode: str, trace: Trace, extra: int) -> None:
         self.mode, self._trace = mode, trace
+        self.uncounted = trace.uncounted
         kept = [allocation for allocation in trace.allocations if allocation.kind == "kept"]
         kept.sort(key=lambda allocation: -allocation.size)
         self.kept_bytes = sum(allocation.size for allocation in kept)
@@ -161,6 +164,7 @@ class Report:
         input_shape: of the batch.
         converted: the blocks of :func:`revzoo.make_reversible`; empty for other models.
         plain: the audit of the plain network; None without such blocks.
+        uncounted: what takes memory that is not counted in some mode, and why; mostly empty.
     """
 
     def __init__(
@@ -171,9 +175,13 @@ class Report:
         *,
         blocks: Sequence[BlockRow] = (),
         plain: Audit | None = None,
+        uncounted: Iterable[str] = (),
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
+        # each once: most are the same in all modes
+        of_modes = itertools.chain.from_iterable(audit.uncounted for audit in audits)
+        self.uncounted = [*dict.fromkeys([*uncounted, *of_modes])]
         self._present = present = audits[0]
         self.kept_bytes, self.activation_bytes = present.kept_bytes, present.activation_bytes
         self.peak_bytes, self.rows = present.peak_bytes, present.rows
@@ -284,6 +292,8 @@ class Report:
         yield ""
         yield "kept: activations between the forward and the backward pass"
         yield "peak: most bytes alive at once, with weights and gradients"
+        for note in self.uncounted:
+            yield textwrap.fill(f"not counted: {note}", 79, subsequent_indent="    ")
         if self.plain is not None:
             yield from self._converted_lines(self.plain)
         kinds = {_KINDS[kind]: size for kind, size in present.kinds.items()}
@@ -390,14 +400,16 @@ def audit(
             The loss is cross-entropy for logits ``(B, classes)``, a sum for other outputs.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         modes: modes to count beside the present setting; None for all modes that fit all steps.
-        real: run real steps of a copy instead of fake ones, which allocate nothing.
+        real: run real steps of a copy instead of fake ones, which allocate nothing (but see
+            :mod:`revzoo.profiling.workspaces`).
         extra: bytes to add to the peak, such as an optimiser's state; a number, or a string such
             as ``"1GiB"``.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or TorchScript.
         ValueError: the shape or ``extra`` is not valid; no parameter or output requires gradient; a
-            mode does not fit; ``real`` for a model on the meta device.
+            mode does not fit; ``real`` for a model on the meta device; a layer is lazy, or a tensor
+            sparse.
 
     Example:
         >>> report = revzoo.audit(revzoo.create_model("revnet38"), (64, 3, 32, 32), modes=["store"])
@@ -439,7 +451,8 @@ def audit(
             plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
-    return Report(name, shape, audits, blocks=blocks, plain=plain)
+    notes = uncounted_in(model)
+    return Report(name, shape, audits, blocks=blocks, plain=plain, uncounted=notes)
 
 
 def present_mode(model: nn.Module) -> str:

@@ -2,18 +2,27 @@
 
 The resident size of a process depends on the allocator and on earlier work, and CUDA's counters
 exist only on CUDA. We count the storages that operators create while they are referenced. The
-number is the same on every run and machine. It excludes workspaces inside kernels and the
-allocator's rounding.
+number is the same on every run and machine. It excludes memory that a kernel frees before it
+returns, and the allocator's rounding.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
+
+_COMPRESSED = {
+    torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_bsr: (Tensor.crow_indices, Tensor.col_indices),
+    torch.sparse_csc: (Tensor.ccol_indices, Tensor.row_indices),
+    torch.sparse_bsc: (Tensor.ccol_indices, Tensor.row_indices),
+}
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -41,12 +50,15 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator, then count the new storages among its outputs."""
         # views and in-place operators return a storage of their arguments
-        known = {_key(t) for t in tree_iter((args, kwargs)) if isinstance(t, Tensor)}
-        outputs = func(*args, **(kwargs or {}))
-        for t in tree_iter(outputs):
-            if isinstance(t, Tensor) and _key(t) not in known:
+        known = set(map(_key, _dense((args, kwargs))))
+        outputs = self._run(func, args, kwargs or {})
+        for t in _dense(outputs):
+            if _key(t) not in known:
                 self._count(t)
         return outputs
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return func(*args, **kwargs)
 
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()
@@ -61,6 +73,22 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _forget(self, size: int) -> None:
         self.now -= size
+
+
+def _dense(tree: Any) -> Iterator[Tensor]:
+    """The tensors in a tree that have a storage: dense ones, and the parts of others."""
+    for t in tree_iter(tree):
+        if not isinstance(t, Tensor):
+            continue
+        if is_traceable_wrapper_subclass(t):  # such as a nested tensor
+            names, _ = t.__tensor_flatten__()
+            yield from _dense([getattr(t, name) for name in names])
+        elif t.layout is torch.strided:
+            yield t
+        elif t.layout is torch.sparse_coo:
+            yield from (t._indices(), t._values())
+        elif t.layout in _COMPRESSED:
+            yield from (part(t) for part in (*_COMPRESSED[t.layout], Tensor.values))
 
 
 def _key(t: Tensor) -> int:

@@ -9,9 +9,9 @@ torch's ``torch._functorch.config.activation_memory_budget`` plans compiled grap
 the activations instead of bytes; ``torch.utils.checkpoint`` leaves the choice to the user. Both can
 only recompute from kept tensors; here a step can also be inverted.
 
-Known limits: we do not count kernels' workspaces or the allocator's waste. A step that the forward
-pass calls several times is inverted or recomputed. Steps inside another step's branch keep their
-mode.
+Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
+waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
+another step's branch keep their mode.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from revzoo.profiling.trace import (
     StepCall,
     checked_arguments,
     trace_step,
+    uncounted_in,
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for
@@ -71,6 +72,7 @@ class Plan(Mapping[str, str]):
         budget: the budget of the plan, in bytes.
         inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
             ``invert``; None if no step has an inverse. :func:`plan_memory` takes another one.
+        uncounted: what takes memory that the peak does not count, and why; mostly empty.
     """
 
     modes: dict[str, str]
@@ -78,6 +80,7 @@ class Plan(Mapping[str, str]):
     seconds: float
     budget: int
     inverting: str | None = None
+    uncounted: tuple[str, ...] = ()
 
     def __getitem__(self, path: str) -> str:
         return self.modes[path]
@@ -107,6 +110,8 @@ class Plan(Mapping[str, str]):
             f"{self.seconds:.3g} s a step"
             + (f"; inverting mode: {self.inverting}" if self.inverting else "")
         )
+        for note in self.uncounted:
+            lines += textwrap.wrap(f"not counted: {note}", 79, subsequent_indent="    ")
         return "\n".join(lines)
 
 
@@ -140,9 +145,10 @@ class Planner:
         device: the device of the training; None for the model's.
 
     Raises:
-        TypeError: the model is no module.
+        TypeError: the model is no module, or TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape or ``extra`` is not valid.
+            cannot be timed; the shape or ``extra`` is not valid; a layer is lazy, or a tensor
+            sparse.
     """
 
     def __init__(
@@ -251,9 +257,11 @@ class Planner:
         with undisturbed(self.model):
             twin = fake_twin(self.model, self.device)
             set_memory(twin, modes)
-            peak = trace_step(twin, images_for(twin, self.shape)).peak + self.extra
+            trace = trace_step(twin, images_for(twin, self.shape))
         inverting = self.inverting if self.inverting in self.modes else None
-        return Plan(modes, peak, evaluate(self.chain, choices).cost / 1e9, budget, inverting)
+        seconds = evaluate(self.chain, choices).cost / 1e9
+        notes = (*uncounted_in(self.model), *trace.uncounted)
+        return Plan(modes, trace.peak + self.extra, seconds, budget, inverting, notes)
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base
@@ -328,9 +336,10 @@ def plan_memory(
 
     Raises:
         BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
-        TypeError: the model is no module.
+        TypeError: the model is no module, or TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape, the budget or ``extra`` is not valid.
+            cannot be timed; the shape, the budget or ``extra`` is not valid; a layer is lazy, or a
+            tensor sparse.
 
     Example:
         >>> model = revzoo.create_model("revnet38")

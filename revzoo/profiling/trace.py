@@ -34,10 +34,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from revzoo._checks import check_module, counts_of
+from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import COUNTED, MODES, mode_of
@@ -47,6 +49,7 @@ from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.stages import OUTSIDE, stages_of
 from revzoo.profiling.units import bytes_from
+from revzoo.profiling.workspaces import is_unsized, sized
 
 _Module: Any = nn.Module
 _calls = threading.RLock()  # held while a trace watches the calls of modules
@@ -154,6 +157,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.owners: list[int] = []
         self.costs: list[int] = []
         self.turn = 0
+        # modules by operator and error; dictionaries, as sets without an order change texts
+        self._unsized: dict[tuple[str, str], dict[str, None]] = {}
         self._alive: dict[int, Allocation] = {}  # by address of the storage
         paths = {m: path for path, m in model.named_modules()}
         self._stages = {"": OUTSIDE, **stages_of([*filter(None, paths.values())])}
@@ -189,6 +194,15 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Bytes alive before the step."""
         fixed = ("parameter", "buffer", "gradient", "input")
         return sum(allocation.size for allocation in self.allocations if allocation.kind in fixed)
+
+    @property
+    def uncounted(self) -> list[str]:
+        """What takes memory that is not counted, and why."""
+        return [
+            f"the workspace of {operation} in {shortened(modules, 3)}, whose size only a real step "
+            f"knows ({reason})"
+            for (operation, reason), modules in self._unsized.items()
+        ]
 
     @property
     def tick(self) -> int:
@@ -227,10 +241,25 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
+        for t in tree_iter(outputs):
+            if isinstance(t, Tensor) and t.layout is not torch.strided:
+                module = f"module {self._place[0]!r}" if self._place[0] else "the model's forward"
+                raise ValueError(not_dense(f"a tensor that {self._operation} makes in {module}", t))
         self.owners.append(self._place[1])
         self.levels.append(self.now)
         self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
         return outputs
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        outputs = func(*args, **kwargs)
+        if not is_unsized(func, outputs):
+            return outputs
+        try:
+            return sized(func, args, kwargs, outputs)
+        except Exception as error:  # such as a missing device, or no memory
+            key = self._operation, str(error).partition("\n")[0]
+            self._unsized.setdefault(key, {})[self._place[0] or "the model"] = None
+            return outputs
 
     def _running_node(self) -> Any:
         """The node that runs in the backward pass of the step; None in its forward pass."""
@@ -467,12 +496,67 @@ def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[i
     """The shape of the input as a tuple, and the number of extra bytes.
 
     Raises:
-        TypeError: the model is no module; the shape is the input itself.
+        TypeError: the model is no module, or TorchScript; the shape is the input itself.
         ValueError: the shape is not a sequence of positive integers; ``extra`` is no number of
-            bytes.
+            bytes; the model has a lazy layer or a sparse tensor.
     """
     check_module("model", model)
+    _check_countable(model)
     return checked_shape(input_shape), bytes_from(extra, name="extra", least=0)
+
+
+def _check_countable(model: nn.Module) -> None:
+    for path, module in model.named_modules():
+        name = f"the module {path!r}" if path else "the model"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TypeError(
+                f"{name} is TorchScript ({type(module).__name__}), whose tensors cannot be "
+                "followed: expected the nn.Module that it was compiled from"
+            )
+        for key, t in (
+            *module._parameters.items(),
+            *module._buffers.items(),
+            *vars(module).items(),
+        ):
+            for part in tree_iter(t):
+                if not isinstance(part, Tensor):
+                    continue
+                if is_lazy(part):
+                    raise ValueError(
+                        f"{name} is a {type(module).__name__} without weights: expected layers "
+                        "that are initialised. Call the model once on a batch, under "
+                        "torch.no_grad()"
+                    )
+                if part.layout is not torch.strided:
+                    raise ValueError(not_dense(f"{key!r} of {name}", part))
+
+
+def uncounted_in(model: nn.Module) -> Iterator[str]:
+    """What takes memory in a training step of ``model`` that its audits and plans do not count."""
+    compiled = [
+        path or "the model"
+        for path, module in model.named_modules()
+        # torch.compile(module) wraps it, module.compile() sets the attribute
+        if "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    ]
+    if compiled:
+        yield f"what torch.compile changes in {shortened(compiled)}: the eager step is counted"
+    others = [
+        f"{path} ({type(p).__name__})"
+        for path, p in model.named_parameters()
+        if is_traceable_wrapper_subclass(p)
+    ]
+    if others:
+        yield f"the true size of {shortened(others)}: dense tensors of their shapes are counted"
+
+
+def not_dense(name: str, t: Tensor) -> str:
+    """The message about a tensor that is sparse or nested."""
+    return (
+        f"{name} has the layout {t.layout}: audits and plans count dense tensors, torch.strided. "
+        "Make it dense, as with nn.Embedding(..., sparse=False) or to_dense(); or measure a real "
+        "step within revzoo.profiling.live.LiveMemory(), which counts it"
+    )
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:

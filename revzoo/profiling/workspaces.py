@@ -1,0 +1,88 @@
+"""Sizes that fake tensors do not know: the workspaces of fused kernels.
+
+An LSTM on the CPU is one kernel, which keeps a workspace for its backward pass: bytes whose number
+only oneDNN knows (cuDNN on a GPU). The kernel's fake version returns an empty tensor of bytes in
+its place. So we run such an operator once on zeros, free the results, and give the fake outputs the
+storages of the real ones.
+
+Known limit: where the operator cannot run, as on a GPU that is absent, the workspace stays empty,
+and the count says so.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_map_only, tree_unflatten
+
+# on the CPU, the result keeps the storage of the columns, which is larger
+_LARGER = (torch.ops.aten.col2im.default,)
+
+
+class _Layout(NamedTuple):
+    """A tensor's shape, strides, type and device, and the bytes of its storage."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    stored: int = 0
+
+
+def is_unsized(func: Any, outputs: Any) -> bool:
+    """Whether the storages of an operator's fake outputs may have another size than the real ones.
+
+    Args:
+        func: the operator.
+        outputs: its outputs.
+    """
+    fakes = [t for t in tree_iter(outputs) if isinstance(t, FakeTensor)]
+    # an empty tensor of bytes has no other use than as a workspace
+    return any(t.dtype is torch.uint8 and not t.numel() for t in fakes) or (
+        func in _LARGER and bool(fakes)
+    )
+
+
+def sized(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
+    """The fake outputs of an operator with storages of the real size.
+
+    Raises:
+        RuntimeError: the operator cannot run on this machine, or not on zeros.
+    """
+    layouts = tree_map_only(Tensor, _layout, (args, kwargs))
+    leaves, spec = tree_flatten(layouts, is_leaf=lambda leaf: isinstance(leaf, _Layout))
+    real = iter(_real_outputs(func, tuple(leaves), spec))
+
+    def with_real_storage(t: Tensor) -> Tensor:
+        layout = next(real)
+        if t.untyped_storage().nbytes() == layout.stored:
+            return t
+        values = t.new_empty(layout.stored // t.element_size())
+        return values.as_strided(layout.shape, layout.stride)
+
+    return tree_map_only(Tensor, with_real_storage, outputs)
+
+
+def _layout(t: Tensor) -> _Layout:
+    return _Layout(t.shape, t.stride(), t.dtype, t.device)
+
+
+# equal layers, and the steps of the memory modes, run one operator on tensors of one layout
+@functools.lru_cache(maxsize=512)
+def _real_outputs(func: Any, leaves: tuple[Any, ...], spec: TreeSpec) -> tuple[_Layout, ...]:
+    with unset_fake_temporarily():
+        args, kwargs = tree_unflatten([_zeros(x) for x in leaves], spec)
+        outputs = [t for t in tree_iter(func(*args, **kwargs)) if isinstance(t, Tensor)]
+        return tuple(_layout(t)._replace(stored=t.untyped_storage().nbytes()) for t in outputs)
+
+
+def _zeros(leaf: Any) -> Any:
+    if not isinstance(leaf, _Layout):
+        return leaf
+    extent = sum(s * (n - 1) for n, s in zip(leaf.shape, leaf.stride, strict=True)) + 1
+    values = torch.zeros(max(0, extent), dtype=leaf.dtype, device=leaf.device)
+    return values.as_strided(leaf.shape, leaf.stride)
