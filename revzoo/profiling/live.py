@@ -80,11 +80,12 @@ def _dense(tree: Any) -> Iterator[Tensor]:
     for t in tree_iter(tree):
         if not isinstance(t, Tensor):
             continue
-        if is_traceable_wrapper_subclass(t):  # such as a nested tensor
+        # first, as the most frequent: each operator of a counted step comes here
+        if t.layout is torch.strided and not hasattr(type(t), "__tensor_flatten__"):
+            yield t
+        elif is_traceable_wrapper_subclass(t):  # such as a nested tensor
             names, _ = t.__tensor_flatten__()
             yield from _dense([getattr(t, name) for name in names])
-        elif t.layout is torch.strided:
-            yield t
         elif t.layout is torch.sparse_coo:
             yield from (t._indices(), t._values())
         elif t.layout in _COMPRESSED:

@@ -241,7 +241,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
-        for t in tree_iter(outputs):
+        for t in outputs if isinstance(outputs, (tuple, list)) else (outputs,):
             if isinstance(t, Tensor) and t.layout is not torch.strided:
                 module = f"module {self._place[0]!r}" if self._place[0] else "the model's forward"
                 raise ValueError(not_dense(f"a tensor that {self._operation} makes in {module}", t))

@@ -40,11 +40,14 @@ def is_unsized(func: Any, outputs: Any) -> bool:
         func: the operator.
         outputs: its outputs.
     """
-    fakes = [t for t in tree_iter(outputs) if isinstance(t, FakeTensor)]
-    # an empty tensor of bytes has no other use than as a workspace
-    return any(t.dtype is torch.uint8 and not t.numel() for t in fakes) or (
-        func in _LARGER and bool(fakes)
-    )
+    several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+    fakes = [t for t in several if isinstance(t, FakeTensor)]
+    # an empty tensor of bytes with memory of its own has no other use than as a workspace
+    empty = any(t.dtype is torch.uint8 and not t.untyped_storage().nbytes() for t in fakes)
+    if not fakes or not (empty or func in _LARGER):
+        return False
+    # views and in-place operators return their arguments
+    return all(result.alias_info is None for result in func._schema.returns)
 
 
 def sized(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
