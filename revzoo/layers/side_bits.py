@@ -22,10 +22,11 @@ NOTE [ Blocks in place ]
     same.
 
     A block continues the run if its input is the tensor that the previous block returned. Any other
-    input starts a new run; so does an input from another checkpoint, whose replay does not run the
-    previous block. A block whose output has another shape than its input ends the run, and is
-    recomputed from its input. So is a block whose output leaves the range of the run's grid, as in
-    language models, whose values grow to thousands: the next block starts a run on a coarser grid.
+    input starts a new run. So does an input from another checkpoint, whose replay does not run the
+    previous block; torch's reentrant one has no hooks, but runs its blocks under ``no_grad``. A
+    block whose output has another shape than its input ends the run, and is recomputed from its
+    input. So is a block whose output leaves the range of the run's grid, as in language models,
+    whose values grow to thousands: the next block starts a run on a coarser grid.
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
 """
@@ -34,10 +35,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from itertools import pairwise
-from operator import is_
-from types import NoneType
+from types import MethodType, NoneType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -89,10 +91,10 @@ _previous: Any = WeakTensorKeyDictionary()
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
-def _context_of(x: Tensor) -> tuple[Any, bool]:
-    """Torch's running checkpoint, and ``x.requires_grad``, which a reentrant one sets later."""
+def _context_of(x: Tensor) -> tuple[Any, ...]:
+    """Torch's running checkpoint; for a reentrant one, what it changes while and after it runs."""
     hooks = _hooks_now(True)
-    return None if hooks is None else hooks[0], x.requires_grad
+    return None if hooks is None else hooks[0], torch.is_grad_enabled(), x.requires_grad
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
@@ -110,6 +112,18 @@ class Call(NamedTuple):
 
 
 _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
+
+
+class _Running(threading.local):
+    """For the running call: what its block returned besides tensors, and the structure of all.
+
+    Not attributes of the step, which threads share, and which copies and pickles hold.
+    """
+
+    returned: list[Any] | None = None
+
+
+_running = _Running()
 
 
 class SideBits(Invertible):
@@ -135,8 +149,6 @@ class SideBits(Invertible):
         super().__init__()
         self.bits = bits
         self.last = last
-        self._others: list[Any] = []  # what the block returns besides tensors
-        self._structure: Any = None
         # past nn.Module, which would register the block as a submodule of its own submodule
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
@@ -147,8 +159,13 @@ class SideBits(Invertible):
         return self.block  # type: ignore[return-value]
 
     @_disable_dynamo  # runs are found by the identity of tensors
-    def run(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
+        if not args and (name := next(iter(signature(self._plain).parameters), "")) in kwargs:
+            args = (kwargs.pop(name),)
+        return self._run(*args, **kwargs) if args else self._plain(**kwargs)
+
+    def _run(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Proxy):  # torch.fx, as for feature maps: the graph calls the whole block
             path = x.tracer.path_of_module(self.subject)  # type: ignore[attr-defined]
             return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
@@ -159,8 +176,14 @@ class SideBits(Invertible):
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
         # its own recording collects what it puts aside; in mode store nobody may
-        with collect_asides(None):
-            x_out, y, *rest = run_step(self, state, args=args, **kwargs)
+        returned: list[Any] = []
+        outer, _running.returned = _running.returned, returned
+        try:
+            with collect_asides(None):
+                x_out, y, *rest = run_step(self, state, args=args, **kwargs)
+        finally:
+            _running.returned = outer
+        others, structure = returned
         # on the CPU, a block whose output leaves the range of an automatic grid ends the run
         if self.grid is not None and not (self.grid == AUTO and y.device.type == "cpu"):
             check_forward_range(self, (x_out, y))
@@ -169,7 +192,7 @@ class SideBits(Invertible):
         if continues and not self.last:
             _previous[y] = x_out, *_context_of(y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
-        return tree_unflatten([y, *rest, *self._others], self._structure)
+        return tree_unflatten([y, *rest, *others], structure)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
         *before, x = state
@@ -254,18 +277,15 @@ class SideBits(Invertible):
                 f"{name_of(self)} got {structure} from {type(self.block).__name__}: expected its "
                 "tensors before whatever else it returns"
             )
-        # only if they differ: a step with new attributes is searched again (core/reach.py)
-        if len(others) != len(self._others) or not all(map(is_, others, self._others)):
-            self._others = others
-        if structure != self._structure:
-            self._structure = structure
+        if _running.returned is not None:  # not in a replay
+            _running.returned[:] = others, structure
         return tuple(tensors)
 
-    def _plain(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
+    @property
+    def _plain(self) -> Callable[..., Any]:
+        """The block's own ``forward``."""
         block = self.subject
-        if self.patched is not None:
-            return self.patched(x, *args, **kwargs)  # type: ignore[operator]
-        return type(block).forward(block, x, *args, **kwargs)
+        return self.patched or MethodType(type(block).forward, block)  # type: ignore[return-value]
 
     def extra_repr(self) -> str:
         return f"bits={self.bits}"
@@ -333,8 +353,10 @@ def make_reversible(
                 f"{scripted[0].original_name} is compiled by torch.jit.script: expected blocks "
                 "in Python; torch.compile and torch.export take a reversible network"
             )
-        for block, last in [(block, block is run[-1]) for run in runs for block in run]:
-            step = SideBits(block, bits, last=last)
+        # two lists may hold the same block
+        inner = {block for run in runs for block in run[:-1]}
+        for block in dict.fromkeys(itertools.chain(*runs)):
+            step = SideBits(block, bits, last=block not in inner)
             block.add_module(NAME, step.train(block.training))
             block.forward = step.run
             if isinstance(block, Step):

@@ -5,6 +5,9 @@ import copy
 import functools
 import math
 import pickle
+import sys
+import threading
+import weakref
 
 import pytest
 import torch
@@ -180,6 +183,100 @@ def test_tuples_masks_and_positions():
     assert all(map(torch.equal, *found))
 
 
+class Tagged(nn.Module):
+    """Returns an object of the caller, and one that holds a graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, hidden, tag):
+        value = self.linear(hidden).tanh()
+        return hidden + value, tag, {value: "no tensor, but a key"}
+
+
+def test_what_a_block_returns_is_not_kept():
+    """The step held it: copies raised, and the graph stayed in memory."""
+    net = make_reversible(nn.Sequential(Tagged(), Tagged()))
+    y, _, held = net[0](torch.randn(2, 8), None)
+    graph = weakref.ref(next(iter(held)))
+    del held
+    assert graph() is None
+    twin = copy.deepcopy(net)
+    y.sum().backward()
+    assert twin[0].linear.weight.grad is None
+
+
+def test_threads_get_their_own_objects_back():
+    net = make_reversible(nn.Sequential(Tagged(), Tagged()))
+    entered, returned = threading.Barrier(2), []
+
+    def wait(*_):
+        entered.wait(10)
+
+    net[0].linear.register_forward_hook(wait)
+
+    def call(tag):
+        with torch.no_grad():
+            for _ in range(100):
+                returned.append((tag, net[0](torch.randn(2, 8), tag)[1]))
+
+    threads = [threading.Thread(target=call, args=(tag,)) for tag in "ab"]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(returned) == 200
+    assert all(tag == other for tag, other in returned)
+
+
+def test_a_stream_passed_by_keyword():
+    net = make_reversible(Decoders(), blocks=["layers"])
+    x, keywords = torch.randn(2, 3, 8), {"mask": torch.ones(2, 3, 1), "positions": torch.zeros(8)}
+    expected = net(x, *keywords.values())
+    total = 0.0
+    for layer in net.layers:
+        x, attention, _ = layer(**keywords, hidden=x)
+        total = total + attention.sum()
+    assert torch.equal(x.square().sum() + total, expected)
+    assert [row.role for row in reversible_blocks(net)] == ["starts", *3 * ["joins"]]
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'hidden'"):
+        net.layers[0](**keywords)
+
+
+class Twice(nn.Module):
+    """Two lists hold the same blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block(dropout=0.0) for _ in range(4))
+        self.all = nn.Sequential(*self.layers)
+        self.first = nn.Sequential(*self.layers[:2])
+
+    def forward(self, x):
+        return self.all(x)
+
+
+def test_blocks_in_several_lists_are_converted_once():
+    """A step ran inside another one, and ``bits=None`` took away one of them."""
+    torch.manual_seed(0)
+    net = Twice()
+    alone = make_reversible(copy.deepcopy(net.all))
+    x = torch.randn(2, 4, 8, 8)
+    plain = effects(net, x)
+    assert torch.equal(effects(make_reversible(copy.deepcopy(net)), x)[0], effects(alone, x)[0])
+    make_reversible(net, blocks=["all", "layers", "first", "first"])
+    net(x)
+    assert [row.role for row in reversible_blocks(net)] == ["starts", *3 * ["joins"]]
+    make_reversible(net, None)
+    assert torch.equal(effects(net, x)[0], plain[0])
+
+
 def test_graphs_used_twice_and_parts_of_them():
     net = make_reversible(network(dropout=0.0))
     loss = net(pictures()).square().sum()
@@ -308,6 +405,33 @@ def test_runs_do_not_leave_a_checkpoint(options, length):
     assert all(
         (a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(found, expected, strict=True)
     )
+
+
+@pytest.mark.parametrize("how", ["second", "frozen"])
+def test_a_reentrant_checkpoint_reads_a_block_outside(how):
+    """Its forward pass joined the run of the block before, its replay did not: wrong gradients."""
+    from torch.utils.checkpoint import checkpoint
+
+    net = make_reversible(network(dropout=0.0), 2).double()
+    x, blocks = pictures().double(), net[1]
+    net[0].requires_grad_(how == "second")
+    blocks[0].requires_grad_(how == "second")
+    dummy = torch.zeros((), dtype=torch.float64, requires_grad=True)
+    weight = blocks[1].conv2.weight
+
+    def loss():
+        y = blocks[0](net[0](x))
+        y = checkpoint(lambda y, _: blocks[1](y), y, dummy, use_reentrant=True)
+        return blocks[2](y).square().sum()
+
+    loss().backward()
+    direction, values = torch.randn_like(weight), []
+    for step in (1e-6, -2e-6):
+        with torch.no_grad():
+            weight += step * direction
+        values.append(loss().detach())
+    slope = (values[0] - values[1]) / 2e-6
+    assert torch.allclose((weight.grad * direction).sum(), slope, rtol=1e-5)
 
 
 def test_graphs_of_torch_compute_the_same():
