@@ -21,12 +21,12 @@ NOTE [ Blocks in place ]
     The model's code does not change, and the step has no parameters, so the ``state_dict`` is the
     same.
 
-    A block continues the run if its input is the tensor that the previous block returned. Any other
-    input starts a new run. So does an input from another checkpoint, whose replay does not run the
-    previous block; torch's reentrant one has no hooks, but runs its blocks under ``no_grad``. A
-    block whose output has another shape than its input ends the run, and is recomputed from its
-    input. So is a block whose output leaves the range of the run's grid, as in language models,
-    whose values grow to thousands: the next block starts a run on a coarser grid.
+    A block continues the run if its input is the tensor that the previous block returned, and no
+    code has changed it or the previous input in place. Any other input starts a new run. So does an
+    input from another checkpoint, whose replay does not run the previous block. A block whose
+    output has another shape than its input ends the run, and is recomputed from its input. So is a
+    block whose output leaves the range of the run's grid, as in language models, whose values grow
+    to thousands: the next block starts a run on a coarser grid.
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
 """
@@ -78,12 +78,12 @@ from revzoo.core.invertible import (
 )
 from revzoo.core.modes import run_step
 from revzoo.core.slots import collect_asides, put_aside
-from revzoo.core.tensors import has_values
+from revzoo.core.tensors import has_values, version_of
 from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
-# by x[k]: x[k-1], and the context in which x[k] was returned
+# by x[k]: x[k-1], and the marks of both when x[k] was returned
 _previous: Any = WeakTensorKeyDictionary()
 
 # Private in torch: the hooks of the innermost checkpoint. A version without it hides where torch's
@@ -91,16 +91,20 @@ _previous: Any = WeakTensorKeyDictionary()
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
-def _context_of(x: Tensor) -> tuple[Any, ...]:
-    """Torch's running checkpoint; for a reentrant one, what it changes while and after it runs."""
+def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
+    """What must not have changed when a block continues the run: versions and checkpoint.
+
+    A reentrant checkpoint has no hooks; it shows by ``no_grad`` and by a later ``requires_grad``.
+    """
     hooks = _hooks_now(True)
-    return None if hooks is None else hooks[0], torch.is_grad_enabled(), x.requires_grad
+    context = None if hooks is None else hooks[0], torch.is_grad_enabled(), x.requires_grad
+    return version_of(before), version_of(x), *context
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
-    """x[k-1] for ``x``, which is x[k]; None if ``x`` comes from elsewhere or another checkpoint."""
-    before, *context = _previous.pop(x, (None,))
-    return before if before is not None and tuple(context) == _context_of(x) else None
+    """x[k-1] for ``x``, which is x[k]; None if ``x`` is no such state, or was changed since."""
+    before, *marks = _previous.pop(x, (None,))
+    return before if before is not None and tuple(marks) == _marks_of(before, x) else None
 
 
 class Call(NamedTuple):
@@ -190,7 +194,7 @@ class SideBits(Invertible):
         fixed = fixed_of(x_out)
         continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
         if continues and not self.last:
-            _previous[y] = x_out, *_context_of(y)
+            _previous[y] = x_out, *_marks_of(x_out, y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
         return tree_unflatten([y, *rest, *others], structure)
 

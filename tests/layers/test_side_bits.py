@@ -320,6 +320,20 @@ def test_an_input_that_was_changed_starts_a_run():
     assert (apart - Block.forward(net[1], middle)).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("changed", ["state", "input"])
+@pytest.mark.parametrize("mode", ["exact", "store"])
+def test_an_in_place_change_starts_a_run(changed, mode):
+    """The next block read the changed tensor as its predecessor's: off by b times the change."""
+    net = make_reversible(nn.Sequential(*(Block(dropout=0.0) for _ in range(3)))).eval()
+    set_memory(net, mode)
+    with torch.no_grad():
+        x = net[0](torch.randn(1, 4, 8, 8))
+        y = net[1](x)
+        (y if changed == "state" else x).fill_(0.5)
+        expected = Block.forward(net[2], y)
+        assert (net[2](y) - expected).abs().max() < 1e-6
+
+
 class Grows(nn.Module):
     """A block of a language model, whose values grow to thousands."""
 
