@@ -259,7 +259,7 @@ def check_bits(grid: Grid) -> Grid:
 
 def can_have_words(state: Iterable[Tensor]) -> bool:
     """Whether the streams are dense and of a real floating type of 16, 32 or 64 bits."""
-    return all(t.dtype in _TYPES and t.layout is torch.strided for t in state)
+    return all(t.dtype in _TYPES and t.layout is torch.strided and not t.is_nested for t in state)
 
 
 def keeps_words() -> bool:

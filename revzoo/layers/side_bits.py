@@ -184,7 +184,7 @@ class SideBits(Invertible):
         outer, _running.returned = _running.returned, returned
         try:
             with collect_asides(None):
-                x_out, y, *rest = run_step(self, state, args=args, **kwargs)
+                x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
             _running.returned = outer
         others, structure = returned
@@ -265,9 +265,9 @@ class SideBits(Invertible):
                 before = undo_second_difference(y, read, value, aside, self.bits)
         return before, x
 
-    def _evaluate(self, x: Tensor, *, args: tuple[Any, ...] = (), **kwargs: Any) -> State:
+    def _evaluate(self, x: Tensor, *, _args: tuple[Any, ...] = (), **kwargs: Any) -> State:
         """The tensors that the block returns."""
-        leaves, structure = tree_flatten(self._plain(x, *args, **kwargs))
+        leaves, structure = tree_flatten(self._plain(x, *_args, **kwargs))
         if not leaves or not isinstance(leaves[0], Tensor):
             raise TypeError(
                 f"{name_of(self)} got no tensor first from {type(self.block).__name__}: expected a "
@@ -296,7 +296,13 @@ class SideBits(Invertible):
 
 
 def _alike(y: Tensor, x: Tensor) -> bool:
-    return y.shape == x.shape and y.device == x.device
+    return _sizes(y) == _sizes(x) and y.device == x.device
+
+
+def _sizes(t: Tensor) -> Any:
+    # nested, as torch's encoder in eval mode with a padding mask; a jagged one has a shape
+    nested = t.is_nested and t.layout is torch.strided
+    return [part.shape for part in t.unbind()] if nested else t.shape
 
 
 def make_reversible(

@@ -334,6 +334,23 @@ def test_an_in_place_change_starts_a_run(changed, mode):
         assert (net[2](y) - expected).abs().max() < 1e-6
 
 
+class Arguments(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x, args=0.0):
+        return x + self.linear(x) * args
+
+
+def test_a_keyword_named_args():
+    net = make_reversible(nn.Sequential(Arguments(), Arguments()))
+    x = torch.randn(2, 8)
+    found = [net[1](net[0](x, args=0.5), args=0.5), net[1](net[0](x, 0.5), 0.5)]
+    assert torch.equal(*found)
+    found[0].sum().backward()
+
+
 class Grows(nn.Module):
     """A block of a language model, whose values grow to thousands."""
 

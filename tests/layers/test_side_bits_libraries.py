@@ -322,3 +322,18 @@ def test_torchs_own_encoder():
     make_reversible(net)
     assert [row.path for row in reversible_blocks(net)] == ["layers.0", "layers.1", "layers.2"]
     net(torch.randn(2, 4, 16)).sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
+def test_torchs_own_encoder_with_padded_batches():
+    """In eval mode it passes nested tensors to its layers, which raised an error."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    net = make_reversible(nn.TransformerEncoder(layer, 3)).eval()
+    padded = torch.zeros(2, 4, dtype=torch.bool)
+    padded[0, 2:] = True
+    x = torch.randn(2, 4, 16)
+    expected = net(x, src_key_padding_mask=padded)
+    with torch.no_grad():
+        found = net(x, src_key_padding_mask=padded)
+    assert [row.role for row in reversible_blocks(net)] == ["starts", "joins", "joins"]
+    assert torch.allclose(found[~padded], expected[~padded], atol=1e-5)
