@@ -376,7 +376,7 @@ def make_reversible(
 
 
 def _make_plain(block: nn.Module) -> None:
-    if isinstance(step := dict(block.named_children()).get(NAME), SideBits):
+    if isinstance(step := _step_of(block), SideBits):
         if vars(block).get("forward") != step.run:
             raise ValueError(
                 f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
@@ -512,6 +512,20 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
     """
     steps = {n: m for n, m in model.named_modules() if isinstance(m, SideBits)}
     return [_row(path.rpartition(".")[0], step) for path, step in steps.items()]
+
+
+def one_number_converts(model: nn.Module) -> bool:
+    """Whether ``make_reversible(model, bits)`` with some number makes this network."""
+    steps = {
+        block: step for block in model.modules() if isinstance(step := _step_of(block), SideBits)
+    }
+    runs = [*_residuals_in(model), *_runs_in(model)]
+    same = len({step.bits for step in steps.values()}) == 1
+    return not steps or (same and steps.keys() == set(itertools.chain(*runs)))
+
+
+def _step_of(block: nn.Module) -> nn.Module | None:
+    return dict(block.named_children()).get(NAME)
 
 
 def _row(path: str, step: SideBits) -> BlockRow:

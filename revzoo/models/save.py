@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
+from revzoo._checks import shortened
 from revzoo._files import write_together
-from revzoo.layers.side_bits import SideBits
+from revzoo.layers.side_bits import SideBits, one_number_converts, reversible_blocks
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry
@@ -61,7 +62,7 @@ class Saved(nn.Module):
         """Arguments of ``create_model``; None for a network built from its class."""
         if self._spec is None:
             return None
-        # make_reversible and AnnealedBits change the bits; where blocks differ, the most count
+        # make_reversible and AnnealedBits change the bits
         options = {k: v for k, v in self._spec.options.items() if k != "reversible_bits"}
         if bits := [m.bits for m in self.modules() if isinstance(m, SideBits)]:
             options["reversible_bits"] = max(bits)
@@ -144,8 +145,9 @@ class Saved(nn.Module):
 
         Raises:
             EntryError: a fact is no field or not valid; the network was not made by
-                ``create_model``; or its classifier, image channels or data changed after its
-                weights were loaded and ``facts`` do not describe them. Nothing is written.
+                ``create_model``; only some blocks are reversible, or with different side bits; or
+                its classifier, image channels or data changed after its weights were loaded and
+                ``facts`` do not describe them. Nothing is written.
         """
         return _save(self, Path(folder), facts, source=Path(folder).name)
 
@@ -181,6 +183,12 @@ def pack(network: Saved, *, file: str, facts: dict[str, Any]) -> tuple[bytes, We
         raise EntryError(
             f"the name of this {type(network).__name__}'s architecture is unknown: make it with "
             "create_model"
+        )
+    if not one_number_converts(network):
+        rows = [f"{row.path} with {row.bits} bits" for row in reversible_blocks(network)]
+        raise EntryError(
+            f"these blocks are reversible: {shortened(rows)}; an entry has one number of bits for "
+            "all blocks: call make_reversible(model, bits), or save model.state_dict()"
         )
     architecture, options = network.spec
     described = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_weights import FACTS, OPTIONS, small, write_entry
 
-from revzoo.layers.side_bits import make_reversible
+from revzoo.layers.side_bits import SideBits, make_reversible
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
 from revzoo.models.save import json_of
 from revzoo.weights.entry import read_entry
@@ -43,6 +43,24 @@ def test_a_saved_network_has_its_present_side_bits(created, bits, tmp_path):
     assert entry.options.get("reversible_bits") == bits
     x = torch.randn(2, 3, 16, 16)
     assert torch.equal(from_pretrained(tmp_path).eval()(x), model(x))
+
+
+def partly(model):
+    make_reversible(model, 4, blocks=["stages.1.steps"])
+
+
+def differing(model):
+    reversible = make_reversible(model, 4)
+    next(m for m in reversible.modules() if isinstance(m, SideBits)).bits = 2
+
+
+@pytest.mark.parametrize("change", [partly, differing])
+def test_one_number_must_describe_all_blocks(change, tmp_path):
+    model = create_model("resnet32", **{**OPTIONS, "units": (3, 3, 3)})
+    change(model)
+    with pytest.raises(EntryError, match=r"reversible: stages\.\S+ with [24] bits.*one number"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_a_network_trained_further_keeps_the_facts_that_still_hold(tmp_path):
