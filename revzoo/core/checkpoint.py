@@ -47,8 +47,9 @@ NOTE [ Slots and the tape ]
        activation of the outer step: a slot of the outer step holds it, and is filled when the outer
        step is replayed. So memory does not grow with the number of outer steps.
    10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares that tensor. A rounded
-       reconstruction is replayed to the end, since the guard compares the reconstructed input.
+       of that entry. So its replay stops there, and the guard compares the last three tensors. A
+       rounded reconstruction is replayed to the end, since the guard compares the reconstructed
+       input.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new

@@ -141,6 +141,10 @@ class _Plan(NamedTuple):
     singles: _Singles | None
 
 
+Sampled = tuple[Tensor | Fixed | None, ...]
+"""What a replay computes again of the sampled streams; None if the graph no longer needs it."""
+
+
 class Samples(NamedTuple):
     """Figures of a computed stream, and values of an operand, which show the size of rounding."""
 
@@ -370,7 +374,7 @@ class Guard:
         name: str,
         limit: float,
         samples: list[Samples],
-        computed: Streams,
+        computed: Sampled,
         *,
         half: bool,
         inverts: bool,
@@ -380,7 +384,8 @@ class Guard:
         ``half``: whether the step ran in float16; ``inverts``: whether an inverse is involved.
         """
         for sampled in samples:
-            t = computed[sampled.stream]
+            if (t := computed[sampled.stream]) is None:
+                continue
             drift = _Drift(step, name, limit, sampled, t, half=half, inverts=inverts)
             self._drifts.append(drift)
             if isinstance(t, Tensor):

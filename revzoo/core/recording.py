@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ from revzoo.core.fixedpoint import (
     as_floats,
     backing_tensors,
 )
-from revzoo.core.guard import Guard, Samples, sample
+from revzoo.core.guard import Guard, Sampled, Samples, sample
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -139,7 +140,7 @@ class Entry:
         else:
             self.samples = sample(returned, taken)
 
-    def report(self, guard: Guard, computed: Streams) -> None:
+    def report(self, guard: Guard, computed: Sampled) -> None:
         """Pass the streams of a replay to the guard."""
         if self.samples and computed:
             half = torch.float16 in (*self.dtypes, *self.conditions.autocast_dtypes)
@@ -160,6 +161,7 @@ class Entry:
         saved = self.saved
         small = self.small
         witness = self.witness
+        dims = min(2, max(map(len, self.strides), default=0))
         chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
         def keeps(size: int) -> bool:
@@ -186,9 +188,14 @@ class Entry:
             if stays:
                 saved.append(None)
                 return Resident.of(t)
-            # the last tensor without a home in memory is the last that the replay will record;
-            # masks and indices are not compared
-            if witness is not None and (t.is_floating_point() or t.is_complex()):
+            # the last tensors without a home in memory are the last that the replay will record.
+            # Masks and indices are not compared, nor vectors: a compiled BatchNorm saves running
+            # statistics, which change
+            if (
+                witness is not None
+                and t.dim() >= dims
+                and (t.is_floating_point() or t.is_complex())
+            ):
                 witness.note(len(saved), t)
             alive = chain()
             assert alive is not None
@@ -245,7 +252,7 @@ class Entry:
         """
         return tuple(map(_with_strides, inputs, self.strides))
 
-    def record_from_inputs(self, inputs: Streams) -> tuple[Streams, SlotRecorder]:
+    def record_from_inputs(self, inputs: Streams) -> tuple[Sampled, SlotRecorder]:
         """Replay the step from its inputs.
 
         Returns:
@@ -268,7 +275,7 @@ class Entry:
     def _forward(self, *state: Tensor, **context: Any) -> Any:
         return call_on_grid(plain_call, self.step, state, context)
 
-    def record_from_outputs(self, outputs: Streams) -> tuple[Streams | None, Streams, SlotRecorder]:
+    def record_from_outputs(self, outputs: Streams) -> tuple[Streams | None, Sampled, SlotRecorder]:
         """Replay the step while inverting it.
 
         Returns:
@@ -301,24 +308,31 @@ class Entry:
 
 
 class _Witness:
-    """The last floating-point tensor that an early stop recomputes; the guard samples only it."""
+    """The last floating-point tensors that an early stop recomputes, for the guard.
 
-    __slots__ = ("_tensor", "_version", "index")
+    Three: after a last layer and dropout under autocast, the mask and a copy of the weight come
+    last. These show no error, but the layer's input before them does.
+    """
+
+    __slots__ = ("_noted", "indices")
 
     def __init__(self) -> None:
-        self.index = -1
-        self._tensor: Tensor | None = None
-        self._version = 0
+        self.indices: list[int] = []  # among the saved tensors
+        self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
 
     def note(self, index: int, t: Tensor) -> None:
-        self.index, self._tensor, self._version = index, t, version_of(t)
+        self._noted.append((index, t, version_of(t)))
 
     def take(self) -> State:
-        """The tensor; nothing if it was changed in place or freed, since its values are lost."""
-        t, self._tensor = self._tensor, None
-        if t is None or version_of(t) != self._version or not bytes_of(t):
-            return ()
-        return (t,)
+        """The tensors; not one that was changed in place or freed, since its values are lost."""
+        kept = [
+            (index, t)
+            for index, t, version in self._noted
+            if version_of(t) == version and bytes_of(t)
+        ]
+        self._noted.clear()
+        self.indices = [index for index, _ in kept]
+        return tuple(t for _, t in kept)
 
 
 class _AllRecordedError(BaseException):
@@ -379,14 +393,15 @@ class SlotRecorder:
         """Whether all tensors of the forward pass, or all that the graph needs, were recorded."""
         return self._stopped or self._count == len(self._entry.saved)
 
-    def sampled(self, computed: Streams) -> Streams:
-        """The streams that the forward pass sampled: its witness if it has one, () if freed."""
+    def sampled(self, computed: Streams) -> Sampled:
+        """What the forward pass sampled: the witness, or, without one, the streams."""
         witness = self._entry.witness
         if witness is None:
             return computed
-        ref = self._entry.saved[witness.index] if witness.index >= 0 else None
-        slot = None if ref is None else ref()
-        return tuple(value.tensor for filled, value in self._values if filled is slot)
+        recorded = {slot: value.tensor for slot, value in self._values}
+        refs = [self._entry.saved[i] for i in witness.indices]
+        slots = [None if ref is None else ref() for ref in refs]
+        return tuple(None if slot is None else recorded.get(slot) for slot in slots)
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]

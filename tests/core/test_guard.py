@@ -137,6 +137,20 @@ def test_fires_on_a_mask_that_touches_one_image_of_many(memory, place):
     assert found >= 9
 
 
+@pytest.mark.parametrize("dropout", [0, 0.5])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("memory", ["recompute", "exact"])
+def test_fires_though_a_mask_and_a_copy_of_a_weight_are_saved_last(memory, autocast, dropout):
+    last = [nn.Linear(8, 8), nn.Dropout(dropout)] if dropout else [nn.Linear(8, 8)]
+    branch = nn.Sequential(nn.Linear(8, 8), Restless(), *last)
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=memory)
+    x = torch.randn(4, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = net(x)
+    with pytest.raises(DriftError, match="not deterministic"):
+        y.sum().backward()
+
+
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 100, 127, 4095, 4096, 4097, 65_536, 786_432])
 def test_sums_cover_a_stream_evenly(count):
     starts = set()
