@@ -75,10 +75,10 @@ from revzoo.core.invertible import State, Step, name_of
 from revzoo.core.replay import is_replaying
 from revzoo.core.tensors import address, has_values
 
-# A random mask may touch one image of a batch. So many values find it, and their sums need little
-# room.
+# A random mask may change only one image of a batch. So we compare many values, as sums, which need
+# little memory.
 SUMS = 64  # most sums compared per stream
-SUMMED = 64  # values in a sum of a large stream
+SUMMED = 64  # most values in a sum
 OPERAND = 32  # values that show the size of an operand
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
@@ -126,23 +126,17 @@ class _Channels(NamedTuple):
     chosen: tuple[int, ...] | None  # None for all
 
 
-class _Singles(NamedTuple):
-    """Indices of single values: PER_CHANNEL values of the first channel, then the next."""
-
-    places: Tensor
-    channels: tuple[_Channels, ...]  # in the order of ``places``
-
-
 class _Plan(NamedTuple):
-    """What to compare of a stream."""
+    """What to compare of a stream: sums, and single values of channels."""
 
     summed: range  # indices of the values in the sums
     each: int  # values in a sum
-    singles: _Singles | None
+    singles: Tensor | None = None  # indices: PER_CHANNEL of the first channel, then of the next
+    channels: tuple[_Channels, ...] = ()  # in the order of ``singles``
 
 
 Sampled = tuple[Tensor | Fixed | None, ...]
-"""What a replay computes again of the sampled streams; None if the graph no longer needs it."""
+"""The recomputed tensors that the forward pass sampled; None for one that no graph needs now."""
 
 
 class Samples(NamedTuple):
@@ -194,7 +188,7 @@ class _Drift:
         # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
             _channel_ranges(computed, channels.dim)
-            for channels in _channels_of(samples.plan)
+            for channels in samples.plan.channels
             if isinstance(computed, Tensor)
         ]
         self.half = half
@@ -217,26 +211,19 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
     ]
     found = []
     for i, t in enumerate(computed):
-        if _among(t, known):
+        if _among(t, known) or not _comparable(t):
             continue
-        if isinstance(t, Fixed):  # must be equal bit for bit: no channel can be lost in rounding
-            if has_values(t.words):
-                plan = _Plan(*_draw_summed(t.shape.numel()), None)
-                size = _values_at(t, _spread(t.shape.numel(), t.words.device))
-                found.append(Samples(i, _figures(t, plan), size, plan, t.scale))
-        elif _comparable(t):
+        operand, singles = t, None
+        if isinstance(t, Tensor):
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
-            variant = int(_draw.random() * VARIANTS)
-            singles = (
-                _singles(t.shape, variant, t.device) if channels and t.is_floating_point() else None
-            )
-            # a complex value counts as two numbers, as view_as_real shows it
-            plan = _Plan(*_draw_summed(t.numel() << t.is_complex()), singles)
-            size = _values_at(
-                operand, _spread(operand.numel() << operand.is_complex(), operand.device)
-            )
-            found.append(Samples(i, _figures(t, plan), size, plan))
+            if channels and t.is_floating_point():
+                singles = _singles(t.shape, _draw.randrange(VARIANTS), t.device)
+        # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
+        plan = _Plan(*_draw_summed(_count(t)), *(singles or ()))
+        size = _values_at(operand, _spread(_count(operand), _device_of(operand)))
+        scale = t.scale if isinstance(t, Fixed) else None
+        found.append(Samples(i, _figures(t, plan), size, plan, scale))
     return found
 
 
@@ -244,27 +231,33 @@ def _among(t: Tensor | Fixed, state: Streams) -> bool:
     return any(t is other for other in state)
 
 
-def _comparable(t: Tensor) -> bool:
+def _comparable(t: Tensor | Fixed) -> bool:
+    if isinstance(t, Fixed):
+        return has_values(t.words)
     values = t.is_floating_point() or t.is_complex()
     return values and t.layout is torch.strided and has_values(t)
 
 
+def _device_of(t: Tensor | Fixed) -> torch.device:
+    return t.words.device if isinstance(t, Fixed) else t.device
+
+
+def _count(t: Tensor | Fixed) -> int:
+    """Number of values; a complex one counts as two, as view_as_real shows it."""
+    return t.shape.numel() << (isinstance(t, Tensor) and t.is_complex())
+
+
 def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tensor:
     """The single values of a stream, then the sums; of a fixed-point stream, sums of its words."""
-    device = t.words.device if isinstance(t, Fixed) else t.device
-    places = plan.summed
-    values = _values_at(t, torch.arange(places.start, places.stop, places.step, device=device))
+    start, stop, step = plan.summed.start, plan.summed.stop, plan.summed.step
+    values = _values_at(t, torch.arange(start, stop, step, device=_device_of(t)))
     if isinstance(t, Fixed):
         return values.view(-1, plan.each).sum(1)
     if scale is not None:  # a step that lost its words
         values = values.double() * scale.up
     wide = torch.promote_types(values.dtype, torch.float32)
     sums = values.view(-1, plan.each).sum(1, dtype=wide)
-    return sums if plan.singles is None else torch.cat((_values_at(t, plan.singles.places), sums))
-
-
-def _channels_of(plan: _Plan) -> tuple[_Channels, ...]:
-    return () if plan.singles is None else plan.singles.channels
+    return sums if plan.singles is None else torch.cat((_values_at(t, plan.singles), sums))
 
 
 def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
@@ -296,8 +289,9 @@ def _draw_summed(count: int) -> tuple[range, int]:
 
 @functools.lru_cache(maxsize=256)
 def _stride(count: int) -> int:
+    """The smallest stride that leaves at most SUMS * SUMMED values and is coprime to ``count``."""
     stride = -(-count // (SUMS * SUMMED))
-    # coprime to the count, it visits every row and column
+    # coprime: else it may visit the same columns of every row
     while math.gcd(stride, count) != 1:
         stride += 1
     return stride
@@ -311,7 +305,9 @@ def _spread(count: int, device: torch.device) -> Tensor:
 
 
 @functools.lru_cache(maxsize=1024)
-def _singles(shape: torch.Size, variant: int, device: torch.device) -> _Singles | None:
+def _singles(
+    shape: torch.Size, variant: int, device: torch.device
+) -> tuple[Tensor, tuple[_Channels, ...]] | None:
     """Places in the channels of streams of this shape; None for streams without channels."""
     # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
     dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
@@ -320,7 +316,7 @@ def _singles(shape: torch.Size, variant: int, device: torch.device) -> _Singles 
         return None
     parts = [_places_in_channels(shape, d, variant) for d in dims]
     places = torch.cat([places for places, _ in parts]).to(device)
-    return _Singles(places, tuple(channels for _, channels in parts))
+    return places, tuple(channels for _, channels in parts)
 
 
 def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
@@ -647,7 +643,7 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
     groups: dict[tuple[object, ...], list[_Drift]] = {}
     for d in drifts:
         plan = d.samples.plan
-        kinds = [(c.dim, c.size) for c in _channels_of(plan)]
+        kinds = [(c.dim, c.size) for c in plan.channels]
         # by type, since a stack of words and floats would round the words
         types = d.actual.dtype, d.samples.figures.dtype
         key = (d.actual.device, len(d.actual), plan.each, len(d.samples.operand), *types, *kinds)
@@ -661,9 +657,10 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     expected = torch.stack([d.samples.figures for d in drifts]).cpu().double()
     operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
-    # means: their error is never larger than the largest error of a value
+    # the sums become means, whose error is never larger than the largest error of a value
+    each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
     for figures in (expected, actual):
-        figures[:, -len(plans[0].summed) // plans[0].each :] /= plans[0].each
+        figures[:, -sums:] /= each
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
@@ -672,11 +669,11 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0
-    for k, channels in enumerate(_channels_of(plans[0])):
+    for k, channels in enumerate(plans[0].channels):
         ends = [torch.stack([d.ranges[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
         spread = ends[1] - ends[0]
         if channels.chosen is not None:
-            index = torch.tensor([_channels_of(p)[k].chosen for p in plans], device="cpu")
+            index = torch.tensor([p.channels[k].chosen for p in plans], device="cpu")
             spread = spread.gather(1, index)
         count = spread.shape[1] * PER_CHANNEL
         of_channel = difference[:, at : at + count].view(*spread.shape, PER_CHANNEL).amax(2)

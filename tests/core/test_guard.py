@@ -113,9 +113,9 @@ class MaskOfOneImage(nn.Module):
 
     def forward(self, x):
         image = random.randrange(len(x))
-        seed = torch.Generator().manual_seed(random.randrange(2**31))
+        generator = torch.Generator().manual_seed(random.randrange(2**31))
         mask = torch.ones_like(x)
-        mask[image] = (torch.rand(x.shape[1:], generator=seed) > 0.5).to(x.dtype)
+        mask[image] = (torch.rand(x.shape[1:], generator=generator) > 0.5).to(x.dtype)
         return x * mask
 
 
