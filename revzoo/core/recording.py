@@ -115,7 +115,7 @@ class Entry:
         self._aside: SavedState | None = None
         # code that reads running statistics needs the batch norm to compute them in the replay, too
         self.notes: Notes | None = None if self.conditions.reads_statistics else {}
-        self.witness = _Witness() if stops and step.early_stop else None
+        self.witness = _Witness(self.strides) if stops and step.early_stop else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
         """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
@@ -161,7 +161,6 @@ class Entry:
         saved = self.saved
         small = self.small
         witness = self.witness
-        dims = min(2, max(map(len, self.strides), default=0))
         chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
         def keeps(size: int) -> bool:
@@ -188,14 +187,8 @@ class Entry:
             if stays:
                 saved.append(None)
                 return Resident.of(t)
-            # the last tensors without a home in memory are the last that the replay will record.
-            # Masks and indices are not compared, nor vectors: a compiled BatchNorm saves running
-            # statistics, which change
-            if (
-                witness is not None
-                and t.dim() >= dims
-                and (t.is_floating_point() or t.is_complex())
-            ):
+            # the last tensors without a home in memory are the last that the replay will record
+            if witness is not None:
                 witness.note(len(saved), t)
             alive = chain()
             assert alive is not None
@@ -308,23 +301,28 @@ class Entry:
 
 
 class _Witness:
-    """The last floating-point tensors that an early stop recomputes, for the guard.
+    """The last three floating-point tensors that an early stop recomputes, for the guard.
 
-    Three: after a last layer and dropout under autocast, the mask and a copy of the weight come
-    last. These show no error, but the layer's input before them does.
+    Three, since the last two may show no error: a branch that ends in a layer and dropout saves the
+    layer's input, then autocast's copy of the weight, then the dropout mask.
     """
 
-    __slots__ = ("_noted", "indices")
+    __slots__ = ("_least_dims", "_noted", "indices")
 
-    def __init__(self) -> None:
+    def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
         self.indices: list[int] = []  # among the saved tensors
+        # vectors only if the streams are: a compiled BatchNorm saves its running statistics, which
+        # change
+        self._least_dims = min(2, max(map(len, strides), default=0))
         self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
 
     def note(self, index: int, t: Tensor) -> None:
-        self._noted.append((index, t, version_of(t)))
+        # boolean masks and indices are not compared
+        if t.dim() >= self._least_dims and (t.is_floating_point() or t.is_complex()):
+            self._noted.append((index, t, version_of(t)))
 
     def take(self) -> State:
-        """The tensors; not one that was changed in place or freed, since its values are lost."""
+        """The tensors, except any changed in place or freed since: their values are lost."""
         kept = [
             (index, t)
             for index, t, version in self._noted
@@ -398,10 +396,9 @@ class SlotRecorder:
         witness = self._entry.witness
         if witness is None:
             return computed
-        recorded = {slot: value.tensor for slot, value in self._values}
+        recorded: dict[Slot | None, Tensor] = {slot: value.tensor for slot, value in self._values}
         refs = [self._entry.saved[i] for i in witness.indices]
-        slots = [None if ref is None else ref() for ref in refs]
-        return tuple(None if slot is None else recorded.get(slot) for slot in slots)
+        return tuple(recorded.get(None if ref is None else ref()) for ref in refs)
 
     def inverted(
         self, inverse: Callable[..., Any], outputs: State, context: Mapping[str, Any]
