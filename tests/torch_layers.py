@@ -1,7 +1,8 @@
 """torch's layers and functions, for counts of what they keep.
 
-Each row makes a module that maps one floating-point tensor to a tensor, and gives the tensor's
-shape. A layer whose input needs no gradient keeps less, so functions come after a learned scale.
+Each row makes a module that maps one floating-point tensor to a tensor, and gives the input's
+shape. A layer keeps less if its input requires no gradient, so most come after a learned layer or
+scale.
 """
 
 from collections.abc import Callable
@@ -168,7 +169,7 @@ TORCH_LAYERS: dict[str, Row] = {
     "max pool": Row(lambda: after_conv(nn.MaxPool2d(3, 2, 1, ceil_mode=True)), IMAGES),
     "max pool, 1d": Row(lambda: nn.Sequential(nn.Conv1d(32, 16, 1), nn.MaxPool1d(2)), TOKENS),
     "max pool, 3d": Row(lambda: nn.Sequential(nn.Conv3d(4, 8, 1), nn.MaxPool3d(2)), VOLUMES),
-    "max pool and back": image_function(
+    "max unpool": image_function(
         lambda x: functional.max_unpool2d(*functional.max_pool2d(x, 2, return_indices=True), 2)
     ),
     "fractional max pool": Row(

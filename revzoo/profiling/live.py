@@ -58,6 +58,7 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return outputs
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Run the operator; a subclass may change its outputs before they are counted."""
         return func(*args, **kwargs)
 
     def _count(self, t: Tensor) -> None:
@@ -80,7 +81,7 @@ def _dense(tree: Any) -> Iterator[Tensor]:
     for t in tree_iter(tree):
         if not isinstance(t, Tensor):
             continue
-        # first, as the most frequent: each operator of a counted step comes here
+        # first, since most tensors are dense, and each operator comes here
         if t.layout is torch.strided and not hasattr(type(t), "__tensor_flatten__"):
             yield t
         elif is_traceable_wrapper_subclass(t):  # such as a nested tensor

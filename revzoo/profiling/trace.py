@@ -157,7 +157,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.owners: list[int] = []
         self.costs: list[int] = []
         self.turn = 0
-        # modules by operator and error; dictionaries, as sets without an order change texts
+        # modules by operator and error; a dictionary, as a set has no order for the message
         self._unsized: dict[tuple[str, str], dict[str, None]] = {}
         self._alive: dict[int, Allocation] = {}  # by address of the storage
         paths = {m: path for path, m in model.named_modules()}
@@ -513,22 +513,16 @@ def _check_countable(model: nn.Module) -> None:
                 f"{name} is TorchScript ({type(module).__name__}), whose tensors cannot be "
                 "followed: expected the nn.Module that it was compiled from"
             )
-        for key, t in (
-            *module._parameters.items(),
-            *module._buffers.items(),
-            *vars(module).items(),
-        ):
-            for part in tree_iter(t):
-                if not isinstance(part, Tensor):
-                    continue
-                if is_lazy(part):
-                    raise ValueError(
-                        f"{name} is a {type(module).__name__} without weights: expected layers "
-                        "that are initialised. Call the model once on a batch, under "
-                        "torch.no_grad()"
-                    )
-                if part.layout is not torch.strided:
-                    raise ValueError(not_dense(f"{key!r} of {name}", part))
+        held = {**module._parameters, **module._buffers, **vars(module)}
+        tensors = [(k, t) for k, v in held.items() for t in tree_iter(v) if isinstance(t, Tensor)]
+        for key, t in tensors:
+            if is_lazy(t):
+                raise ValueError(
+                    f"{name} is a {type(module).__name__} without weights: expected layers that "
+                    "are initialised. Call the model once on a batch, under torch.no_grad()"
+                )
+            if t.layout is not torch.strided:
+                raise ValueError(not_dense(f"{key!r} of {name}", t))
 
 
 def uncounted_in(model: nn.Module) -> Iterator[str]:

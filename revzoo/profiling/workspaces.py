@@ -1,12 +1,12 @@
 """Sizes that fake tensors do not know: the workspaces of fused kernels.
 
-An LSTM on the CPU is one kernel, which keeps a workspace for its backward pass: bytes whose number
-only oneDNN knows (cuDNN on a GPU). The kernel's fake version returns an empty tensor of bytes in
-its place. So we run such an operator once on zeros, free the results, and give the fake outputs the
-storages of the real ones.
+An LSTM on the CPU is one kernel, which keeps a workspace for its backward pass. Only oneDNN (on a
+GPU, cuDNN) knows its size, so the kernel's fake version returns an empty tensor of bytes. We run
+such an operator once on zeros, free the results, and give the fake outputs storages of the real
+size.
 
-Known limit: where the operator cannot run, as on a GPU that is absent, the workspace stays empty,
-and the count says so.
+Known limit: if the operator cannot run, as without the GPU that it needs, the workspace stays
+empty, and the report has a line about it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,7 @@ class _Layout(NamedTuple):
 
 
 def is_unsized(func: Any, outputs: Any) -> bool:
-    """Whether the storages of an operator's fake outputs may have another size than the real ones.
-
-    Args:
-        func: the operator.
-        outputs: its outputs.
-    """
+    """Whether the real outputs of operator ``func`` may have larger storages than its fake ones."""
     several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     fakes = [t for t in several if isinstance(t, FakeTensor)]
     # an empty tensor of bytes with memory of its own has no other use than as a workspace
@@ -51,7 +46,7 @@ def is_unsized(func: Any, outputs: Any) -> bool:
 
 
 def sized(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> Any:
-    """The fake outputs of an operator with storages of the real size.
+    """The fake ``outputs`` of operator ``func``, with storages of the real size.
 
     Raises:
         RuntimeError: the operator cannot run on this machine, or not on zeros.
