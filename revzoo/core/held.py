@@ -149,8 +149,8 @@ class Snapshot(NamedTuple):
             return True
         if not self.unseen:
             return False
-        # a replay cannot put a copy in the place of a constant, and a large copy that is kept takes
-        # memory: there the values decide
+        # a replay cannot replace a constant by a copy, and a kept copy of a large tensor takes
+        # memory: for these the values decide
         compared = self.module is None and (
             isinstance(held.owner, Constant) or t.numel() > _COPIED_SIZE
         )

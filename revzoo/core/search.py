@@ -132,7 +132,7 @@ _Methods = dict[str, tuple[types.FunctionType, ...]]
 
 
 class _Object(NamedTuple):
-    """A namespace, of whose attributes the search follows those that a function loads by name."""
+    """A namespace; the search follows the attributes in it that a function loads by name."""
 
     attributes: dict[str, Any]
     place: Place

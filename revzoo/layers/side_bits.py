@@ -86,19 +86,21 @@ MOST_BITS = 8
 # by x[k]: x[k-1], and the marks of both when x[k] was returned
 _previous: Any = WeakTensorKeyDictionary()
 
-# Private in torch: the hooks of the innermost checkpoint. A version without it hides where torch's
-# checkpoints begin and end: use none of them there.
+# Private in torch: the hooks of the innermost checkpoint. With a version that lacks it, do not use
+# torch's checkpoints: nothing shows where they begin and end.
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
     """What must not have changed when a block continues the run: versions and checkpoint.
 
-    A reentrant checkpoint has no hooks; it shows by ``no_grad`` and by a later ``requires_grad``.
+    A reentrant checkpoint has no hooks. But gradients are off inside it, and what it returns
+    requires gradient only afterwards.
     """
     hooks = _hooks_now(True)
-    context = None if hooks is None else hooks[0], torch.is_grad_enabled(), x.requires_grad
-    return version_of(before), version_of(x), *context
+    checkpoint = None if hooks is None else hooks[0]
+    versions = version_of(before), version_of(x)
+    return *versions, checkpoint, torch.is_grad_enabled(), x.requires_grad
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
@@ -119,9 +121,9 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """For the running call: what its block returned besides tensors, and the structure of all.
+    """What the block of the running call returned besides tensors, and the structure of all.
 
-    Not attributes of the step, which threads share, and which copies and pickles hold.
+    Not attributes of the step: threads share them, and copies and pickles would contain them.
     """
 
     returned: list[Any] | None = None
@@ -165,6 +167,7 @@ class SideBits(Invertible):
     @_disable_dynamo  # runs are found by the identity of tensors
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
+        # the stream may come by keyword
         if not args and (name := next(iter(signature(self._plain).parameters), "")) in kwargs:
             args = (kwargs.pop(name),)
         return self._run(*args, **kwargs) if args else self._plain(**kwargs)
@@ -179,10 +182,10 @@ class SideBits(Invertible):
         before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
-        # its own recording collects what it puts aside; in mode store nobody may
         returned: list[Any] = []
         outer, _running.returned = _running.returned, returned
         try:
+            # its own recording collects what it puts aside; in mode store nobody may
             with collect_asides(None):
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
@@ -363,7 +366,7 @@ def make_reversible(
                 f"{scripted[0].original_name} is compiled by torch.jit.script: expected blocks "
                 "in Python; torch.compile and torch.export take a reversible network"
             )
-        # two lists may hold the same block
+        # a block may be in two lists: then it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
         for block in dict.fromkeys(itertools.chain(*runs)):
             step = SideBits(block, bits, last=block not in inner)
@@ -515,13 +518,14 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
 
 
 def one_number_converts(model: nn.Module) -> bool:
-    """Whether ``make_reversible(model, bits)`` with some number makes this network."""
-    steps = {
-        block: step for block in model.modules() if isinstance(step := _step_of(block), SideBits)
+    """Whether ``make_reversible(plain, bits)`` makes this network for some ``bits`` or None."""
+    bits = {
+        block: step.bits
+        for block in model.modules()
+        if isinstance(step := _step_of(block), SideBits)
     }
     runs = [*_residuals_in(model), *_runs_in(model)]
-    same = len({step.bits for step in steps.values()}) == 1
-    return not steps or (same and steps.keys() == set(itertools.chain(*runs)))
+    return not bits or (len({*bits.values()}) == 1 and bits.keys() == {*itertools.chain(*runs)})
 
 
 def _step_of(block: nn.Module) -> nn.Module | None:
@@ -532,10 +536,15 @@ def _row(path: str, step: SideBits) -> BlockRow:
     call = _calls.get(step)
     if call is None:
         return BlockRow(path, step.bits, "", None)
-    roles = {(True, True): "joins", (False, True): "starts", (True, False): "ends"}
+    role = {
+        (True, True): "joins",
+        (False, True): "starts",
+        (True, False): "ends",
+        (False, False): "alone",
+    }[call.joined, call.continues]
     grid = None
     # the scale of an input with NaN is NaN
     if call.scale is not None and has_values(call.scale.down) and float(call.scale.end) > 0:
         bits = fraction_bits(call.scale)
         grid = bits if bits > COARSEST_BITS else None  # Inf has the coarsest grid
-    return BlockRow(path, step.bits, roles.get((call.joined, call.continues), "alone"), grid)
+    return BlockRow(path, step.bits, role, grid)

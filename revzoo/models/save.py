@@ -62,7 +62,7 @@ class Saved(nn.Module):
         """Arguments of ``create_model``; None for a network built from its class."""
         if self._spec is None:
             return None
-        # make_reversible and AnnealedBits change the bits
+        # make_reversible and AnnealedBits change the bits; pack() refuses blocks that differ
         options = {k: v for k, v in self._spec.options.items() if k != "reversible_bits"}
         if bits := [m.bits for m in self.modules() if isinstance(m, SideBits)]:
             options["reversible_bits"] = max(bits)
