@@ -56,7 +56,7 @@ from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_o
 
 AUTO = "auto"
 DEFAULT_BITS = 23
-_MOST_BITS = 29
+MOST_BITS = 29
 # 23 + 29 fractional bits: as precise as float64 near 1
 EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -248,9 +248,9 @@ def counting_changes() -> AbstractContextManager[Any]:
 def check_bits(grid: Grid) -> Grid:
     """Return ``grid``, or raise a ValueError that says what a grid may be."""
     whole = isinstance(grid, int) and not isinstance(grid, bool)
-    if grid != AUTO and not (whole and 0 <= int(grid) <= _MOST_BITS):
+    if grid != AUTO and not (whole and 0 <= int(grid) <= MOST_BITS):
         raise ValueError(
-            f"grid={grid!r}: expected the number of fractional bits, 0 to {_MOST_BITS} "
+            f"grid={grid!r}: expected the number of fractional bits, 0 to {MOST_BITS} "
             f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
             f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
         )

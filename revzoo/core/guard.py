@@ -61,6 +61,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo.core.fixedpoint import (
+    MOST_BITS,
     Fixed,
     Peak,
     Scale,
@@ -85,6 +86,7 @@ CHANNELS = 128  # most channels compared per stream; other ones in other trainin
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
 VARIANTS = 4  # sets of places in channels; each step draws one
 _FAST = 32  # torch's kernels reduce rows of a multiple of this 2 to 20 times faster on a CPU
+_FEWEST_UNITS = 1024  # of a grid in the largest value of a chain; fewer lose what the guard finds
 _FEWEST = 4  # smallest channel that is compared: the spread of fewer values means little
 
 _draw = random.Random(0)  # draws places without using the caller's random numbers
@@ -444,9 +446,11 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
-        beyond = _first_beyond_limit(self.peaks)
+        magnitudes = _magnitudes(self.peaks)
+        beyond = _first_beyond_limit(magnitudes)
         if beyond is not None and math.isfinite(beyond[1]):
             raise _range_error(*beyond)
+        _warn_of_coarse_grids(magnitudes)
         # one transfer for all chains
         sizes = iter(_read([size for start, _ in figures for size in start]))
         drifts: list[_Drift] = []
@@ -500,7 +504,7 @@ class ForwardRange:
             register_multi_grad_hook(computed, lambda _: note_peaks(peaks), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
-        found = _first_beyond_limit(peaks)
+        found = _first_beyond_limit(_magnitudes(peaks))
         if found is not None and math.isfinite(found[1]):
             raise _range_error(*found)
 
@@ -520,7 +524,7 @@ def check_forward_range(step: Step, outputs: State) -> None:
 
 def check_range(state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _first_beyond_limit(peaks_of(state))
+    found = _first_beyond_limit(_magnitudes(peaks_of(state)))
     if found is not None:
         raise _range_error(*found)
 
@@ -534,23 +538,61 @@ def _read(found: Sequence[Tensor]) -> list[float]:
     return torch.stack(tuple(found)).tolist() if found else []
 
 
-def _first_beyond_limit(peaks: list[Peak]) -> tuple[Peak, float] | None:
-    """The first stream in forward order at its limit, and its magnitude.
+class _Magnitude(NamedTuple):
+    peak: Peak
+    value: float
+    end: float  # of the grid's range
 
-    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
-    """
+
+def _magnitudes(peaks: list[Peak]) -> list[_Magnitude]:
+    """The magnitudes of streams in forward order (host sync)."""
     # sums in several steps report the same streams
     peaks = sorted(set(peaks), key=lambda peak: peak.number)
     values = _read([peak.value for peak in peaks])
     scales = list(dict.fromkeys(peak.scale for peak in peaks))
     end_of = dict(zip(scales, _read([scale.end for scale in scales]), strict=True))
+    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(peaks, values, strict=True)]
+
+
+def _first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Peak, float] | None:
+    """The first stream at its limit, and its magnitude.
+
+    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
+    """
     found = [
         # a NaN in one stream makes the scale of all streams NaN
-        (peak, math.nan if math.isnan(end_of[peak.scale]) else value)
-        for peak, value in zip(peaks, values, strict=True)
-        if not value < end_of[peak.scale]
+        (peak, math.nan if math.isnan(end) else value)
+        for peak, value, end in magnitudes
+        if not value < end
     ]
     return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
+
+
+def _warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
+    """Warn if even the largest values of a chain have few bits: the grid rounds them."""
+    by_scale: dict[Scale, list[_Magnitude]] = {}
+    for magnitude in magnitudes:
+        by_scale.setdefault(magnitude.peak.scale, []).append(magnitude)
+    for scale, of_scale in by_scale.items():
+        largest, end = max(m.value for m in of_scale), of_scale[0].end
+        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only where it matters
+        if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
+            unit = float(scale.down)
+            if largest < _FEWEST_UNITS * unit:
+                _warn_of_rounding(of_scale[-1].peak, unit, end / largest)
+
+
+def _warn_of_rounding(peak: Peak, unit: float, room: float) -> None:
+    bits = fraction_bits(peak.scale)
+    finer = min(MOST_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
+    remedy = f", or choose revzoo.set_memory(model, 'exact', grid={finer})" if finer > bits else ""
+    warnings.warn(
+        f"{_name_of(peak)} and the steps before it: all values are below "
+        f"{_FEWEST_UNITS * unit:.1g}, but grid={bits} rounds them to multiples of {unit:.1g}: "
+        f"scale the input{remedy}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _name_of(peak: Peak) -> str:

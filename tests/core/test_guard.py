@@ -165,6 +165,23 @@ def test_sums_cover_a_stream_evenly(count):
     assert len(starts) > 1 or count == len(places)
 
 
+@pytest.mark.parametrize(
+    ("size", "dtype", "warns"),
+    [
+        (1, "float32", False),
+        (3e-5, "float32", True),
+        (0, "float32", False),
+        (3e-5, "float64", False),
+    ],
+)
+def test_warns_of_values_that_a_grid_rounds(size, dtype, warns):
+    net = ReversibleSequence([AdditiveCoupling(nn.Tanh())], memory="exact")
+    x = size * torch.linspace(-1, 1, 16, dtype=getattr(torch, dtype)).view(2, 8)
+    expected = r"below 0\.0001, but grid=23 rounds them to .* grid=29"
+    with pytest.warns(RuntimeWarning, match=expected) if warns else contextlib.nullcontext():
+        run(net, x)
+
+
 def test_fires_on_a_parameter_changed_behind_autograds_back():
     net = linear_net()
     y = net(torch.randn(4, 8, dtype=torch.float64, requires_grad=True))
