@@ -653,8 +653,8 @@ def _check_drifts(drifts: list[_Drift]) -> None:
 
 def _warn_of_peak(peak: Peak, value: float) -> None:
     _warn(
-        f"{_name_of(peak)}: a stream or a value added to it is {value:g}, or an earlier stream "
-        "left the range of its grid"
+        f"{_name_of(peak)}: a stream or a value added to it is {value:g}",
+        "as in plain training, unless an earlier stream left the range of its grid",
     )
 
 
@@ -662,13 +662,14 @@ def _warn_of_overflow(drifts: list[_Drift]) -> None:
     # in forward order, the last replay being of the first step; the samples are of its input
     finite = [drift for drift in reversed(drifts) if drift.samples.figures.isfinite().all()]
     where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
-    _warn(f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}")
+    what = f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}"
+    _warn(what, "as in plain training")
 
 
-def _warn(what: str) -> None:
+def _warn(what: str, where_else: str) -> None:
     warnings.warn(
-        f"{what}. So the gradients are not finite, as in plain training: normalise the branches, "
-        "lower the learning rate, or check the data",
+        f"{what}. So the gradients are not finite, {where_else}: normalise the branches, lower the "
+        "learning rate, or check the data",
         RuntimeWarning,
         stacklevel=3,
     )

@@ -354,7 +354,8 @@ def make_reversible(
     if not runs:
         raise ValueError(
             f"{kind_of(model)} has no run of blocks: expected revzoo.Residual modules, or "
-            "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList"
+            "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
+            "or numbered attributes (b1, b2) of one class with parameters of equal shapes"
         )
     for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
         _make_plain(block)

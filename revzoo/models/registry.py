@@ -350,11 +350,11 @@ def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ..
 
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
+        # an exact name of a library is a better hint than a similar name of the zoo
+        hint = library_hint(name) or did_you_mean(name, MODELS, n=3) or "."
         raise ValueError(
-            f"there is no model {name!r} among the {len(MODELS)} of list_models(); "
-            "revzoo.register_model adds yours, on the command line in --import MODULE"
-            # an exact name of a library is a better hint than a similar name of the zoo
-            + (library_hint(name) or did_you_mean(name, MODELS, n=3))
+            f"there is no model {name!r} among the {len(MODELS)} of list_models(){hint} Register "
+            "your own with revzoo.register_model (on the command line: --import MODULE)"
         )
     return MODELS[name]
 

@@ -113,7 +113,7 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
         (["bench", "revnet", "--depths", "39"], "there is no model 'revnet39'"),
         (["audit", "mine/mymodels.py"], "is a Python file, .* --import mymodels NAME$"),
         (["plan", "revnet38.py", "--budget", "1GiB"], r"Call revzoo.register_model\(NAME, "),
-        (["audit", "mynet"], "no model 'mynet' .*register_model adds yours, .* --import MODULE"),
+        (["audit", "mynet"], "no model 'mynet' .* Register your own .* --import MODULE"),
         (["bench", *SMALL, "--memory", "store,budget"], "--memory=budget: expected one of store"),
         (["bench", *SMALL, "--memory", ","], "--memory=: expected one of store"),
         (
