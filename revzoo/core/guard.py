@@ -3,9 +3,9 @@
 A reconstruction is exact only up to rounding. If a network amplifies rounding errors, if streams
 have a narrow dtype, or if a branch is not deterministic, reconstructions and gradients are wrong.
 So the guard samples every stream in the forward pass and compares the samples with the
-reconstruction: sums of values from the whole stream, and single values of each channel. The
-relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in mode ``exact``. In
-every mode, streams on a grid must stay in its range.
+reconstruction: weighted sums of values from the whole stream, and single values (in ``invert``, of
+each channel). The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
+mode ``exact``. In every mode, streams on a grid must stay in its range.
 
 All figures stay on the device. They are read once, after the backward pass. Ranges of outputs that
 need no gradient are read in the forward pass.
@@ -250,16 +250,29 @@ def _count(t: Tensor | Fixed) -> int:
 
 
 def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tensor:
-    """The single values of a stream, then the sums; of a fixed-point stream, sums of its words."""
+    """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
     start, stop, step = plan.summed.start, plan.summed.stop, plan.summed.step
     values = _values_at(t, torch.arange(start, stop, step, device=_device_of(t)))
-    if isinstance(t, Fixed):
-        return values.view(-1, plan.each).sum(1)
-    if scale is not None:  # a step that lost its words
+    if scale is not None and isinstance(t, Tensor):  # a step that lost its words
         values = values.double() * scale.up
-    wide = torch.promote_types(values.dtype, torch.float32)
-    sums = values.view(-1, plan.each).sum(1, dtype=wide)
-    return sums if plan.singles is None else torch.cat((_values_at(t, plan.singles), sums))
+    rows = values.view(-1, plan.each)
+    sums = (rows.to(_wide(values.dtype)) * _weights(plan.each, rows.device)).sum(1)
+    # errors of random sign cancel in sums, not in single values
+    singles = rows[:, 0] if plan.singles is None else _values_at(t, plan.singles)
+    return torch.cat((singles, sums))
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """A type in which sums of values of this type do not overflow."""
+    if dtype.is_floating_point:
+        return torch.promote_types(dtype, torch.float32)
+    return torch.float64 if dtype == torch.int64 else torch.int64
+
+
+@functools.lru_cache(maxsize=256)
+def _weights(each: int, device: torch.device) -> Tensor:
+    """Weights of the values in a sum, all different: values that swap places change the sum."""
+    return ((1 + _golden(each)) * 64).long().to(device)
 
 
 def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
@@ -702,8 +715,9 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
+    total = _weights(each, torch.device("cpu")).sum()
     for figures in (expected, actual):
-        figures[:, -sums:] /= each
+        figures[:, -sums:] /= total
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()

@@ -29,7 +29,7 @@ import torch
 from torch import nn
 
 from revzoo._checks import either
-from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMS
+from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.models.network import ImageNetwork
@@ -171,7 +171,7 @@ class Planner:
             )
             self.modes = tuple(traces)
             chain, calls = chain_of(traces), next(iter(traces.values())).calls
-            self._margin = sum(map(_uncounted, calls))
+            self._margin = sum(map(_uncounted, calls)) + 3 * 8 * SUMS * SUMMED  # while it samples
             if clock:
                 chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + self.extra)
@@ -304,7 +304,7 @@ def _uncounted(call: StepCall) -> int:
     The guard compares two rows of float64 figures of a stream: sums, and a few values per channel.
     """
     rows = [sum(min(CHANNELS, size) for size in layout.shape[1:3]) for layout in call.layout]
-    return _RANDOM_STATES + 2 * 8 * (SUMS + PER_CHANNEL * max(rows, default=0))
+    return _RANDOM_STATES + 2 * 8 * (SUMS + max(SUMS, PER_CHANNEL * max(rows, default=0)))
 
 
 def plan_memory(

@@ -151,6 +151,54 @@ def test_fires_though_a_mask_and_a_copy_of_a_weight_are_saved_last(memory, autoc
         y.sum().backward()
 
 
+class DrawnAnew(nn.Module):
+    """Applies a function with other random numbers in each pass."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.seeds = itertools.count()
+
+    def forward(self, x):
+        return self.change(x, torch.Generator().manual_seed(next(self.seeds)))
+
+
+def shuffle_rows(x, generator):
+    return x[..., torch.randperm(x.shape[-1], generator=generator)]
+
+
+def drop_a_column(x, generator):
+    mask = torch.ones_like(x)
+    mask[..., torch.randint(x.shape[-1], (), generator=generator)] = 0
+    return x * mask
+
+
+def add_noise(x, generator):
+    return x + 3e-3 * torch.randn(x.shape, generator=generator)
+
+
+@pytest.mark.parametrize(
+    ("change", "place"), [(shuffle_rows, 1), (drop_a_column, 2), (add_noise, 1)]
+)
+def test_fires_on_changes_that_cancel_in_sums(change, place):
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(8, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1)]
+    layers.insert(place, DrawnAnew(change))
+    net = ReversibleSequence([AdditiveCoupling(nn.Sequential(*layers))], memory="recompute")
+    # 2,048 values in a stream: without weights, each sum is the sum of half an image's channel
+    with pytest.raises(DriftError):
+        run(net, torch.randn(4, 16, 8, 8))
+
+
+def test_sums_of_large_words_do_not_wrap_around():
+    net = linear_net()
+    for block, mode, grid in zip(net, ("exact", "invert", "exact"), (23, None, 23), strict=True):
+        set_memory(block, mode, **({} if grid is None else {"grid": grid}))
+    # words of 2**59; the inverted block gets them and recomputes floats
+    run(net, torch.full((1024, 8), 120.0, dtype=torch.float64))
+    assert max(drift(net).values()) < 1e-14
+
+
 @pytest.mark.parametrize("count", [1, 2, 63, 64, 100, 127, 4095, 4096, 4097, 65_536, 786_432])
 def test_sums_cover_a_stream_evenly(count):
     starts = set()

@@ -102,7 +102,7 @@ def test_each_branch_keeps_its_bits():
 
     kept(2)  # the first call fills caches
     size = 2 * 8 * 64 * 16 // 2  # bytes of 4 bits for each value of two states
-    samples = 2 * (SUMS * 8 + OPERAND * 4)  # the guard's, of two states
+    samples = 2 * (2 * SUMS * 8 + OPERAND * 4)  # the guard's, of two states
     assert (kept(6)[0] - kept(2)[0]) / 4 == pytest.approx(size + samples, rel=0.01)
 
 

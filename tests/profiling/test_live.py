@@ -55,7 +55,7 @@ def test_models_save_memory(name):
 
 @pytest.mark.parametrize("mode", ["invert", "exact"])
 def test_a_replay_needs_two_streams_their_gradients_and_one_branch(mode):
-    net, x = twin(conv_net(4), mode), images(channels=8, size=32)
+    net, x = twin(conv_net(4), mode), images(channels=8, size=64)
     (net(x) * x).sum().backward()  # allocates the gradients
     with LiveMemory() as memory:
         (net(x) * x).sum().backward()
