@@ -27,10 +27,12 @@ def default_loss(outputs: Any) -> Tensor:
             "or a tuple, list or dictionary of tensors, that depends on parameters; look for "
             "detach() and torch.no_grad() in its forward pass"
         )
-    if isinstance(outputs, Tensor) and outputs.dim() == 2:
+    if isinstance(outputs, Tensor) and outputs.dim() == 2 and not outputs.is_complex():
         labels = torch.zeros(len(outputs), dtype=torch.int64, device=outputs.device)
         return nn.functional.cross_entropy(outputs, labels)
-    return torch.stack([t.sum() for t in trained]).sum()
+    # a loss is real
+    parts = [torch.view_as_real(t) if t.is_complex() else t for t in trained]
+    return torch.stack([t.sum() for t in parts]).sum()
 
 
 def run_step(model: nn.Module, images: Tensor) -> None:

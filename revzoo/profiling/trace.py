@@ -20,12 +20,14 @@ from __future__ import annotations
 import bisect
 import contextlib
 import itertools
+import random
 import threading
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
@@ -38,6 +40,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter, tree_map_only
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core.fixedpoint import fixed_of
@@ -178,6 +181,9 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._place = ("", -1)  # the place of the running operator
         self._operation = ""
         self._call: Any = None  # what a call of a module runs without the trace
+        self._learned = {id(p) for p in model.parameters()}
+        # leaves that the forward pass reads from elsewhere, and their gradients
+        self._outside: MutableMapping[Tensor, Tensor | None] = WeakTensorKeyDictionary()
 
     def register(self, tensors: Iterable[Tensor], kind: str) -> None:
         """Set the kind of tensors that exist before the step, and count them."""
@@ -233,11 +239,14 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         _Module._call_impl = self._call
         _calls.release()
+        for t, gradient in self._outside.items():
+            t.grad = gradient
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator and record its outputs."""
+        self._set_gradients_aside((args, kwargs))
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
         outputs = super().__torch_dispatch__(func, types, args, kwargs)
@@ -249,6 +258,20 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self.levels.append(self.now)
         self.costs.append(nominal_cost(func, args, kwargs or {}, outputs))
         return outputs
+
+    def _set_gradients_aside(self, tree: Any) -> None:
+        """Take the gradients of leaves in ``tree`` that are not the model's, until the step ends.
+
+        A forward pass may read parameters through a closure, which the copy of a model shares with
+        it. They would keep the gradients of the counted step, fake ones included.
+        """
+        for t in tree_iter(tree):
+            if not isinstance(t, Tensor) or id(t) in self._learned or not t.requires_grad:
+                continue
+            # is_leaf of a view may raise, if its base changed in place
+            if not t._is_view() and t.is_leaf and t not in self._outside:
+                self._outside[t] = t.grad
+                t.grad = None
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         outputs = func(*args, **kwargs)
@@ -451,7 +474,8 @@ def _called(model: nn.Module, images: Tensor) -> Any:
             f"Audits and plans call {type(model).__name__} with input_shape only, here with one "
             f"random {images.dtype} tensor of shape {tuple(images.shape)}: expected a model that "
             "takes it. Wrap a model with other inputs, such as integers, in a module that makes "
-            "them from such a tensor"
+            "them from such a tensor. A forward pass that reads values, as numpy() does, needs "
+            "audit(real=True)"
         )
         raise
 
@@ -473,6 +497,7 @@ def _explained(model: nn.Module) -> Iterator[None]:
 def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run under the conditions of a plain training step; keep the caller's random states."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    python, numpy = random.getstate(), np.random.get_state()  # a forward pass may use them
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -480,7 +505,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         torch.autograd.set_detect_anomaly(False),
         torch.random.fork_rng(devices, device_type="cuda"),
     ):
-        yield
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def modes_on(devices: Iterable[torch.device]) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -40,8 +41,11 @@ class _TensorCopies(TorchFunctionMode):
 
 def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
     """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is no leaf."""
+    held = tree_iter([vars(m) for m in module.modules()])
+    # not by deepcopy, which would replace the tensor of their state, too
+    generators = {id(g): g.clone_state() for g in held if isinstance(g, torch.Generator)}
     with torch.no_grad(), _TensorCopies(copy_of):
-        return copy.deepcopy(module)
+        return copy.deepcopy(module, generators)
 
 
 def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module:

@@ -2,7 +2,9 @@
 
 import csv
 import functools
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -313,3 +315,48 @@ def test_a_table_in_one_unit():
         *("2,048.00 MiB", "1.00 MiB", "<0.01 MiB", "0.00 MiB")
     ]
     assert in_one_unit(2**20 - 1)(2**9) == "0.50 KiB"
+
+
+def test_parameters_in_a_closure_keep_their_gradients():
+    """A patched forward reads the model's own layers, and got gradients without values."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    plain, weight = net[0].forward, net[0].weight
+    net[0].forward = lambda x: plain(x).tanh()
+    for gradient in (None, torch.ones(4, 4)):
+        for real in (False, True):
+            weight.grad = gradient
+            audit(net, (2, 4), real=real)
+            assert weight.grad is gradient
+            assert gradient is None or torch.equal(gradient, torch.ones(4, 4))
+
+
+@pytest.mark.parametrize("real", [False, True])
+def test_random_numbers_of_a_forward_pass(real):
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+            self.generator = torch.Generator()
+
+        def forward(self, x):
+            noise = torch.rand(4, generator=self.generator)
+            return x * self.weight * noise * np.random.rand() * random.random()
+
+    net = Noisy()
+    before = net.generator.get_state(), np.random.get_state()[2], random.getstate()
+    report = audit(net, (2, 4), real=real)
+    assert report.kept_bytes > 0
+    assert torch.equal(net.generator.get_state(), before[0])
+    assert (np.random.get_state()[2], random.getstate()) == before[1:]
+
+
+def test_complex_outputs():
+    net = nn.Linear(4, 4, dtype=torch.complex64)
+    wrapped = nn.Sequential(Complex(), net)
+    reports = [audit(wrapped, (2, 4), real=real) for real in (False, True)]
+    assert len({report.peak_bytes for report in reports}) == 1
+
+
+class Complex(nn.Module):
+    def forward(self, x):
+        return x.to(torch.complex64)
