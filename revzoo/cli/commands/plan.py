@@ -127,19 +127,39 @@ def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
-    """A sentence with the largest batch, image or depth that has a plan."""
+    """A sentence with the largest batch, image or depth that has a plan.
+
+    Raises:
+        ValueError: none fits.
+    """
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_units
 
     # `need` is None for values that the model refuses; the search skips them
     start, uncached = _needs(args, shape)
-    need = functools.cache(uncached)  # a call takes seconds, the last value is needed twice
+    needs: dict[int, int] = {}  # of the values that the model takes
+
+    @functools.cache  # a call takes seconds, the last value is needed twice
+    def need(value: int) -> int | None:
+        if (count := uncached(value)) is not None:
+            needs[value] = count
+        return count
+
     # inverted steps keep so little that thousands may fit; planning those takes hours
     most = DEEPEST * start if args.fit == "depth" else 2**20
     power = 2 if args.fit == "image" else 1
     value = largest(need, budget, start=start, power=power, most=most)
     if value is None:
-        return f"no {args.fit} of {args.name} fits {in_units(budget)}"
+        smallest = min(needs, default=None)
+        tried = (
+            f"the smallest tried, {_shown(args, smallest)}, needs {in_units(needs[smallest])}"
+            if smallest is not None
+            else "the model takes none of the values tried"
+        )
+        raise ValueError(
+            f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
+            "budget or a smaller model"
+        )
     least = in_units(need(value) or 0)
     return (
         f"the largest {args.fit} of {args.name} in {in_units(budget)}: "

@@ -72,6 +72,14 @@ def test_the_largest_batch_that_fits(capsys):
     assert peaks[0] <= 20 * 2**20 < 1.03 * peaks[1]
 
 
+def test_a_budget_below_every_batch_is_an_error(capsys):
+    """It ended with status 0 and did not say what a batch needs."""
+    with pytest.raises(SystemExit) as end:
+        main(["plan", *SMALL, "--budget", "1MiB", "--fit", "batch"])
+    told = f"{end.value.code}{capsys.readouterr().err}"
+    assert "no batch of revnet38 fits --budget=1MiB: the smallest tried, 1, needs" in told
+
+
 def test_the_search_for_a_depth_ends(capsys, monkeypatch):
     """It went on for hours: inverted, thousands of units fit."""
     monkeypatch.setattr(plan, "DEEPEST", 1)
