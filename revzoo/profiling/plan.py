@@ -11,7 +11,8 @@ only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
-another step's branch keep their mode.
+another step's branch keep their mode. What follows the last step is counted as in ``store``: if the
+peak lies there, as where ``exact`` joins large streams, a plan with a lower peak may be missed.
 """
 
 from __future__ import annotations
