@@ -79,7 +79,8 @@ from revzoo.core.tensors import address, has_values
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need
 # little memory.
 SUMS = 64  # most sums compared per stream
-SUMMED = 64  # most values in a sum
+FEWEST_SUMS = 8  # of a stream with as many values
+SUMMED = 64  # values in a sum, fewer if these are not 8 sums
 OPERAND = 32  # values that show the size of an operand
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
@@ -220,7 +221,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             # the operand of a sum has the stream's shape; without one, values were only moved
             operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
             if channels and t.is_floating_point():
-                singles = _singles(t.shape, _draw.randrange(VARIANTS), t.device)
+                singles = _draw.choice(_singles(t.shape, t.device))
         # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
         plan = _Plan(*_draw_summed(_count(t)), *(singles or ()))
         size = _values_at(operand, _spread(_count(operand), _device_of(operand)))
@@ -256,7 +257,7 @@ def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tens
     if scale is not None and isinstance(t, Tensor):  # a step that lost its words
         values = values.double() * scale.up
     rows = values.view(-1, plan.each)
-    sums = (rows.to(_wide(values.dtype)) * _weights(plan.each, rows.device)).sum(1)
+    sums = (rows.to(_wide(values.dtype)) * _weights(rows.device)[: plan.each]).sum(1)
     # errors of random sign cancel in sums, not in single values
     singles = rows[:, 0] if plan.singles is None else _values_at(t, plan.singles)
     return torch.cat((singles, sums))
@@ -269,10 +270,10 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.int64 else torch.int64
 
 
-@functools.lru_cache(maxsize=256)
-def _weights(each: int, device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=16)
+def _weights(device: torch.device) -> Tensor:
     """Weights of the values in a sum, all different: values that swap places change the sum."""
-    return ((1 + _golden(each)) * 64).long().to(device)
+    return ((1 + _golden(SUMMED)) * SUMMED).long().to(device)
 
 
 def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
@@ -296,8 +297,11 @@ def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
 def _draw_summed(count: int) -> tuple[range, int]:
     """Indices spread evenly over ``count`` values, and how many of them make a sum."""
     stride = _stride(count)
-    each = -(-count // stride // SUMS)
-    total = count // stride // each * each
+    values = count // stride
+    # few sums of a small stream, beside which they would take memory
+    sums = min(max(-(-values // SUMMED), FEWEST_SUMS), values)
+    each = values // sums
+    total = sums * each
     start = _draw.randrange(count - (total - 1) * stride)
     return range(start, start + total * stride, stride), each
 
@@ -319,19 +323,22 @@ def _spread(count: int, device: torch.device) -> Tensor:
     return (_golden(OPERAND) * count).long().to(device)
 
 
-@functools.lru_cache(maxsize=1024)
+@functools.lru_cache(maxsize=256)
 def _singles(
-    shape: torch.Size, variant: int, device: torch.device
-) -> tuple[Tensor, tuple[_Channels, ...]] | None:
-    """Places in the channels of streams of this shape; None for streams without channels."""
+    shape: torch.Size, device: torch.device
+) -> list[tuple[Tensor, tuple[_Channels, ...]] | None]:
+    """VARIANTS choices of places in channels, for streams of this shape; None without channels."""
     # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
     dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
     dims = [d for d in dims if shape.numel() // shape[d] >= _FEWEST]
     if not dims:
-        return None
-    parts = [_places_in_channels(shape, d, variant) for d in dims]
-    places = torch.cat([places for places, _ in parts]).to(device)
-    return places, tuple(channels for _, channels in parts)
+        return [None]
+    choices: list[tuple[Tensor, tuple[_Channels, ...]] | None] = []
+    for variant in range(VARIANTS):
+        parts = [_places_in_channels(shape, d, variant) for d in dims]
+        places = torch.cat([places for places, _ in parts]).to(device)
+        choices.append((places, tuple(channels for _, channels in parts)))
+    return choices
 
 
 def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
@@ -352,6 +359,9 @@ def _golden(count: int, start: float = 0) -> Tensor:
     """Numbers spread evenly over [0, 1); on the CPU, whatever the default device is."""
     steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()
+
+
+_weights(torch.device("cpu"))  # now, so that the first step of a process takes no more than others
 
 
 class Guard:
@@ -715,7 +725,7 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
-    total = _weights(each, torch.device("cpu")).sum()
+    total = _weights(expected.device)[:each].sum()
     for figures in (expected, actual):
         figures[:, -sums:] /= total
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
