@@ -22,7 +22,8 @@ from revzoo._checks import UserError
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import COUNTED, mode_of, set_memory
 from revzoo.data import ImageData
-from revzoo.profiling.costs import step_peak
+from revzoo.profiling.trace import trace_step, undisturbed
+from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.training.callbacks.footprint import peak_bytes
 from revzoo.training.classifier import Classifier, model_from
 from revzoo.training.tuning.memory_limit import free_bytes, give_back
@@ -186,8 +187,10 @@ def bytes_per_image(
         set_memory(model, plan)
     peaks = []
     # the difference of two counts leaves out whatever does not grow with the batch
-    for count in FEW:
-        images = torch.randn(count, spec["in_chans"], image_size, image_size)
-        model.zero_grad()
-        peaks.append(step_peak(model, images))
+    # on fake tensors, as the guard's samples would blur the difference for small images
+    with undisturbed(model):
+        for count in FEW:
+            twin = fake_twin(model)
+            images = images_for(twin, (count, spec["in_chans"], image_size, image_size))
+            peaks.append(trace_step(twin, images).peak)
     return (peaks[1] - peaks[0]) / (FEW[1] - FEW[0])
