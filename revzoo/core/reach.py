@@ -95,7 +95,7 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """What a search saw in places, and readers of what is there now.
+    """What a search found in each place, and functions that read what is there now.
 
     Args:
         entries: each with a place, a key, and the object or the type of the value that was there.

@@ -392,7 +392,7 @@ class SlotRecorder:
         return self._stopped or self._count == len(self._entry.saved)
 
     def sampled(self, computed: Streams) -> Sampled:
-        """What the forward pass sampled: the witness, or, without one, the streams."""
+        """The tensors to compare: those of the witness if there is one, else ``computed``."""
         witness = self._entry.witness
         if witness is None:
             return computed

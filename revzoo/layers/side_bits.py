@@ -121,7 +121,7 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """What the block of the running call returned besides tensors, and the structure of all.
+    """Two parts of a block's result: the values that are no tensors, and its nested structure.
 
     Not attributes of the step: threads share them, and copies and pickles would contain them.
     """
@@ -355,7 +355,7 @@ def make_reversible(
         raise ValueError(
             f"{kind_of(model)} has no run of blocks: expected revzoo.Residual modules, or "
             "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
-            "or numbered attributes (b1, b2) of one class with parameters of equal shapes"
+            "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
         )
     for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
         _make_plain(block)

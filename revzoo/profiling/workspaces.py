@@ -37,7 +37,7 @@ def is_unsized(func: Any, outputs: Any) -> bool:
     """Whether the real outputs of operator ``func`` may have larger storages than its fake ones."""
     several = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
     fakes = [t for t in several if isinstance(t, FakeTensor)]
-    # an empty tensor of bytes with memory of its own has no other use than as a workspace
+    # an operator that returns an empty tensor of bytes means a workspace
     empty = any(t.dtype is torch.uint8 and not t.untyped_storage().nbytes() for t in fakes)
     if not fakes or not (empty or func in _LARGER):
         return False
