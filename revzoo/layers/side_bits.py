@@ -24,8 +24,8 @@ NOTE [ Blocks in place ]
     A block continues the run if its input is the tensor that the previous block returned, and no
     code has changed it or the previous input in place. Any other input starts a new run. So does an
     input from another checkpoint, whose replay does not run the previous block. A block whose
-    output has another shape than its input ends the run, and is recomputed from its input. So is a
-    block whose output leaves the range of the run's grid, as in language models, whose values grow
+    output has another shape than its input, or a type with values that the input's type lacks, ends
+    the run, and is recomputed from its input. So is a block whose output leaves the range of the run's grid, as in language models, whose values grow
     to thousands: the next block starts a run on a coarser grid.
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
@@ -37,7 +37,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import signature
+from inspect import Signature, getattr_static, signature
 from itertools import pairwise
 from types import MethodType, NoneType
 from typing import Any, NamedTuple
@@ -121,15 +121,33 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """Two parts of a block's result: the values that are no tensors, and its nested structure.
+    """What happens in this thread.
 
     Not attributes of the step: threads share them, and copies and pickles would contain them.
     """
 
     returned: list[Any] | None = None
+    """Two parts of a block's result: the values that are no tensors, and its nested structure."""
+    evaluated: SideBits | None = None
+    """The step whose block is running."""
 
 
 _running = _Running()
+
+
+class Forward:
+    """The ``forward`` of a reversible block: runs the step, and has the block's signature."""
+
+    def __init__(self, step: SideBits) -> None:
+        self.step = step
+
+    @_disable_dynamo  # runs are found by the identity of tensors
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.step.run(*args, **kwargs)
+
+    @property
+    def __signature__(self) -> Signature:
+        return signature(self.step.plain)
 
 
 class SideBits(Invertible):
@@ -164,38 +182,40 @@ class SideBits(Invertible):
     def subject(self) -> nn.Module:
         return self.block  # type: ignore[return-value]
 
-    @_disable_dynamo  # runs are found by the identity of tensors
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
         # the stream may come by keyword
-        if not args and (name := next(iter(signature(self._plain).parameters), "")) in kwargs:
+        if not args and (name := next(iter(signature(self.plain).parameters), "")) in kwargs:
             args = (kwargs.pop(name),)
-        return self._run(*args, **kwargs) if args else self._plain(**kwargs)
+        return self._run(*args, **kwargs) if args else self.plain(**kwargs)
 
     def _run(self, x: Any, /, *args: Any, **kwargs: Any) -> Any:
         if isinstance(x, Proxy):  # torch.fx, as for feature maps: the graph calls the whole block
             path = x.tracer.path_of_module(self.subject)  # type: ignore[attr-defined]
             return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
-            return self._plain(x, *args, **kwargs)
+            return self.plain(x, *args, **kwargs)
         # popped, so that a second block that reads x starts a run: only one can follow
         before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
         returned: list[Any] = []
-        outer, _running.returned = _running.returned, returned
+        outer = _running.returned, _running.evaluated
+        _running.returned, _running.evaluated = returned, None
         try:
             # its own recording collects what it puts aside; in mode store nobody may
             with collect_asides(None):
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
-            _running.returned = outer
+            _running.returned, _running.evaluated = outer
         others, structure = returned
         # on the CPU, a block whose output leaves the range of an automatic grid ends the run
         if self.grid is not None and not (self.grid == AUTO and y.device.type == "cpu"):
             check_forward_range(self, (x_out, y))
         fixed = fixed_of(x_out)
-        continues = _alike(y, x) and (fixed is None or fixed_of(y) is not None)
+        # a step without a grid returns no words, though its input may have some
+        fits = self.grid is None or fixed is None or fixed_of(y) is not None
+        continues = fits and _alike(y, x)
         if continues and not self.last:
             _previous[y] = x_out, *_marks_of(x_out, y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
@@ -229,7 +249,10 @@ class SideBits(Invertible):
         b = 2.0**-self.bits
         fixed = fixed_of(x) if self.grid is not None and keeps_words() else None
         if not before:
-            return value.to(x.dtype) if fixed is None else put_on_grid_of(fixed, value)
+            if fixed is not None:
+                return put_on_grid_of(fixed, value)
+            # a block may return its input, but the run tells x[k] and x[k+1] apart
+            return value.clone() if value is x else value.to(x.dtype)
         if fixed is None or known is None:
             return ((1 + b) * value - 2 * b * x + b * before[0]).to(x.dtype)
         return second_difference(before[0], x, value, known, self.bits)
@@ -270,26 +293,32 @@ class SideBits(Invertible):
 
     def _evaluate(self, x: Tensor, *, _args: tuple[Any, ...] = (), **kwargs: Any) -> State:
         """The tensors that the block returns."""
-        leaves, structure = tree_flatten(self._plain(x, *_args, **kwargs))
-        if not leaves or not isinstance(leaves[0], Tensor):
-            raise TypeError(
-                f"{name_of(self)} got no tensor first from {type(self.block).__name__}: expected a "
-                "block that returns a tensor, or a tuple that begins with one; choose such blocks "
-                "with make_reversible(blocks=...)"
+        kind = type(self.block).__name__
+        if _running.evaluated is self:
+            raise RuntimeError(
+                f"{kind} calls all its children, and so the step {NAME!r} that make_reversible "
+                "added: expected a block that calls its layers by name; choose other blocks with "
+                "make_reversible(blocks=...)"
             )
+        outer, _running.evaluated = _running.evaluated, self
+        try:
+            leaves, structure = tree_flatten(self.plain(x, *_args, **kwargs))
+        finally:
+            _running.evaluated = outer
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = leaves[len(tensors) :]
-        if any(isinstance(leaf, Tensor) for leaf in others):
+        if not tensors or any(isinstance(leaf, Tensor) for leaf in others):
+            found = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
             raise TypeError(
-                f"{name_of(self)} got {structure} from {type(self.block).__name__}: expected its "
-                "tensors before whatever else it returns"
+                f"{name_of(self)} got {found} from {kind}: expected a tensor, or a tuple with its "
+                "tensors first; choose other blocks with make_reversible(blocks=...)"
             )
         if _running.returned is not None:  # not in a replay
             _running.returned[:] = others, structure
         return tuple(tensors)
 
     @property
-    def _plain(self) -> Callable[..., Any]:
+    def plain(self) -> Callable[..., Any]:
         """The block's own ``forward``."""
         block = self.subject
         return self.patched or MethodType(type(block).forward, block)  # type: ignore[return-value]
@@ -299,7 +328,17 @@ class SideBits(Invertible):
 
 
 def _alike(y: Tensor, x: Tensor) -> bool:
-    return _sizes(y) == _sizes(x) and y.device == x.device
+    """Whether ``y`` can follow ``x`` in a run: shape and device are equal, and no cast loses."""
+    same = _sizes(y) == _sizes(x) and y.device == x.device
+    return same and (y.dtype == x.dtype or _holds(x.dtype, y.dtype))
+
+
+def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """Whether a floating-point type has all values of another type."""
+    if not narrow.is_floating_point:
+        return False
+    a, b = torch.finfo(wide), torch.finfo(narrow)
+    return a.max >= b.max and a.eps <= b.eps
 
 
 def _sizes(t: Tensor) -> Any:
@@ -335,7 +374,8 @@ def make_reversible(
     Raises:
         ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
             blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
-            block's ``forward`` was replaced since.
+            block's ``forward`` was replaced since, or is no ordinary method; a block has an
+            attribute ``reversible``. The model is then as before.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -357,40 +397,67 @@ def make_reversible(
             "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
             "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
         )
-    for block in list(model.modules()) if blocks is None else itertools.chain(*runs):
-        _make_plain(block)
+    chosen_blocks = dict.fromkeys(itertools.chain(*runs))
+    among = model.modules() if blocks is None else chosen_blocks
+    earlier = {block: step for block in among if (step := _step_of(block)) is not None}
+    # all checks first, so that an error changes nothing
+    for block, step in earlier.items():
+        _check_forward(block, step)
     if bits is not None:
-        _check_graphs(model, {block for run in runs for block in run})
-        scripted = [m for run in runs for m in run if isinstance(m, torch.jit.ScriptModule)]
-        if scripted:
-            raise ValueError(
-                f"{scripted[0].original_name} is compiled by torch.jit.script: expected blocks "
-                "in Python; torch.compile and torch.export take a reversible network"
-            )
+        _check_graphs(model, {*chosen_blocks})
+        for block in chosen_blocks:
+            _check_block(block)
+    for block, step in earlier.items():
+        _make_plain(block, step)
+    if bits is not None:
         # a block may be in two lists: then it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
-        for block in dict.fromkeys(itertools.chain(*runs)):
+        for block in chosen_blocks:
             step = SideBits(block, bits, last=block not in inner)
             block.add_module(NAME, step.train(block.training))
-            block.forward = step.run
+            block.forward = Forward(step)
             if isinstance(block, Step):
                 block.delegates = True
     label_steps(model)
     return model
 
 
-def _make_plain(block: nn.Module) -> None:
-    if isinstance(step := _step_of(block), SideBits):
-        if vars(block).get("forward") != step.run:
-            raise ValueError(
-                f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
-                "make_reversible; undo that before you call make_reversible again"
-            )
-        del block._modules[NAME], block.forward
-        if step.patched is not None:
-            block.forward = step.patched  # type: ignore[assignment]
-        if isinstance(block, Step):
-            del block.delegates
+def _check_forward(block: nn.Module, step: SideBits) -> None:
+    """Raise a ValueError if the ``forward`` of a reversible block was replaced."""
+    forward = vars(block).get("forward")
+    if not isinstance(forward, Forward) or forward.step is not step:
+        raise ValueError(
+            f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
+            "make_reversible; undo that before you call make_reversible again"
+        )
+
+
+def _check_block(block: nn.Module) -> None:
+    """Raise a ValueError if a module cannot become a reversible block."""
+    if isinstance(block, torch.jit.ScriptModule):
+        raise ValueError(
+            f"{block.original_name} is compiled by torch.jit.script: expected blocks "
+            "in Python; torch.compile and torch.export take a reversible network"
+        )
+    kind = type(block)
+    if hasattr(block, NAME) and _step_of(block) is None:
+        raise ValueError(
+            f"{kind.__name__} has an attribute {NAME!r}, under which make_reversible adds its "
+            "step: rename it, or choose other blocks with make_reversible(blocks=...)"
+        )
+    if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
+        raise ValueError(
+            f"{kind.__name__}.forward is no ordinary method: make it one, def forward(self, x), or "
+            "choose other blocks with make_reversible(blocks=...)"
+        )
+
+
+def _make_plain(block: nn.Module, step: SideBits) -> None:
+    del block._modules[NAME], block.forward
+    if step.patched is not None:
+        block.forward = step.patched  # type: ignore[assignment]
+    if isinstance(block, Step):
+        del block.delegates
 
 
 def _check_graphs(model: nn.Module, blocks: set[nn.Module]) -> None:
@@ -490,8 +557,8 @@ class BlockRow(NamedTuple):
         path: in the model.
         bits: kept per value if the block joins a run.
         role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
-            follows; ``"ends"`` one, as its output has another shape or leaves the range of the
-            grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
+            follows; ``"ends"`` one, as its output has another shape or type, or leaves the range of
+            the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
         grid: fractional bits of the integers in the last call; None in floating point, before, or
             if the values that entered the run were not finite.
     """
@@ -529,8 +596,9 @@ def one_number_converts(model: nn.Module) -> bool:
     return not bits or (len({*bits.values()}) == 1 and bits.keys() == {*itertools.chain(*runs)})
 
 
-def _step_of(block: nn.Module) -> nn.Module | None:
-    return dict(block.named_children()).get(NAME)
+def _step_of(block: nn.Module) -> SideBits | None:
+    step = getattr(block, NAME, None)
+    return step if isinstance(step, SideBits) else None
 
 
 def _row(path: str, step: SideBits) -> BlockRow:

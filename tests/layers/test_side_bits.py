@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import inspect
 import math
 import pickle
 import sys
@@ -433,9 +434,9 @@ def test_runs_do_not_leave_a_checkpoint(options, length):
 
     found = gradients(checkpointed)
     expected = gradients(lambda part, y: part(y.clone()))
-    assert all(
-        (a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(found, expected, strict=True)
-    )
+    # of the largest gradient: those of biases before BatchNorm are rounding errors
+    limit = 1e-5 * max(float(b.detach().abs().max()) for b in expected)
+    assert all((a - b).abs().max() <= limit for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("how", ["second", "frozen"])
@@ -644,3 +645,170 @@ def test_a_block_is_searched_once():
         net(pictures()).sum().backward()
         found.append(reached(step.subject)[0])
     assert found[0] is found[1] is found[2]
+
+
+class Mixing(nn.Module):
+    """A block without rounding at a kink; ``change`` acts on what it returns."""
+
+    def __init__(self, change=None):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.change = change
+
+    def forward(self, x, scale: float = 0.5):
+        y = x + scale * self.linear(x).tanh()
+        return y if self.change is None else self.change(y)
+
+
+def mixing(*changes):
+    torch.manual_seed(0)
+    return nn.Sequential(*map(Mixing, changes))
+
+
+def vectors():
+    return torch.randn(4, 6, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        ["exact", "exact", "store", "store", "exact"],
+        ["store", "exact", "store", "recompute", "exact"],
+        ["exact", "recompute", "recompute", "store", "store"],
+    ],
+)
+def test_modes_that_change_inside_a_run_compute_the_same_function(plan):
+    net = make_reversible(mixing(*[None] * 5), 2)
+    set_memory(net, "store")
+    expected = effects(net, vectors())
+    set_memory(net, {str(i): mode for i, mode in enumerate(plan)})
+    found = effects(net, vectors())
+    assert [row.role for row in reversible_blocks(net)] == ["starts"] + ["joins"] * 4
+    assert all((a - b).abs().max() < 1e-5 for a, b in zip(found, expected, strict=True))
+
+
+CHANGES = {
+    "complex": lambda y: torch.complex(y, 2 * y),
+    "int": lambda y: (100 * y).long(),
+    "bool": lambda y: y > 0,
+    "float64": lambda y: y.double() * math.pi,
+}
+
+
+@pytest.mark.parametrize("mode", ["exact", "store", "recompute"])
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_an_output_of_a_type_that_the_stream_cannot_hold_ends_the_run(change, mode):
+    net = make_reversible(mixing(None, change))
+    first, last = net
+    set_memory(net, mode)
+    x = vectors()
+    y = first(x)
+    value = last(y)
+    expected = Mixing.forward(last, y)
+    assert torch.equal(value, expected)
+    assert value.dtype == expected.dtype
+    assert reversible_blocks(net)[1].role == "ends"
+
+
+class Passing(nn.Linear):
+    def forward(self, x):
+        return x
+
+
+def test_a_block_that_returns_its_input_stays_in_the_run():
+    found = []
+    for mode in ("exact", "store", "recompute"):
+        net = make_reversible(nn.Sequential(Passing(6, 6), Passing(6, 6), *mixing(None, None)), 2)
+        set_memory(net, mode, grid="auto")
+        x = vectors().requires_grad_()
+        y = net(x)
+        y.square().sum().backward()
+        found.append([y, x.grad, net[3].linear.weight.grad])
+        assert [row.role for row in reversible_blocks(net)] == ["starts", "joins"] * 2
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
+    set_memory(net, "store")
+    x = vectors()
+    alive = weakref.ref(x)
+    net[0](x)
+    del x
+    assert alive() is None
+
+
+def test_forward_keeps_its_signature():
+    net = mixing(None, None)
+    plain = inspect.signature(net[0].forward)
+    assert "scale: float" in str(plain)
+    make_reversible(net)
+    for copied in (net, copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert inspect.signature(copied[0].forward) == plain
+        assert make_reversible(copied, None) is copied
+        assert "forward" not in vars(copied[0])
+
+
+class Taken(Mixing):
+    def __init__(self):
+        super().__init__()
+        self.reversible = nn.Identity()
+
+
+class Static(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(6))
+
+    @staticmethod
+    def forward(x):
+        return x
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Taken, "Taken has an attribute 'reversible'.* rename it"), (Static, "no ordinary method")],
+)
+def test_blocks_that_cannot_be_converted_change_nothing(kind, message):
+    net = nn.Sequential(mixing(None, None), nn.Sequential(kind(), kind()))
+    before = list(net.modules())
+    with pytest.raises(ValueError, match=message):
+        make_reversible(net)
+    assert list(net.modules()) == before
+    assert not any("forward" in vars(m) for m in net.modules())
+    # and where the network is reversible already
+    make_reversible(net[0], 2)
+    with pytest.raises(ValueError, match=message):
+        make_reversible(net)
+    assert [row.bits for row in reversible_blocks(net)] == [2, 2]
+
+
+def test_a_forward_that_was_replaced_changes_nothing():
+    net = make_reversible(mixing(None, None, None), 2)
+    net[1].forward = lambda x: x
+    for bits in (4, None):
+        with pytest.raises(
+            ValueError, match=r"1\.reversible SideBits: Mixing\.forward was replaced"
+        ):
+            make_reversible(net, bits)
+    assert [row.bits for row in reversible_blocks(net)] == [2, 2, 2]
+
+
+def test_a_block_that_calls_all_its_children_is_named():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 6)
+
+        def forward(self, x):
+            for layer in self.children():
+                x = layer(x)
+            return x
+
+    net = make_reversible(nn.Sequential(Chain(), Chain()))
+    with pytest.raises(RuntimeError, match=r"Chain calls all its children.* by name; choose"):
+        net(vectors())
+
+
+def test_results_without_tensors_first_are_named_by_their_types():
+    for change, types in ((lambda y: {"a": 1, "y": y}, "int, Tensor"), (lambda y: [], "nothing")):
+        net = make_reversible(mixing(None, change))
+        with pytest.raises(TypeError, match=rf"1\.reversible SideBits got {types} from Mixing"):
+            net(vectors())
