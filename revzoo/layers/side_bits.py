@@ -25,8 +25,9 @@ NOTE [ Blocks in place ]
     code has changed it or the previous input in place. Any other input starts a new run. So does an
     input from another checkpoint, whose replay does not run the previous block. A block whose
     output has another shape than its input, or a type with values that the input's type lacks, ends
-    the run, and is recomputed from its input. So is a block whose output leaves the range of the run's grid, as in language models, whose values grow
-    to thousands: the next block starts a run on a coarser grid.
+    the run, and is recomputed from its input. So is a block whose output leaves the range of the
+    run's grid, as in language models, whose values grow to thousands: the next block starts a run
+    on a coarser grid.
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
 """
