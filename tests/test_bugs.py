@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import gc
 import math
+import operator
 import threading
 import types
 import weakref
@@ -1104,6 +1105,70 @@ def test_running_statistics_that_influence_the_output_in_training(mode, how):
     if how == "function":
         branch = Functional
     assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
+
+
+def in_eval(norm, x):
+    norm.eval()
+    y = norm(x)
+    norm.train()
+    return y
+
+
+def by_flag(norm, x):
+    norm.training = False
+    y = norm(x)
+    norm.training = True
+    return y
+
+
+def of_a_copy(norm, x):
+    return copy.deepcopy(norm).eval()(x)
+
+
+def by_any_name(norm, x):
+    return x * getattr(norm, "running_" + "var").clone()
+
+
+def by_getter(norm, x):
+    return x * operator.attrgetter("running_" + "var")(norm).clone()
+
+
+def from_attributes(norm, x):
+    return x * vars(norm)["_buf" + "fers"]["running_var"].clone()
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize(
+    "read", [in_eval, by_flag, of_a_copy, by_any_name, by_getter, from_attributes]
+)
+def test_running_statistics_that_no_code_reads_by_name(mode, read):
+    """A replay used what they had become; the guard raised, or saw nothing in a short chain."""
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return (self.norm(x) * read(self.norm, 2 * x)).tanh()
+
+    assert compared(lambda: [AdditiveCoupling(Twice()) for _ in range(3)], mode) < 1e-12
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
+def test_statistics_that_the_first_pass_creates(mode, kind):
+    """They were updated again by the replay, and InstanceNorm found its size before it was set."""
+
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = kind(affine=True, track_running_stats=True).double()
+
+        def forward(self, x):
+            return self.norm(x[..., None].expand(*x.shape, 2).cos()).mean(-1)
+
+    assert compared(lambda: [AdditiveCoupling(Normed()) for _ in range(3)], mode) < 1e-12
 
 
 class Recurrent(nn.Module):

@@ -431,7 +431,8 @@ class StepTensors:
             Held.of(None, None, name, t) for name, v in context.items() for t in tensors_of(v)
         ]
         self._altered: list[Held] = []  # parameters that the forward pass changed
-        self._lazy: list[tuple[dict[str, Any], str]] = []  # that the forward pass may create
+        # that the forward pass may create: the module, its table, the name
+        self._lazy: list[tuple[nn.Module, dict[str, Any], str]] = []
         self._statistics: list[Statistics] = []
         self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
@@ -492,7 +493,7 @@ class StepTensors:
             if p is None:
                 continue
             if type(p) in _LAZY:
-                self._lazy.append((m._parameters, name))
+                self._lazy.append((m, m._parameters, name))
             else:
                 self._held.append(Held.of(m._parameters, name, name, p))
         if m._buffers:
@@ -510,7 +511,7 @@ class StepTensors:
             if b is None:
                 continue
             if type(b) in _LAZY:
-                self._lazy.append((m._buffers, name))
+                self._lazy.append((m, m._buffers, name))
             elif unread:
                 self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:  # NOTE [ Copies of buffers ]
@@ -564,10 +565,10 @@ class StepTensors:
         # a forward pass may replace the storage of a parameter (weight.data = ...)
         return found, set() if self._changes_unseen else set(map(id, self._tensors))
 
-    def finish(self) -> bool:
+    def finish(self) -> list[nn.Module]:
         """After the forward pass: note what it changed, drop copies of what it did not.
 
-        Returns whether it created lazy parameters.
+        Returns the modules whose lazy parameters it created.
         """
         self._carried_after = [(owner, k, owner[k].detach().clone()) for owner, k in self._carried]
         owned = self._owned
@@ -581,12 +582,16 @@ class StepTensors:
                 self._altered.append(held)
             elif self._changes_unseen and not is_sharded(held.tensor):
                 self._altered.append(held)
-        for owner, name in self._lazy:
-            if type(t := owner[name]) not in _LAZY:
+        created = [entry for entry in self._lazy if type(entry[1][entry[2]]) not in _LAZY]
+        for m, owner, name in created:
+            t = owner[name]
+            if owner is m._buffers and has_unread_statistics(m, self.reads_statistics):
+                self._statistics.append(Statistics(owner, name, t.dtype, t.device))
+            else:
                 self._held.append(Held.of(owner, name, name, t))
         if self._snapshots:
             self._drop_snapshots()
-        return bool(self._lazy)
+        return [m for m, *_ in created]
 
     def _drop_snapshots(self) -> None:
         """Keep the snapshots of tensors that the forward pass changed; check the others later."""

@@ -29,27 +29,34 @@ from revzoo.core.places import (
     getter,
     readers,
 )
-from revzoo.core.search import ABOUT_CLASS, CACHE_KEY, MOST_ITEMS, PLAIN_TYPES, Search, modules_in
+from revzoo.core.search import (
+    ABOUT_CLASS,
+    CACHE_KEY,
+    LOADS_ANY,
+    MOST_ITEMS,
+    PLAIN_TYPES,
+    Search,
+    modules_in,
+)
 from revzoo.core.threads import locks_of
 
 # attributes that a replay must not restore
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
+# Names that switch layers between training and eval mode.
+_SWITCHES = frozenset(("train", "eval", "setattr"))
+# Names that read running statistics: by name, by any name, or by a layer in eval mode or its copy.
 _READS_STATISTICS = frozenset(
     (
-        "running_mean",
-        "running_var",
-        "num_batches_tracked",
-        "buffers",
-        "named_buffers",
-        "_buffers",
-        "state_dict",
-        "get_buffer",
+        *("running_mean", "running_var", "num_batches_tracked"),
+        *("buffers", "named_buffers", "_buffers", "state_dict", "get_buffer"),
+        *("attrgetter", "deepcopy", *LOADS_ANY, *_SWITCHES),
     )
 )
 # Names that change tensors without a new version: two bypass autograd; the others are functions of
-# torch that change buffers.
+# torch that change buffers, or let a layer change them.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
-_UPDATE_UNSEEN = _CHANGE_UNSEEN | {"batch_norm", "instance_norm", "native_batch_norm"}
+_NORMALIZE = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+_UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE | _SWITCHES
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
     "_modules",
@@ -170,9 +177,10 @@ class Reach:
         self._plain: list[Plain] = []
         spaces = {id(m.__dict__) for m in self._members} | set(map(id, self.namespaces))
         self._places = readers(p for p in search.plain if id(p[0]) not in spaces)
-        self.reads_statistics = not _READS_STATISTICS.isdisjoint(search.names)
-        self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(search.names | search.loaded)
-        self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(search.names | search.loaded)
+        names = search.names | search.loaded
+        self.reads_statistics = not _READS_STATISTICS.isdisjoint(names)
+        self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(names)
+        self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(names)
         # its code is generated and calls kernels that update buffers; the search does not read it
         self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
         self.names = search.names

@@ -177,6 +177,7 @@ class Conditions:
                 created = self._tensors.finish()
                 if created and (step := reach.step()) is not None:
                     self._reaches[0] = reached(step)[0]  # torch has removed the hook that made them
+                    self._values.renew(created)
         finally:
             self._random.release()
             threads.release(self._locks)
@@ -219,6 +220,14 @@ class _PlainValues:
             yield attributes
         for m, _ in self._training:
             yield m.__dict__
+
+    def renew(self, modules: list[nn.Module]) -> None:
+        """Take the present values of lazy modules, whose first pass sets sizes."""
+        changed = {id(m.__dict__) for m in modules}
+        self._namespaces = [
+            (space, Plain.of(space) if id(space) in changed else plain)
+            for space, plain in self._namespaces
+        ]
 
     def restore(self, undo: Undo, reaches: list[Reach]) -> list[tuple[dict[Any, Any], Plain]]:
         """Put the values of the forward pass in place.

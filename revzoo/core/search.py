@@ -87,8 +87,8 @@ _ENTRY_POINTS = frozenset(
     "recover",
 }
 _STEP_RUNNERS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
-_LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
-_LOADS_ANY_MEMBER = _LOADS_ANY | {
+LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
+_LOADS_ANY_MEMBER = LOADS_ANY | {
     "children",
     "modules",
     "named_children",
@@ -371,7 +371,7 @@ class Search:
         place: Place | None = None,
         all_names: bool = False,
         watch_size: bool = True,
-        wildcards: frozenset[str] = _LOADS_ANY,
+        wildcards: frozenset[str] = LOADS_ANY,
     ) -> None:
         """Add a namespace to those that :meth:`run` follows; its place is itself by default."""
         if self.step is not None and attributes is self.step.__dict__:
@@ -418,7 +418,7 @@ class Search:
             self._object(f.__dict__, {})
         loaded, attributes = _loads(f.__code__)
         # globals are looked up in the function's module only, attributes in every object
-        self.names |= attributes | (loaded & _LOADS_ANY)
+        self.names |= attributes | (loaded & LOADS_ANY)
         self.loaded |= loaded
         for name in loaded:
             # not with _is_new: many functions share the globals, but load other names of them
@@ -548,6 +548,9 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         # LOAD_METHOD until Python 3.11, LOAD_SUPER_ATTR from 3.12 on
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
             attributes.add(instruction.argval)
+        # module.training = False does what module.train(False) does
+        elif instruction.opname == "STORE_ATTR" and instruction.argval == "training":
+            attributes.add("train")
     # lambdas, comprehensions and inner functions are constants of the code around them
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
