@@ -121,6 +121,12 @@ def is_faked(inputs: Iterable[Tensor]) -> bool:
     return any(type(t) is not Tensor and isinstance(t, module.FakeTensor) for t in inputs)
 
 
+def is_captured() -> bool:
+    """Whether a CUDA graph is being captured: then the host reads no value and no random state."""
+    initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
+
+
 def runs_eagerly() -> bool:
     """Whether code runs as written: not in torch.func transforms and captured graphs."""
     return (

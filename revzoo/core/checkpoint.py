@@ -70,11 +70,11 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
-from revzoo.core.ambient import runs_eagerly
+from revzoo.core.ambient import is_captured, runs_eagerly
 from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
 from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
 from revzoo.core.guard import COMPARED, Guard, note_peaks
-from revzoo.core.invertible import State, Step, plain_call, streams_of
+from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
 from revzoo.core.replay import is_replaying, parameters_of
 from revzoo.core.slots import (
@@ -91,7 +91,12 @@ from revzoo.core.tensors import tensors_of, version_of
 
 
 def record(
-    step: Step, state: State, context: Mapping[str, Any], *, inverts: bool, drift_limit: float
+    step: Step,
+    state: State,
+    context: Mapping[str, Any],
+    *,
+    inverts: bool,
+    drift_limit: float | None,
 ) -> Any:
     """Call ``step`` under hooks that save slots instead of its activations.
 
@@ -100,15 +105,21 @@ def record(
         state: its input.
         context: its keyword arguments.
         inverts: whether the tape recovers the input from the output; if not, it keeps the input.
-        drift_limit: largest relative error that the guard accepts in a replay.
+        drift_limit: largest relative error that the guard accepts in a replay; None: no guard.
     """
+    if drift_limit is not None and is_captured():
+        raise RuntimeError(
+            f"{name_of(step)} runs while a CUDA graph is captured, but the guard reads its figures "
+            "on the host after each backward pass: switch it off with "
+            "revzoo.set_drift_limit(model, None), or use memory='store'"
+        )
     # rule 7; otherwise the step joins the chain that ends with its input
     if not inverts:
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     # rule 10: in floating point a reconstructed step runs to the end, for the guard
-    stops = not tape.entries and (not inverts or drift_limit == 0)
+    stops = not tape.entries and (not inverts or not drift_limit)
     entry = Entry(step, state, context, drift_limit, stops=stops)
     tape.close()  # steps inside this one must not join this chain
     # the index that append() below gives the entry
@@ -267,8 +278,10 @@ class Tape:
 
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
-        self._guard.begin(state if self._position else ())  # a kept input (rule 7) has no error
-        note_peaks(peaks_of(state))
+        if any(entry.limit is not None for entry in self.entries[index : max(position, index + 1)]):
+            # a kept input (rule 7) has no error
+            self._guard.begin(state if self._position else ())
+            note_peaks(peaks_of(state))
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted
             for i in range(position - 1, index, -1):

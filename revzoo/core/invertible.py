@@ -119,8 +119,9 @@ class Step(nn.Module):
     """Fractional bits of the fixed-point streams; ``"auto"`` derives them from the input; None for
     floating-point streams."""
 
-    drift_limit: float = 1e-3
-    """Largest relative error of a reconstruction; see :mod:`revzoo.core.guard`."""
+    drift_limit: float | None = 1e-3
+    """Largest relative error of a reconstruction; None compares nothing. See
+    :mod:`revzoo.core.guard`."""
 
     drift: float | None = None
     """Relative error of the last reconstruction."""

@@ -79,8 +79,8 @@ class Mode:
     def check(self, module: nn.Module, steps: Sequence[Step]) -> None:
         """Raise a ValueError if the mode fits none of the ``steps`` of ``module``."""
 
-    def drift_limit(self, step: Step) -> float:
-        """Largest relative error that a replay of ``step`` may have."""
+    def drift_limit(self, step: Step) -> float | None:
+        """Largest relative error that a replay of ``step`` may have; None if none is measured."""
         return step.drift_limit
 
 
@@ -125,8 +125,8 @@ class _Exact(_Invert):
     costs = "as invert, and sums of integers"
     grid = AUTO
 
-    def drift_limit(self, step: Step) -> float:
-        return 0.0
+    def drift_limit(self, step: Step) -> float | None:
+        return None if step.drift_limit is None else 0.0
 
 
 MODES: Mapping[str, Mode] = {

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import MethodType
@@ -135,7 +134,7 @@ def _run(
     elif options.debug:
         step.contexts = _Operators(), _Operators()
     if not options.compares:
-        step.drift_limit = math.inf
+        step.drift_limit = None
     # a fresh step for each call: it holds this call's arguments
     run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
     # the object that fn returned, not the tape's tuple; dropped, since it holds the graph

@@ -74,6 +74,7 @@ class Entry:
         "saved",
         "small",
         "step",
+        "stops",
         "strides",
         "witness",
     )
@@ -83,7 +84,7 @@ class Entry:
         step: Step,
         inputs: State,
         context: Mapping[str, Any],
-        drift_limit: float,
+        drift_limit: float | None,
         *,
         stops: bool = False,
     ) -> None:
@@ -93,7 +94,7 @@ class Entry:
             step: the step.
             inputs: its streams.
             context: its keyword arguments.
-            drift_limit: largest relative error of what a replay recomputes.
+            drift_limit: largest relative error of what a replay recomputes; None: not compared.
             stops: whether a replay may stop after the last tensor that it records.
         """
         self.step = step
@@ -115,7 +116,8 @@ class Entry:
         self._aside: SavedState | None = None
         # code that reads running statistics needs the batch norm to compute them in the replay, too
         self.notes: Notes | None = None if self.conditions.reads_statistics else {}
-        self.witness = _Witness(self.strides) if stops and step.early_stop else None
+        self.stops = stops and step.early_stop
+        self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
         """Keep the step's :func:`put_aside` tensors; inside another step, as its activations."""
@@ -130,6 +132,8 @@ class Entry:
     def observe(self, taken: Streams, returned: Streams, *, inverts: bool) -> None:
         """Sample the streams that a replay will recompute, for the guard."""
         self.inverts = inverts
+        if self.limit is None:
+            return
         if self.witness is not None:
             # rule 10; recomputed from exact inputs, so no channel can be lost in rounding
             self.samples = sample(self.witness.take(), taken, channels=False)
@@ -143,6 +147,7 @@ class Entry:
     def report(self, guard: Guard, computed: Sampled) -> None:
         """Pass the streams of a replay to the guard."""
         if self.samples and computed:
+            assert self.limit is not None
             half = torch.float16 in (*self.dtypes, *self.conditions.autocast_dtypes)
             guard.compare(
                 self.step,
@@ -252,7 +257,7 @@ class Entry:
             The streams that :meth:`observe` sampled; and the recorder.
         """
         # an early stop leaves no outputs: then the guard compares the witness (rule 10)
-        replayed = SlotRecorder(self, stops=self.witness is not None)
+        replayed = SlotRecorder(self, stops=self.stops)
         outputs: State = ()
         with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
             outputs = replayed(self._forward, as_floats(inputs), self.needs, self.context)
@@ -277,7 +282,7 @@ class Entry:
         """
         step = self.step
         assert isinstance(step, Invertible)
-        replayed = SlotRecorder(self, stops=self.witness is not None)
+        replayed = SlotRecorder(self, stops=self.stops)
         versions = versions_of(outputs)
         inputs: Streams | None = None
         with self._forward_conditions(), contextlib.suppress(_AllRecordedError):

@@ -61,6 +61,7 @@ from revzoo.core.ambient import (
     HOST,
     RandomStates,
     Surroundings,
+    is_captured,
     is_faked,
     random_states,
     set_random_states,
@@ -141,10 +142,21 @@ class Conditions:
             and all(type(t) in (Tensor, nn.Parameter) for t in inputs)
         )
         sources: tuple[Any, ...] = ()
-        if not draws_nothing and not is_faked(inputs):
+        if not draws_nothing and not is_faked(inputs) and not self._is_captured(reach):
             generators = (g for each in self._reaches for g in each.generators)
             sources = (CPU, *accelerators, *generators)
         self._random = RandomStates(sources)  # rule 1
+
+    def _is_captured(self, reach: Reach) -> bool:
+        """Whether a CUDA graph is captured; raises a RuntimeError if the step draws."""
+        captured = is_captured()
+        if captured and reach.draws:
+            raise RuntimeError(
+                "a step that draws random numbers, or has not run yet, runs while a CUDA graph is "
+                "captured, in which a replay cannot draw them again: run a few steps before the "
+                "capture, remove dropout, or use memory='store' for this step"
+            )
+        return captured
 
     @property
     def reads_statistics(self) -> bool:

@@ -511,29 +511,33 @@ def merged(state: State, last: Step, merge: Merge) -> State:
 
 def _like(neighbour: Step, edge: Step) -> Step:
     """Let a split or merge join the chain of the step beside it, if that step is inverted."""
-    edge.memory = _mode_beside(neighbour)
-    edge.grid = neighbour.grid
+    edge.memory, edge.grid, edge.drift_limit = _options_beside(neighbour)
     return edge
 
 
-def _mode_beside(neighbour: Step) -> str:
-    return neighbour.memory if mode_of(neighbour.memory).inverts else "store"
+_Options = tuple[str, Grid | None, float | None]  # memory, grid, drift limit
+
+
+def _options_beside(neighbour: Step) -> _Options:
+    memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
+    return memory, neighbour.grid, neighbour.drift_limit
 
 
 def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], neighbour: Step) -> Step:
     """A split or merge that joins the chain of the step beside it."""
     if torch.compiler.is_compiling():  # which does not trace caches
         return _like(neighbour, kind(dim, parts))
-    return _edge_in(kind, dim, parts, _mode_beside(neighbour), neighbour.grid)
+    return _edge_in(kind, dim, parts, _options_beside(neighbour))
 
 
 @functools.lru_cache(maxsize=256)
 def _edge_in(
-    kind: Callable[..., Step], dim: int, parts: tuple[int, int], memory: str, grid: Grid | None
+    kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options
 ) -> Step:
     # the same object in each call: what a new one reaches would be searched again
     edge = kind(dim, parts)
-    edge.memory, edge.grid, edge.guarded = memory, grid, False
+    edge.memory, edge.grid, edge.drift_limit = options
+    edge.guarded = False
     return edge
 
 

@@ -148,7 +148,7 @@ def _replica(step: Step, device: torch.device) -> Step:
 
     replica = copied(step, real)
     for m in replica.modules():
-        if isinstance(m, Step):
+        if isinstance(m, Step) and m.drift_limit is not None:
             m.drift_limit = math.inf  # random weights may have no accurate inverse
     return replica
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.core import guard
+from revzoo.core import ambient, checkpoint, guard, replay
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -74,3 +74,104 @@ def test_no_value_is_read_before_the_last_gradient(name, mode, checks):
     assert len(checks) == (0 if mode == "store" else 2)
     for check in checks:
         check()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("name", MODELS)
+def test_without_the_guard_no_value_is_read_at_all(name, mode):
+    torch.manual_seed(0)
+    model = revzoo.create_model(name, **MODELS[name])
+    revzoo.set_memory(model, mode)
+    images = torch.randn(4, model.in_chans, 8, 8)
+
+    def gradients():
+        model.zero_grad()
+        torch.manual_seed(1)
+        model(images).logsumexp(1).mean().backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    expected = gradients()
+    with pytest.raises(HostReadError), _Watch():
+        gradients()
+    revzoo.set_drift_limit(model, None)
+    with _Watch():
+        found = gradients()
+    assert all(map(torch.equal, found, expected))
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    """As if a CUDA graph were captured."""
+    for module in (ambient, checkpoint, replay):
+        monkeypatch.setattr(module, "is_captured", lambda: True)
+
+
+def small_net(branch, mode="exact"):
+    steps = [revzoo.AdditiveCoupling(branch()) for _ in range(3)]
+    net = revzoo.ReversibleSequence(steps)
+    revzoo.set_memory(net, mode)
+    return net
+
+
+def step_of(net):
+    net(torch.randn(2, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_guarded_step_is_refused_while_a_graph_is_captured(mode, capturing):
+    net = small_net(lambda: torch.nn.Linear(4, 4), mode)
+    with pytest.raises(RuntimeError, match=r"CUDA graph.*set_drift_limit\(model, None\)"):
+        step_of(net)
+    revzoo.set_drift_limit(net, None)
+    step_of(net)
+
+
+def test_a_step_that_draws_is_refused_while_a_graph_is_captured(monkeypatch, request):
+    class Draws(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x) * torch.rand(4)
+
+    class Drawless(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(x)
+
+    nets = [small_net(lambda kind=kind: kind(4, 4)) for kind in (Draws, Drawless)]
+    for net in nets:
+        revzoo.set_drift_limit(net, None)
+        step_of(net)  # shows what draws
+    request.getfixturevalue("capturing")
+    with pytest.raises(RuntimeError, match=r"draws random numbers.* run a few steps before"):
+        step_of(nets[0])
+    step_of(nets[1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+def test_a_training_step_in_a_cuda_graph(mode):
+    """The graph repeats the gradients of the step that was captured, on other images."""
+    torch.manual_seed(0)
+    model = revzoo.create_model("revnet38", units=(2, 1, 1)).cuda()
+    revzoo.set_memory(model, mode)
+    revzoo.set_drift_limit(model, None)
+    images = torch.randn(4, 3, 8, 8, device="cuda")
+    model.eval()  # the same statistics in each step
+
+    def step():
+        model.zero_grad(set_to_none=False)
+        model(images).logsumexp(1).mean().backward()
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    images.copy_(torch.randn(4, 3, 8, 8))
+    graph.replay()
+    found = [p.grad.clone() for p in model.parameters()]
+    step()
+    for a, p in zip(found, model.parameters(), strict=True):
+        assert (a - p.grad).abs().max() <= 1e-5 * p.grad.abs().max() + 1e-7
