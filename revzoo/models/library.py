@@ -15,9 +15,13 @@ from __future__ import annotations
 
 import copy
 import functools
+import logging
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from http.client import HTTPException
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -29,6 +33,8 @@ from revzoo.core.invertible import NotInvertibleError, State
 from revzoo.core.modes import set_memory
 from revzoo.models.network import FeatureInfo, ImageNetwork, taken_indices
 from revzoo.models.tensors import adapt_channels
+from revzoo.weights.errors import DownloadError, UnknownWeightsError
+from revzoo.weights.files import socket_timeout
 
 # no slashes or dots: timm's create_model would fetch "hf-hub:..." and read "local-dir:..."
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
@@ -63,6 +69,44 @@ def find_library_model(name: str) -> tuple[str, str]:
     if not _NAME.fullmatch(name) or network not in library_models(library):
         raise ValueError(unknown_name(name))
     return library, network
+
+
+def weights_address(name: str) -> str:
+    """The web address of the default weights of ``LIBRARY:NAME``.
+
+    Raises:
+        UnknownWeightsError: the library publishes none.
+        ValueError: as :func:`find_library_model`.
+    """
+    library, network = find_library_model(name)
+    if library == "timm":
+        import timm
+
+        config = timm.get_pretrained_cfg(network)
+        hub = config and config.hf_hub_id  # timm prefers it to the address
+        address = f"{_HUB}{hub}" if hub else config and config.url
+    else:
+        from torchvision import models
+
+        address = models.get_model_weights(network).DEFAULT.url
+    if not address:
+        raise UnknownWeightsError(
+            f"{library} publishes no weights of {network}: give pretrained=False "
+            "(model.pretrained=false), or checkpoint_path for a file of your own"
+        )
+    return str(address)
+
+
+_HUB = "https://huggingface.co/"
+
+
+def _cache_of(address: str) -> Path:
+    """The folder in which the libraries keep what they download."""
+    if address.startswith(_HUB):
+        from huggingface_hub.constants import HF_HUB_CACHE
+
+        return Path(HF_HUB_CACHE)
+    return Path(torch.hub.get_dir()) / "checkpoints"
 
 
 @dataclass(frozen=True)
@@ -317,20 +361,50 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
     """The library's network with its 1,000 classes.
 
     Raises:
+        DownloadError: the weights cannot be downloaded.
         ValueError: the network does not take ``img_size``.
     """
     sizes: dict[str, Any] = {} if img_size is None else {_SIZE[library]: img_size}
     try:
-        if library == "timm":
-            import timm
+        with _downloading(f"{library}:{name}") if pretrained else nullcontext():
+            if library == "timm":
+                import timm
 
-            return timm.create_model(name, pretrained=pretrained, **sizes)
-        from torchvision import models
+                return timm.create_model(name, pretrained=pretrained, **sizes)
+            from torchvision import models
 
-        weights = "DEFAULT" if pretrained else None
-        return models.get_model(name, weights=weights, **sizes)
+            weights = "DEFAULT" if pretrained else None
+            return models.get_model(name, weights=weights, **sizes)
     except TypeError as error:  # an unexpected keyword: convolutional networks take any size
         raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
+
+
+@contextmanager
+def _downloading(name: str) -> Iterator[None]:
+    """Explain why the default weights of ``name`` cannot be downloaded.
+
+    Raises:
+        DownloadError: says from where, and what to do instead.
+    """
+    retries = logging.getLogger("huggingface_hub")
+    level = retries.level
+    retries.setLevel(logging.ERROR)  # else four lines for each of twelve attempts
+    try:
+        with socket_timeout(30):  # torch.hub waits for ever
+            yield
+    except NotImplementedError:  # of the meta device; a RuntimeError, too
+        raise
+    except (OSError, HTTPException, RuntimeError) as error:  # RuntimeError: the file's hash
+        address = weights_address(name)
+        raise DownloadError(
+            f"the pretrained weights of {name} cannot be loaded from {address} "
+            f"({str(error).rstrip('.')}). Check the network; or download their file on another "
+            "machine and give its path as checkpoint_path (+model.checkpoint_path=FILE); or start "
+            "from random weights, pretrained=False (model.pretrained=false). Cache of earlier "
+            f"downloads: {_cache_of(address)}"
+        ) from None  # a socket's traceback would not help
+    finally:
+        retries.setLevel(level)
 
 
 _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' names of the keyword

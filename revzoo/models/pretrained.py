@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from revzoo._libraries import library_hint
-from revzoo.models.library import LibraryNetwork, is_library_name
+from revzoo.models.library import LibraryNetwork, is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
 from revzoo.weights.entry import HUB, WeightsEntry, read_entry
@@ -90,6 +90,8 @@ def find_source(
     elif not is_known and (Path(name) / CONFIG_FILE).is_file():
         entry = read_entry(Path(name) / CONFIG_FILE)
     elif is_library_name(text) or (not pretrained and "." not in text):
+        if pretrained:
+            weights_address(text)  # raises if the library has none
         return Source(text)
     else:
         try:
@@ -130,6 +132,7 @@ def load_weights(
     # a file that the library wrote has its keys without our prefix
     if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
         tensors = {f"net.{key}": t for key, t in tensors.items()}
+    tensors = _counts_of_batches(own, tensors) | tensors
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)
     if not network.num_classes:  # no classifier: drop the file's
@@ -176,6 +179,17 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     if first is not None and first.dim() == 4 and first.numel():
         channels = first.shape[1]
     return classes, channels
+
+
+def _counts_of_batches(
+    own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """BatchNorm's counts for a file from before torch 0.4.1, which has none; torch adds them, too.
+
+    Torchvision's weights of ResNets are such files.
+    """
+    counts = {key: value for key, value in own.items() if key.endswith(".num_batches_tracked")}
+    return {} if counts.keys() & tensors.keys() else counts
 
 
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:

@@ -1,6 +1,7 @@
 """Networks of torchvision and timm as models of the zoo."""
 
 import sys
+from urllib.error import URLError
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from revzoo.models.parts import parts
 from revzoo.training.checkpoint.files import CheckpointError
 from revzoo.training.checkpoint.hyperparameters import check_model_options
 from revzoo.training.classifier import Classifier
-from revzoo.weights.errors import UnknownWeightsError
+from revzoo.weights.errors import DownloadError, StateMismatchError, UnknownWeightsError
 
 NAMES = (
     ("torchvision:resnet18", {}, "net.fc"),
@@ -223,3 +224,54 @@ def test_a_library_without_sources_is_asked_when_it_is_imported(monkeypatch):
     monkeypatch.setattr(_libraries, "source_of", lambda _: "")
     monkeypatch.delitem(sys.modules, "torchvision")
     _libraries.check_library_name("torchvision:resnet18")
+
+
+def offline(*args, **kwargs):
+    raise URLError("Name or service not known")
+
+
+@pytest.mark.parametrize(
+    ("name", "address", "cache"),
+    [
+        (
+            "torchvision:resnet18",
+            "download.pytorch.org/models/resnet18-f37072fd.pth",
+            "checkpoints",
+        ),
+        ("timm:resnet18", "huggingface.co/timm/resnet18.a1_in1k", "hub"),
+    ],
+)
+def test_a_failed_download_names_address_cache_and_remedies(
+    name, address, cache, monkeypatch, tmp_path
+):
+    library = name.partition(":")[0]
+    pytest.importorskip(library)
+    if library == "timm":
+        monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", offline)
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))  # nothing downloaded before
+    monkeypatch.setattr("torch.hub.download_url_to_file", offline)
+    with pytest.raises(DownloadError) as caught:
+        revzoo.create_model(name, pretrained=True)
+    for part in (name, f"https://{address} (", "Name or service", "+model.checkpoint_path=FILE"):
+        assert part in str(caught.value)
+    assert "model.pretrained=false" in str(caught.value)
+    assert str(caught.value).endswith(f"/{cache}")
+
+
+def test_weights_that_the_library_does_not_publish():
+    pytest.importorskip("timm")
+    with pytest.raises(UnknownWeightsError, match="timm publishes no weights of vovnet57a: give"):
+        revzoo.create_model("timm:vovnet57a", pretrained=True)
+
+
+def test_weights_from_before_batch_norm_counted(tmp_path):
+    theirs = torchvision.models.resnet18(num_classes=7).eval()
+    state = {k: t for k, t in theirs.state_dict().items() if "num_batches_tracked" not in k}
+    torch.save(state, tmp_path / "old.pth")
+    model = resnet(num_classes=7, checkpoint_path=tmp_path / "old.pth").eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), theirs(images))
+    del state["bn1.running_mean"]
+    torch.save(state, tmp_path / "broken.pth")
+    with pytest.raises(StateMismatchError, match=r"1 missing: net\.bn1\.running_mean"):
+        resnet(num_classes=7, checkpoint_path=tmp_path / "broken.pth")
