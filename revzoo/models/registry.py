@@ -363,6 +363,12 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     entry = MODELS[name]
     known = (*entry.network_keywords, *entry.variant_keywords)
     for keyword in keywords:
+        if keyword == "reversible_bits" and keyword not in known:
+            raise ValueError(
+                f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
+                "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets and RevViTs are "
+                "reversible without them"
+            )
         if keyword not in known:
             raise ValueError(
                 f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"

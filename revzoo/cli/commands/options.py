@@ -18,9 +18,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from revzoo._checks import check_choice
-
-# most options of a model stand in the base file that it inherits
-BASES = re.compile(r"^defaults: \[(base/\w+)@_here_", re.MULTILINE)
+from revzoo.cli.config.signatures import with_bases
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -60,7 +58,9 @@ def groups(folder: Path) -> list[str]:
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings; bases first.
+    """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings.
+
+    Before them come the files that they inherit: most options of a model stand there.
 
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.
@@ -72,8 +72,8 @@ def texts(folder: Path, name: str) -> list[str]:
     if choice:
         check_choice(group, choice, known[group])
     chosen = [folder / group / f"{stem}.yaml" for stem in ([choice] if choice else known[group])]
-    bases = {base for path in chosen for base in BASES.findall(path.read_text())}
-    paths = [*sorted(folder / group / f"{base}.yaml" for base in bases), *chosen]
+    bases = dict.fromkeys(base for path in chosen for base in with_bases(path)[:-1])
+    paths = [*bases, *chosen]
     return [
         f"== {path.relative_to(folder).with_suffix('')}\n"
         # a directive of Hydra, no comment for readers

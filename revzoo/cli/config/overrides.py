@@ -23,11 +23,17 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo._checks import expected_type, nearest
+from revzoo._checks import expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.cli.config.signatures import with_bases
 
 MOST_VALUES = 10_000  # of one key in a multirun
+# why some options of a group lack a key
+REASONS = {
+    "model.reversible_bits": "it makes plain networks reversible; RevNets, i-RevNets and RevViTs "
+    "are reversible without it",
+}
 # a number in some options of the group, a word in others
 WORD_OR_NUMBER = ("trainer.devices",)
 # The keys of Hydra that users may set, on the command line or in files.
@@ -148,8 +154,9 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         return f", as {section} is null; give '{section}={{{leaf}: {value}}}', in quotes"
     # data.root=DIR for data=digits, while data=cifar10 has a root
     if section and (having := _options_with(leaf, folder / section)):
-        listed = ", ".join(f"{section}={name}" for name in having)
-        return f"; {listed} {'has' if len(having) == 1 else 'have'} it"
+        listed = shortened(f"{section}={name}" for name in having)
+        why = f": {REASONS[key]}" if key in REASONS else ""
+        return f"; {listed} {'has' if len(having) == 1 else 'have'} it{why}"
     # optim.lrr=1: the nearest key of the section; trainer.lr=1: the same word in another section
     if isinstance(node, DictConfig):
         names = list(map(str, node))
@@ -163,9 +170,14 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
 
 
 def _options_with(leaf: str, group: Path) -> list[str]:
-    """The options of a group that have a key; empty if there is no such group."""
+    """The options of a group that have a key, those that inherit it last."""
     pattern = re.compile(rf"^{re.escape(leaf)}:", re.MULTILINE)
-    return [path.stem for path in sorted(group.glob("*.yaml")) if pattern.search(path.read_text())]
+    having: dict[str, bool] = {}  # name -> whether the option inherits the key
+    for path in sorted(group.glob("*.yaml")):
+        *bases, own = [bool(pattern.search(file.read_text())) for file in with_bases(path)]
+        if own or any(bases):
+            having[path.stem] = not own
+    return sorted(having, key=having.__getitem__)
 
 
 def check_value_types(cfg: DictConfig, base: DictConfig) -> None:

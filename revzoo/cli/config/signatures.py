@@ -1,4 +1,4 @@
-"""The options of functions and classes, read from source files.
+"""The options of functions, classes and configuration files, read from the files.
 
 Python's ``inspect`` needs an import: two seconds for torch, six for Lightning. A wrong name should
 not cost that.
@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+# a file of configs/ inherits another one of its folder: defaults: [base/residual@_here_, _self_]
+_BASE = re.compile(r"([\w/]+)@_here_")
 MODEL_SOURCES = Path(__file__).parents[2] / "models"
 
 
@@ -89,6 +92,12 @@ def model_keywords(name: str) -> list[str]:
                     *fields(module, row_class),
                 ]
     return []
+
+
+def with_bases(path: Path) -> list[Path]:
+    """The configuration file ``path``, after all files that it inherits."""
+    bases = [path.parent / f"{name}.yaml" for name in _BASE.findall(path.read_text())]
+    return [*(file for base in bases for file in with_bases(base)), path]
 
 
 def _definition(module: str, name: str) -> tuple[str, ast.stmt | None]:

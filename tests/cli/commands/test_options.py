@@ -38,6 +38,9 @@ def test_every_callback_and_option_is_shown_with_a_comment(
 def test_a_choice_shows_the_options_of_its_base(capsys: pytest.CaptureFixture[str]) -> None:
     text = output_of(capsys, "model=revvit_cifar")
     assert text.index("== model/base/attention\n") < text.index("== model/revvit_cifar\n")
+    text = output_of(capsys, "model=resnet32")  # its base inherits another one
+    headings = [line[3:] for line in text.splitlines() if line.startswith("== ")]
+    assert headings == ["model/base/convolutional", "model/base/residual", "model/resnet32"]
     assert "drop_path_rate: 0.0  # stochastic depth" in text
     assert "@package" not in output_of(capsys, "debug/smoke", "experiment")
 

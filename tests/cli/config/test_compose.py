@@ -105,6 +105,10 @@ def test_hydras_keys_pass() -> None:
     ("override", "message"),
     [
         ("data.root=x", r"no key 'data\.root'; data=cifar10, .*data=imagefolder have it"),
+        (
+            "model.reversible_bits=4",  # revnet38; the ResNets inherit the key from a base file
+            r"model=vit_cifar, model=resnet101.* more have it: .* RevNets.* are reversible without",
+        ),
         ("optim.sgd_lr=1", r"no key 'optim\.sgd_lr'; optim=muon has it"),
         (
             "callbacks.ema.decay=0.9",
