@@ -5,6 +5,7 @@ Importing either library takes seconds, which a wrong name should not cost.
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import re
 import sys
@@ -14,6 +15,9 @@ from pathlib import Path
 from revzoo._checks import did_you_mean
 
 LIBRARIES = ("torchvision", "timm")
+
+
+_SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
 
 
 @functools.cache
@@ -33,6 +37,26 @@ def declared_names(library: str) -> tuple[str, ...]:
     return tuple(sorted(set(pattern.findall(source_of(library)))))
 
 
+def matching_names(pattern: str) -> list[str]:
+    """The networks that match ``LIBRARY:PATTERN``, as ``LIBRARY:NAME``; none for other patterns.
+
+    Raises:
+        ValueError: the library is not installed.
+    """
+    library, colon, own = pattern.partition(":")
+    if library not in LIBRARIES or not colon:
+        return []
+    check_installed(library)
+    names = declared_names(library)
+    return [f"{library}:{name}" for name in names if fnmatch.fnmatchcase(name, own)]
+
+
+def check_installed(library: str) -> None:
+    """Raise a ValueError unless the library is installed."""
+    if find_spec(library) is None:
+        raise ValueError(f"{library}: networks need the package: pip install {library}")
+
+
 def check_library_name(name: str) -> None:
     """Check ``LIBRARY:NAME`` without an import of the library.
 
@@ -43,8 +67,7 @@ def check_library_name(name: str) -> None:
         ValueError: the library is not installed, or has no such network.
     """
     library, _, own = name.partition(":")
-    if find_spec(library) is None:
-        raise ValueError(f"{library}: networks need the package: pip install {library}")
+    check_installed(library)
     text = source_of(library)  # empty if the library comes without sources: let it decide
     # anywhere in the text, not only after `def`: a decorator may give another name
     if text and library not in sys.modules and not re.search(rf"\b{re.escape(own)}\b", text):
@@ -55,14 +78,18 @@ def unknown_name(name: str) -> str:
     """The message for a name that its library does not list."""
     library, _, own = name.partition(":")
     return (
-        f"there is no model {name!r}: expected {library}:NAME with a name of {library}."
-        f"{'models.' * (library == 'torchvision')}list_models()"
+        f"there is no model {name!r}: expected {library}:NAME, {_SEE.format(library)}"
         + did_you_mean(own, declared_names(library), n=3)
     )
 
 
 def library_hint(name: str) -> str:
-    """``"; torchvision's is 'torchvision:resnet18'"`` for a name of a library, else empty."""
+    """``"; torchvision's is 'torchvision:resnet18'"`` for a name of a library, else empty.
+
+    For a library's own name it says how to name a network.
+    """
+    if name in LIBRARIES:
+        return f"; networks of {name} are '{name}:NAME', {_SEE.format(name)}"
     base = name.partition(".")[0]
     having = [library for library in LIBRARIES if base in declared_names(library)]
     listed = ", ".join(f"{library}'s is '{library}:{base}'" for library in having)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, overload
 
 from revzoo._checks import did_you_mean
-from revzoo._libraries import library_hint
+from revzoo._libraries import library_hint, matching_names
 from revzoo.core.modes import set_memory
 from revzoo.layers.side_bits import make_reversible
 from revzoo.models.features import FeatureNet
@@ -137,7 +137,7 @@ def list_models(
 
     Args:
         filter: one pattern with ``*``, ``?``, ``[...]``, or several; a name must match one. Empty
-            for all names.
+            for all names of the zoo; ``"torchvision:*"`` and ``"timm:*"`` for these libraries'.
         pretrained: list weights, ``architecture.tag``, instead.
         exclude_filters: patterns of names to leave out.
         table: the weights to list; None for the package's.
@@ -150,7 +150,8 @@ def list_models(
     def matching(pattern: str) -> set[str]:
         if pretrained:
             return set((SHIPPED if table is None else table).names(pattern))
-        return {name for name in MODELS if fnmatch.fnmatchcase(name, pattern)}
+        own = {name for name in MODELS if fnmatch.fnmatchcase(name, pattern)}
+        return own.union(matching_names(pattern))
 
     included = set[str]().union(*map(matching, _patterns(filter) or ["*"]))
     return sorted(included.difference(*map(matching, _patterns(exclude_filters))))
@@ -351,7 +352,8 @@ def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ..
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         # an exact name of a library is a better hint than a similar name of the zoo
-        hint = library_hint(name) or did_you_mean(name, MODELS, n=3) or "."
+        found = library_hint(name)
+        hint = f"{found}." if found else did_you_mean(name, MODELS, n=3) or "."
         raise ValueError(
             f"there is no model {name!r} among the {len(MODELS)} of list_models(){hint} Register "
             "your own with revzoo.register_model (on the command line: --import MODULE)"

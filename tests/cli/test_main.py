@@ -47,6 +47,25 @@ def test_list_prints_names_that_match(capsys: pytest.CaptureFixture[str]) -> Non
     assert capsys.readouterr().out == "revnet110\n"
 
 
+@pytest.mark.parametrize("library", ["torchvision", "timm"])
+def test_list_prints_networks_of_libraries(
+    library: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip(library)
+    main(["list", f"{library}:resnet1?"])
+    assert f"{library}:resnet18" in capsys.readouterr().out.split()
+    main(["list"])
+    assert library not in capsys.readouterr().out.split()  # it is no model
+    for pattern, message in {
+        library: rf"; networks of {library} are '{library}:NAME', see .*\(revzoo list",
+        f"{library}:vgg*x": f"expected {library}:NAME",
+    }.items():
+        with pytest.raises(SystemExit, match=message):
+            main(["list", pattern])
+    with pytest.raises(SystemExit, match=rf"model\.pretrained=true .* loads {library}'s own"):
+        main(["list", f"{library}:*", "--pretrained"])
+
+
 def test_list_prints_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_entry(tmp_path)
     main(["list", "revnet*", "--pretrained", "--weights", str(tmp_path)])

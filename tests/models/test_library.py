@@ -212,6 +212,23 @@ def test_an_unknown_name_that_a_library_has():
         revzoo.create_model("resnet18", pretrained=True)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_names_of_a_library_are_listed(library, monkeypatch):
+    pytest.importorskip(library)
+    names = revzoo.list_models(f"{library}:*")
+    assert f"{library}:resnet18" in names
+    assert len(names) == len(library_models(library))
+    assert revzoo.list_models(["revnet38", f"{library}:resnet18"])[0] == "revnet38"
+    for name in (library, f"{library}:"):
+        with pytest.raises(ValueError, match=rf"'{library}:NAME'|{library}:NAME, see list_models"):
+            revzoo.create_model(name)
+    with pytest.raises(UnknownWeightsError, match=rf"'{library}:NAME', see list_models"):
+        revzoo.create_model(library, pretrained=True)
+    monkeypatch.setattr(_libraries, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"pip install {library}"):
+        revzoo.list_models(f"{library}:*")
+
+
 @pytest.mark.parametrize(("side", "remedy"), [(32, "img_size=32"), (40, "224 x 224: resize")])
 def test_a_transformer_names_the_image_sizes(side, remedy):
     with torch.device("meta"):
