@@ -10,6 +10,14 @@ from pathlib import Path
 from typing import TextIO
 
 
+def file_name(name: str) -> str:
+    """``torchvision:resnet50`` as ``torchvision-resnet50``, for the name of a file or folder.
+
+    Windows allows no colon, and scp takes it for a host.
+    """
+    return name.replace(":", "-")
+
+
 def write_atomically(path: Path, data: bytes) -> None:
     """Put ``data`` at ``path`` in one step: a reader sees the old file or the new one."""
     write_together({path: data})

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.client import HTTPException
 from pathlib import Path
 
+from revzoo._files import file_name
 from revzoo.weights.entry import HUB, WeightsEntry, is_web_address
 from revzoo.weights.errors import DownloadError, HashMismatchError, UnknownWeightsError
 from revzoo.weights.hub import fetch
@@ -54,7 +55,7 @@ def _locate(entry: WeightsEntry, cache_dir: str | Path | None) -> Path:
     if entry.url is not None and entry.url.startswith(HUB):
         return fetch(entry.url, entry.file or "model.safetensors", cache_dir=cache_dir)
     # the hash in the name keeps versions of the weights apart
-    cached = cache_folder(cache_dir) / f"{entry.name}-{entry.sha256[:16]}.safetensors"
+    cached = cache_folder(cache_dir) / f"{file_name(entry.name)}-{entry.sha256[:16]}.safetensors"
     # a damaged file in the cache is downloaded again
     if cached.is_file() and sha256_of(cached) == entry.sha256:
         return cached

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
+from revzoo._files import file_name
 from revzoo.cli.commands.list import add_weights_option, weights_table
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> None:
     # names of weights contain a dot, too: Path.stem would cut revnet38.cifar10
     for suffix in (".ckpt", ".safetensors"):
         stem = stem.removesuffix(suffix)
-    path = args.output or Path(f"{stem}.{args.format}")
+    path = args.output or Path(f"{file_name(stem)}.{args.format}")
     tolerance = TOLERANCE if args.tolerance is None else args.tolerance
     largest = export(_job(args), path, kind=args.format, tolerance=tolerance)
     size = path.stat().st_size / 2**20

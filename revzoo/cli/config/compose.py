@@ -34,6 +34,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, ListConfig, OmegaConf, flag_override
 from omegaconf.errors import OmegaConfBaseException
 
+from revzoo._files import file_name
 from revzoo._libraries import LIBRARIES, check_library_name
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.overrides import (
@@ -76,8 +77,7 @@ class Source:
 
 TRAIN = Source()
 
-# torchvision:resnet50 -> torchvision-resnet50: Windows allows no colon, scp takes it for a host
-OmegaConf.register_new_resolver("folder_name", lambda name: str(name).replace(":", "-"))
+OmegaConf.register_new_resolver("folder_name", lambda name: file_name(str(name)))
 
 
 @contextmanager

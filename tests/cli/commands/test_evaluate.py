@@ -366,6 +366,8 @@ def test_a_name_is_exported(
     assert model.entry is not None
     for fact in ("name", "license", "recipe", "metrics", "classes", "mean", "input_size"):
         assert getattr(model.entry, fact) == getattr(ENTRY, fact)
+    main(["export", "torchvision:resnet18", "--format", "safetensors"])
+    assert (tmp_path / "torchvision-resnet18.safetensors").is_file()  # no colon
     with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
         main(["export", "nowhere.ckpt", "--format", "pt2"])
     with pytest.raises(SystemExit, match="there are no weights 'revnet83'"):
