@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 from revzoo._checks import did_you_mean
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.modes import set_memory
-from revzoo.layers.side_bits import make_reversible
+from revzoo.layers.side_bits import make_reversible, reversible_blocks
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.library import (
@@ -332,6 +332,35 @@ def _build(
     return model
 
 
+SAVED = "saved"
+"""Instead of a number of bits: as the weights were saved."""
+
+
+def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
+    """Make the blocks of a trained model reversible with ``bits`` bits, or plain for None.
+
+    ``"saved"`` changes nothing.
+
+    Raises:
+        ValueError: the blocks have an inverse of their own, ``bits`` is out of range, or the model
+            has no runs of blocks.
+    """
+    if bits == SAVED:
+        return
+    if not model.convertible:
+        raise ValueError(_refused_bits(model.spec.architecture if model.spec else str(model)))
+    if bits is not None or reversible_blocks(model):  # None is right for a plain network, too
+        make_reversible(model, bits)  # type: ignore[arg-type]  # it checks the type
+
+
+def _refused_bits(name: str) -> str:
+    return (
+        f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
+        "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets and RevViTs are "
+        "reversible without them"
+    )
+
+
 def default_memory(name: str, reversible_bits: int | None = None) -> str:
     """The mode of ``create_model(name, memory=None)``; reversible blocks are made for ``exact``."""
     return "exact" if reversible_bits is not None else _entry_of(name).network.default_memory
@@ -366,11 +395,7 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     known = (*entry.network_keywords, *entry.variant_keywords)
     for keyword in keywords:
         if keyword == "reversible_bits" and keyword not in known:
-            raise ValueError(
-                f"{name} takes no reversible_bits: they make plain networks reversible (ResNets, "
-                "vit_cifar, torchvision:NAME, timm:NAME); RevNets, i-RevNets and RevViTs are "
-                "reversible without them"
-            )
+            raise ValueError(_refused_bits(name))
         if keyword not in known:
             raise ValueError(
                 f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"

@@ -148,7 +148,7 @@ def test_the_zoos_resnets_take_reversible_bits(tmp_path):
     assert not revzoo.reversible_blocks(revzoo.from_pretrained(tmp_path / "plain"))
     revzoo.make_reversible(again, bits=2).save_pretrained(tmp_path / "two", **facts)
     assert revzoo.reversible_blocks(revzoo.from_pretrained(tmp_path / "two"))[0].bits == 2
-    with pytest.raises(ValueError, match="revnet38 takes no reversible_bits: they make plain .* RevNets"):
+    with pytest.raises(ValueError, match="revnet38 takes no reversible_bits: they make"):
         revzoo.create_model("revnet38", reversible_bits=4)
 
 

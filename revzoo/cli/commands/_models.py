@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
 
+SAVED = "saved"  # as in revzoo.models.registry, which imports torch
+
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
 
@@ -30,6 +32,25 @@ def add_bits_option(parser: argparse.ArgumentParser) -> None:
         type=int,
         help="make a ResNet, torchvision:NAME or timm:NAME reversible with so many bits",
     )
+
+
+def add_saved_bits_option(parser: argparse.ArgumentParser) -> None:
+    """Declare ``--bits`` for trained weights; without it, they keep theirs."""
+    parser.add_argument(
+        "--bits",
+        type=_saved_bits,
+        metavar="N",
+        default=SAVED,
+        help="of reversible blocks, 1 to 8, or null for the plain network (default: the weights')",
+    )
+
+
+def _saved_bits(text: str) -> int | str | None:
+    if text == "null":  # as in configurations
+        return None
+    if text != SAVED and not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text}: expected 1 to 8, or null")
+    return SAVED if text == SAVED else int(text)
 
 
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,9 +7,10 @@ folder of save_pretrained. Weights do not name their data, so data= is needed.
 
 The default data is the run's, from its config.yaml. Another set must have the same classes
 (data=imagefolder data.root=DIR); it is normalised with the checkpoint's mean and deviation. Prints
-one line per figure. The memory mode does not matter: no activation is kept.
+one line per figure. The memory mode does not matter: no activation is kept. bits=null evaluates a
+network of reversible blocks as the plain network.
 
-Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, data, precision, trainer.
+Keys, in the grammar of revzoo train: ckpt, split=val, batch_size, bits, data, precision, trainer.
 """
 
 from __future__ import annotations
@@ -49,10 +50,13 @@ def run(args: argparse.Namespace) -> None:
             raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
         section = key.lstrip("+").partition(".")[0]
         if (CONFIGS / section).is_dir() and section not in EVAL_KEYS:
-            why = "; the memory mode does not matter: no activation is kept"
+            why = {
+                "memory": "; the memory mode does not matter: no activation is kept",
+                "model": "; the model is the checkpoint's, and bits=null makes its blocks plain",
+            }
             raise ConfigError(
                 f"{override}: expected one of the keys of an evaluation, {', '.join(EVAL_KEYS)}"
-                + why * (section == "memory")
+                + why.get(section, "")
             )
         if "=" not in override and not override.startswith("~"):
             raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")

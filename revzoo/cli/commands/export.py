@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
 from revzoo._files import file_name
+from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.commands.list import add_weights_option, weights_table
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tolerance", type=float, help="limit of the difference, relative to the largest logit"
     )
+    add_saved_bits_option(parser)
     add_weights_option(parser)
 
 
@@ -73,23 +75,26 @@ def run(args: argparse.Namespace) -> None:
 def _job(args: argparse.Namespace) -> Export:
     from revzoo.interop.export import Export
     from revzoo.models import create_model
-    from revzoo.models.registry import MODELS
+    from revzoo.models.registry import MODELS, SAVED, change_bits
     from revzoo.training.checkpoint.restore import restore
 
     if args.image_size is not None:
         check_count("--image-size", args.image_size)
     options = {"batch": args.batch, "opset": args.opset}
     if Path(args.name).suffix == ".ckpt":
-        restored = restore(args.name)
+        restored = restore(args.name, bits=args.bits)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
     # any name but a bare model's is of weights
     trained = args.pretrained or args.name not in MODELS
     model = create_model(args.name, pretrained=trained, table=weights_table(args))
+    change_bits(model, args.bits)
     # random weights have no classes and no normalisation
     if model.entry is None:
         return Export(network=model, image_size=args.image_size, **options)
-    facts = {name: getattr(model.entry, name) for name in _FIELDS}
+    # other bits have other figures
+    fields = _FIELDS if args.bits == SAVED else _FIELDS[:3]
+    facts = {name: getattr(model.entry, name) for name in fields}
     size = args.image_size or model.entry.input_size[-1]
     return Export(network=model, image_size=size, facts=facts, **options)
 

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 
 from revzoo._checks import check_count
+from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.config.errors import ConfigError
 from revzoo.weights.table import check_source
 
@@ -27,6 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=3, help="classes per line (3)")
     parser.add_argument("--size", type=int, help="side of the images in pixels")
     parser.add_argument("--batch-size", type=int, default=64)
+    add_saved_bits_option(parser)
     parser.add_argument("--device", help="such as cuda:1 (default: a GPU if there is one)")
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--json", action="store_const", dest="form", const="json")
@@ -70,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
         ) from None
     with quiet():
         check_imports(run_of(source))
-        restored = restore(source)
+        restored = restore(source, bits=args.bits)
         options = {"batch_size": args.batch_size, "image_size": args.size, "device": device}
         # a list: the table aligns paths by the longest
         predictions = list(predict(restored, args.images, **options))

@@ -33,7 +33,7 @@ SECTIONS = ("model", "data", "memory", "precision", "optim", "trainer", "callbac
 VALUES = ("seed", "test")
 OPTIONAL = ("threads",)  # missing in runs of earlier versions
 TUNER = "tuner"
-EVAL_KEYS = ("ckpt", "split", "batch_size", "data", "precision", "trainer")
+EVAL_KEYS = ("ckpt", "split", "batch_size", "bits", "data", "precision", "trainer")
 # arguments that model_spec fills in, and from where
 FITTED = {
     "memory": "the mode of memory=MODE",

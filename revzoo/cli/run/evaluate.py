@@ -16,6 +16,8 @@ from revzoo.cli.config.quick import EVAL_KEYS
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
+from revzoo.layers.side_bits import MOST_BITS
+from revzoo.models.registry import SAVED
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.checkpoint.restore import Restored, restore
 from revzoo.training.distributed import is_first_process
@@ -43,7 +45,7 @@ def evaluate(config: Mapping[str, Any]) -> dict[str, float]:
     check_eval(config)
     if is_first_process():
         log.info("reading %s", config["ckpt"])
-    restored = restore(config["ckpt"])
+    restored = restore(config["ckpt"], bits=config["bits"])
     data_config = config.get("data")
     if data_config:
         check_data(data_config)
@@ -107,6 +109,11 @@ def check_eval(config: Mapping[str, Any]) -> None:
     check_choice("split", config["split"], SPLITS)
     if config["batch_size"] is not None:
         check_count("batch_size", config["batch_size"])
+    if config["bits"] not in (SAVED, None, *range(1, MOST_BITS + 1)):
+        raise ConfigError(
+            f"bits={config['bits']}: expected 1 to {MOST_BITS}, null for the plain network, or "
+            f"{SAVED}"
+        )
     check_trainer(config["trainer"])
     check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
 

@@ -11,6 +11,7 @@ from revzoo.data.errors import DataError
 from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.pretrained import SUFFIX
+from revzoo.models.registry import SAVED, change_bits
 from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.errors import EntryError
@@ -63,14 +64,17 @@ class Restored:
         return facts_of(self.data_state, self.network)
 
 
-def restore(source: str | Path) -> Restored:
+def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
     """Load a trained classifier for evaluation.
 
     Args:
         source: a run's checkpoint (``.ckpt``); a safetensors file, or a folder from
             ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
+        bits: of its reversible blocks; None for the plain network, ``"saved"`` for those that the
+            weights were saved with.
 
     Raises:
+        ValueError: the network cannot have these bits.
         CheckpointError: the file is damaged, is no checkpoint of a run, or has NaN or Inf.
         WeightsError: there are no such weights, they are not valid, have NaN or Inf, or their entry
             lacks classes or normalisation.
@@ -89,9 +93,10 @@ def restore(source: str | Path) -> Restored:
             f"checkpoint or weights that it was made from, or run it by {EXPORTS[path.suffix]}"
         )
     # any other file counts as a checkpoint, whatever its name
-    if path.is_file() and path.suffix != SUFFIX:
-        return _from_checkpoint(path)
-    return _from_weights(source)
+    own_file = path.is_file() and path.suffix != SUFFIX
+    restored = _from_checkpoint(path) if own_file else _from_weights(source)
+    change_bits(restored.network, bits)
+    return restored
 
 
 def _from_checkpoint(path: Path) -> Restored:

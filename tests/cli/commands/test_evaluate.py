@@ -11,6 +11,7 @@ import pytest
 import torch
 from PIL import Image
 
+import revzoo
 from revzoo.cli.config.compose import Source, compose_checked, to_plain
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.main import main
@@ -71,7 +72,7 @@ def test_the_precision_determines_the_memory_format(
 ) -> None:
     """Another format rounds differently under bfloat16: one image in 10,000 changed its class."""
     restored = restore(run[0])
-    monkeypatch.setattr("revzoo.cli.run.evaluate.restore", lambda _: restored)
+    monkeypatch.setattr("revzoo.cli.run.evaluate.restore", lambda _, **options: restored)
     weight = next(p for p in restored.module.model.parameters() if p.dim() == 4 and p.shape[1] > 1)
     for precision, layout in (("bf16", torch.channels_last), ("fp32", torch.contiguous_format)):
         evaluate(config(f"ckpt={run[0]}", f"precision={precision}"))
@@ -331,6 +332,66 @@ def test_a_checkpoint_that_is_not_finite_is_refused(run: Any, tmp_path: Path) ->
     message = r"NaN or Inf in model.fc.bias \(1 of 10 values\)"
     with pytest.raises(SystemExit, match=message):
         main(["eval", f"ckpt={tmp_path / 'a.ckpt'}", "data=digits", "trainer=cpu"])
+
+
+@pytest.fixture(scope="module")
+def reversible(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two saved models of the same weights: one with one side bit, and the plain one."""
+    folder = tmp_path_factory.mktemp("reversible")
+    model = create_model("resnet32", units=(3, 1, 1), in_chans=1, reversible_bits=1)
+    data = Digits()
+    data.setup("test")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        for p in model.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+    facts = {"classes": data.classes, "mean": [0.3], "std": [0.4]}
+    for name, bits in {"one": 1, "plain": None}.items():
+        revzoo.make_reversible(model, bits)
+        model.save_pretrained(folder / name, input_size=(1, 8, 8), **facts)
+    return folder / "one", folder / "plain"
+
+
+def test_bits_are_chosen_for_an_evaluation(reversible: tuple[Path, Path]) -> None:
+    one, plain = reversible
+    found = {
+        (path, bits): evaluate(config(f"ckpt={path}", "data=digits", f"bits={bits}", *FULL[:1]))
+        for path in reversible
+        for bits in ("saved", "null", 1)
+    }
+    assert found[one, "saved"] == found[one, 1] == found[plain, 1]
+    assert found[one, "null"] == found[plain, "saved"] == found[plain, "null"]
+    assert found[one, "null"]["test/loss"] != found[one, "saved"]["test/loss"]
+    for bits in (0, 9, "x"):
+        with pytest.raises(ConfigError, match=f"bits={bits}: expected 1 to 8, null"):
+            evaluate(config(f"ckpt={one}", f"bits={bits}"))
+    with pytest.raises(SystemExit, match="bits=null makes its blocks plain"):
+        main(["eval", f"ckpt={one}", "model.reversible_bits=null"])
+    with pytest.raises(SystemExit, match="revnet38 takes no reversible_bits"):
+        main(["eval", "ckpt=revnet38.cifar10", "bits=null", "data=digits"])
+
+
+def test_bits_are_chosen_for_predictions_and_exports(
+    reversible: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder_of_digits(tmp_path / "digits", ["0"], count=2)
+    images = str(tmp_path / "digits" / "test")
+
+    def output(*arguments: object) -> str:
+        main([*map(str, arguments)])
+        return capsys.readouterr().out
+
+    one, plain = (output("predict", path, images, "--json") for path in reversible)
+    assert output("predict", reversible[0], images, "--json", "--bits", "null") == plain != one
+    assert output("predict", reversible[1], images, "--json", "--bits", 1) == one
+    for bits, expected in {"null": [], "3": [3, 3, 3], "saved": [1, 1, 1]}.items():
+        path = tmp_path / f"{bits}.safetensors"
+        output("export", reversible[0], "--format=safetensors", "--bits", bits, "--output", path)
+        exported = revzoo.from_pretrained(path)
+        assert [row.bits for row in revzoo.reversible_blocks(exported)] == expected
+    with pytest.raises(SystemExit, match="2"):
+        main(["export", str(reversible[0]), "--format=pt2", "--bits", "x"])
+    assert "x: expected 1 to 8, or null" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["pt2", "safetensors"])
