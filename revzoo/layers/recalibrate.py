@@ -7,7 +7,8 @@ all batches of a loader.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +17,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from revzoo.core.memory import evaluation_mode
 
 
-def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
+def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:
     """Replace the running statistics of all BatchNorms of ``model`` by averages over ``batches``.
 
     Everything else runs as in evaluation; weights, modes and momenta stay as they are.
 
     Args:
         model: called with each batch.
-        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do.
+        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do. Of a tuple or list,
+            as a loader of images and labels yields, the first item counts.
 
     Raises:
         ValueError: there is no batch.
@@ -45,7 +47,7 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor]) -> None:
                 norm.reset_running_stats()
                 norm.momentum = None  # the average over all batches
             for batch in batches:
-                model(batch)
+                model(batch if isinstance(batch, Tensor) else batch[0])
                 count += 1
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):

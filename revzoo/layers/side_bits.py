@@ -373,6 +373,7 @@ def make_reversible(
         ``model``.
 
     Raises:
+        TypeError: ``model`` is no module; ``blocks`` is a string.
         ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
             blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
             block's ``forward`` was replaced since, or is no ordinary method; a block has an
@@ -386,15 +387,19 @@ def make_reversible(
     check_module("model", model)
     if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
         raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
+    if isinstance(blocks, str):
+        raise TypeError(f"blocks={blocks!r}: expected a list of paths, blocks=[{blocks!r}]")
     # explicit Residual modules first: the user has marked the branches
     if blocks is None:
         runs = [*_residuals_in(model), *_runs_in(model)]
     else:
-        chosen = [_container(model, path) for path in blocks]
+        chosen_paths = list(blocks)
+        chosen = [_container(model, path) for path in chosen_paths]
         runs = [run for m in chosen for run in list(_residuals_in(m)) or _groups(m)]
-    if not runs:
+    if not runs and bits is not None:
+        where = kind_of(model) if blocks is None else f"blocks={chosen_paths}"
         raise ValueError(
-            f"{kind_of(model)} has no run of blocks: expected revzoo.Residual modules, or "
+            f"{where} has no run of blocks: expected revzoo.Residual modules, or "
             "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
             "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
         )

@@ -25,7 +25,9 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
-from revzoo.core.modes import MODES, modes_in, set_memory
+from revzoo.core.invertible import Step, leaves
+from revzoo.core.modes import MODES, assign_memory, modes_in, set_memory
+from revzoo.layers.side_bits import NAME as REVERSIBLE
 from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.stages import OUTSIDE
 from revzoo.profiling.trace import (
@@ -146,11 +148,13 @@ class Converted:
 
     Attributes:
         block: its path, bits, role in its run, and the grid of the model's last call.
+        mode: its memory mode.
         before: bytes per image that the plain block keeps.
         after: bytes per image that the reversible block keeps, with the state at the end of a run.
     """
 
     block: BlockRow
+    mode: str
     before: int
     after: int
 
@@ -173,7 +177,7 @@ class Report:
         input_shape: tuple[int, ...],
         audits: Sequence[Audit],
         *,
-        blocks: Sequence[BlockRow] = (),
+        blocks: Sequence[tuple[BlockRow, str]] = (),
         plain: Audit | None = None,
         uncounted: Iterable[str] = (),
     ) -> None:
@@ -186,8 +190,8 @@ class Report:
         self.kept_bytes, self.activation_bytes = present.kept_bytes, present.activation_bytes
         self.peak_bytes, self.rows = present.peak_bytes, present.rows
         self.converted = [
-            Converted(block, *(self._bytes_per_image(a, block.path) for a in (plain, present)))
-            for block in blocks
+            Converted(row, mode, *(self._bytes_per_image(a, row.path) for a in (plain, present)))
+            for row, mode in blocks
             if plain is not None
         ]
 
@@ -317,7 +321,7 @@ class Report:
         sized = in_one_unit(before)
         change = _change(before, after, sized)
         yield ""
-        yield f"reversible blocks: kept per image, before and after ({change})"
+        yield f"reversible blocks: kept per image, plain and now ({change})"
         for path, rows in itertools.groupby(
             self.converted, lambda r: r.block.path.rpartition(".")[0]
         ):
@@ -354,14 +358,16 @@ def _change(before: int, after: int, sized: Callable[[float], str]) -> str:
 
 
 def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]) -> str:
-    joined = sum(row.block.role in ("joins", "ends") for row in rows)
+    joined = sum(MODES[row.mode].inverts and row.block.role in ("joins", "ends") for row in rows)
     grids = sorted({row.block.grid for row in rows if row.block.grid is not None})
     bits = ", ".join(map(str, sorted({row.block.bits for row in rows})))
     change = _change(sum(r.before for r in rows), sum(r.after for r in rows), sized)
-    text = (
-        f"{path or 'model'}: {len(rows)} blocks, {joined} inverted, {bits} bits, grid "
-        f"{', '.join(map(str, grids)) or 'auto'}: {change}"
-    )
+    modes = sorted({row.mode for row in rows})
+    details = [f"{len(rows)} blocks", f"{bits} bits", f"mode {', '.join(modes)}"]
+    if any(MODES[mode].inverts for mode in modes):
+        details.insert(1, f"{joined} inverted")
+        details.append(f"grid {', '.join(map(str, grids)) or 'auto'}")
+    text = f"{path or 'model'}: {', '.join(details)}: {change}"
     return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
@@ -421,7 +427,7 @@ def audit(
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     present = present_mode(model)
     wanted = modes_on([p.device for p in model.parameters()]) if modes is None else list(modes)
-    blocks: list[BlockRow] = []
+    blocks: list[tuple[BlockRow, str]] = []
     for mode in wanted:
         check_choice("modes", mode, MODES)
     if real and any(p.device.type == "meta" for p in model.parameters()):
@@ -442,12 +448,17 @@ def audit(
             trace = trace_step(twin, images_for(twin, shape))
             audits.append(Audit(mode, trace, added))
             if mode == present:
-                blocks = reversible_blocks(twin)
+                # the counted step saw other images, so its grids differ: report the model's
+                grids = {row.path: row.grid for row in reversible_blocks(model)}
+                memory = {path: m.memory for path, m in leaves(twin).items()}
+                blocks = [
+                    (row._replace(grid=grids[row.path]), memory[f"{row.path}.{REVERSIBLE}"])
+                    for row in reversible_blocks(twin)
+                ]
         if blocks:
-            # the counted step saw other images, so its grids differ: report the model's
-            grids = {row.path: row.grid for row in reversible_blocks(model)}
-            blocks = [row._replace(grid=grids[row.path]) for row in blocks]
             twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
+            # steps inside the blocks would go on in their modes
+            assign_memory([m for m in twin.modules() if isinstance(m, Step)], "store")
             plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__

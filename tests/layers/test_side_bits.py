@@ -812,3 +812,18 @@ def test_results_without_tensors_first_are_named_by_their_types():
         net = make_reversible(mixing(None, change))
         with pytest.raises(TypeError, match=rf"1\.reversible SideBits got {types} from Mixing"):
             net(vectors())
+
+
+def test_without_runs_there_is_nothing_to_undo():
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    assert make_reversible(net, None) is net
+    message = r"blocks=\['0'\] has no run of blocks"
+    with pytest.raises(ValueError, match=message):
+        make_reversible(
+            nn.Sequential(nn.Sequential(nn.Linear(4, 4)), *mixing(None, None)), blocks=["0"]
+        )
+
+
+def test_blocks_is_a_list():
+    with pytest.raises(TypeError, match=r"blocks='1': expected a list of paths, blocks=\['1'\]"):
+        make_reversible(network(), blocks="1")

@@ -272,7 +272,9 @@ def test_blocks_that_were_made_reversible():
     assert (second.block.bits, second.block.grid) == (4, 23)
     assert stream // 2 <= second.after < 0.55 * stream + 1000
     assert second.before > 5 * stream
-    assert "stages.0.steps: 4 blocks, 3 inverted, 4 bits, grid 23" in str(report)
+    assert "stages.0.steps: 4 blocks, 3 inverted, 4 bits, mode exact, grid 23:" in str(report)
+    revzoo.set_memory(revzoo.make_reversible(net, 2), "store")
+    assert "stages.0.steps: 4 blocks, 2 bits, mode store:" in str(audit(net, SHAPE, modes=[]))
 
 
 def test_a_report_fits_into_80_columns():

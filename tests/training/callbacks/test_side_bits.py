@@ -89,6 +89,9 @@ def test_statistics_are_the_average_over_the_batches() -> None:
     assert torch.allclose(net[0].running_mean, expected, atol=1e-6)
     assert (net[2].running_mean.abs() < 1e-5).all()  # of what dropout left as it is
     assert (net[0].momentum, net[0].training, net[2].training) == (0.3, True, False)
+    before = net[0].running_mean.clone()
+    revzoo.recalibrate_batch_norm(net, [(images, torch.zeros(4)) for images in batches])
+    assert torch.equal(net[0].running_mean, before)
     with pytest.raises(ValueError, match="batches is empty"):
         revzoo.recalibrate_batch_norm(net, [])
 
