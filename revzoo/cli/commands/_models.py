@@ -118,6 +118,19 @@ def side_of(option: str, side: int | None, default: int) -> int:
     return default if side is None else side
 
 
+def check_side(model: ImageNetwork, side: int, option: str) -> None:
+    """Check that the model takes images of this size, before a step that may take minutes.
+
+    Raises:
+        ValueError: it does not; the message names the option.
+    """
+    from revzoo.cli.config.sizes import try_image
+
+    model.check_size(side, side)
+    if side != model.image_size:
+        try_image(model, side, model.in_chans, remedy=f": try {option} {{size}}")
+
+
 def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, int, int]:
     """The shape of a batch.
 
@@ -126,6 +139,5 @@ def shape_for(args: argparse.Namespace, model: ImageNetwork) -> tuple[int, int, 
     """
     check_count("--batch", args.batch)
     side = side_of("--image", args.image, model.image_size)
-    # before a step that may take minutes
-    model.check_size(side, side)
+    check_side(model, side, "--image")
     return args.batch, model.in_chans, side, side

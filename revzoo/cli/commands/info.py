@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from revzoo._checks import check_count
-from revzoo.cli.commands._models import add_bits_option, bits_of, side_of
+from revzoo.cli.commands._models import add_bits_option, bits_of, check_side, side_of
 from revzoo.cli.commands._status import show_status
 from revzoo.cli.commands.list import add_weights_option, weights_table
 from revzoo.weights.entry import WeightsEntry
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> None:
         _print("weights", "none")
     default = entry.input_size[-1] if entry else model.image_size
     size = side_of("--size", args.size, default)
+    check_side(model, size, "--size")
     images = torch.randn(args.batch, model.in_chans, size, size)
     for key, value in _costs(model, images):
         _print(key, value)

@@ -23,6 +23,7 @@ from revzoo.cli.commands._models import (
     add_batch_options,
     bits_of,
     check_picture,
+    check_side,
     memory_chart,
     model_for,
     shape_for,
@@ -190,7 +191,7 @@ def _needs(
                     args.name, num_classes=args.classes, **bits_of(args), **options
                 )
             # sides that the strides do not divide raise here
-            changed.check_size(pixels, pixels)
+            check_side(changed, pixels, "--image")
         except ValueError:
             return None
         shape = (images, channels, pixels, pixels)

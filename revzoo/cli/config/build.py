@@ -7,6 +7,7 @@ do not use Hydra's ``instantiate``: it imports any path that a configuration nam
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,9 @@ from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
 
-from revzoo.cli.config.errors import ConfigError, one_line
-from revzoo.cli.config.quick import CSV_ONLY, model_spec
+from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.quick import CSV_ONLY, check_model, model_spec
+from revzoo.cli.config.sizes import REFUSALS, try_image
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.registry import MODELS, default_memory
@@ -58,24 +60,31 @@ def build_module(config: Mapping[str, Any], data: ImageData) -> Classifier:
     spec = model_spec(config, num_classes=data.num_classes, in_chans=data.in_chans)
     channels_last = config["precision"]["channels_last"]
     module = Classifier(spec, optim=config["optim"], channels_last=channels_last)
-    side = data.image_size
-    try:
-        with torch.no_grad():
-            # in evaluation mode, so BatchNorm's statistics stay
-            module.eval()(torch.zeros(1, data.in_chans, side, side))
-    except RuntimeError as error:  # from a library's network
-        # a user's module may have none
-        made_for = getattr(module.model, "image_size", side)
-        if made_for == side:
-            raise
-        resize = f"; try data.image_size={made_for}" if "image_size" in config["data"] else ""
-        raise ConfigError(
-            f"{spec['name']} fails on images of {side} x {side} pixels ({one_line(error)}): "
-            f"it is made for {made_for} x {made_for}{resize}"
-        ) from error
+    remedy = size_remedy(config, data.image_size)
+    try_image(module.model, data.image_size, data.in_chans, remedy=remedy)
     if config["precision"]["trainer"] == "64-true":
         module.double()  # Lightning restores a checkpoint's weights before it converts the module
     return module.train()
+
+
+def check_image_size(config: Mapping[str, Any], side: int) -> None:
+    """Check on the ``meta`` device that the model takes images of this size.
+
+    Raises:
+        ValueError: it does not; says what to change.
+    """
+    model = check_model(config)
+    # whatever else the meta device cannot run shows in build_module
+    with suppress(*REFUSALS):
+        try_image(model, side, model.in_chans, remedy=size_remedy(config, side))
+
+
+def size_remedy(config: Mapping[str, Any], side: int) -> str:
+    """What a run can change if its model fails on its images; see :func:`try_image`."""
+    remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
+    if "img_size" in config["model"]:  # not all networks of a library take it
+        remedies.append(f"model.img_size={side}")
+    return f"; try {' or '.join(remedies)}" if remedies else ""
 
 
 def build_loggers(

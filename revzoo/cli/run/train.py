@@ -27,6 +27,7 @@ from revzoo.cli.config.build import (
     build_data,
     build_module,
     build_trainer,
+    check_image_size,
     data_name,
 )
 from revzoo.cli.config.checks import check_config
@@ -240,6 +241,9 @@ def prepare(
     if trainer.is_global_zero and "root" in config["data"]:
         log.info("reading  %s", config["data"]["root"])  # takes minutes for many files
     data.prepare_data()
+    side, _ = data.preparation()
+    if side is not None:  # before all images are read
+        check_image_size(config, side)
     data.setup("fit")
     check_batch_size(data.batch_size, data.train_count, trainer.world_size)
     if trained_on is not None:  # before the model, which is built for these data
