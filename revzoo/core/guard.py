@@ -217,17 +217,20 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
     for i, t in enumerate(computed):
         if _among(t, known) or not _comparable(t):
             continue
-        operand, singles = t, None
+        operand, singles = None, None
         if isinstance(t, Tensor):
             # the operand of a sum has the stream's shape; without one, values were only moved
-            operand = next((o for o in reversed(operands) if o.shape == t.shape), t)
+            operand = next((o for o in reversed(operands) if o.shape == t.shape), None)
             if channels and t.is_floating_point():
                 singles = _draw.choice(_singles(t.shape, t.device))
         # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
         plan = _Plan(*_draw_summed(_count(t)), *(singles or ()))
-        size = _values_at(operand, _spread(_count(operand), _device_of(operand)))
+        figures = _figures(t, plan)
+        size = figures[:1]  # a value of the stream, where there is no operand
+        if operand is not None:
+            size = _values_at(operand.detach(), _spread(_count(operand), operand.device))
         scale = t.scale if isinstance(t, Fixed) else None
-        found.append(Samples(i, _figures(t, plan), size, plan, scale))
+        found.append(Samples(i, figures, size, plan, scale))
     return found
 
 
@@ -242,10 +245,6 @@ def _comparable(t: Tensor | Fixed) -> bool:
     return values and t.layout is torch.strided and has_values(t)
 
 
-def _device_of(t: Tensor | Fixed) -> torch.device:
-    return t.words.device if isinstance(t, Fixed) else t.device
-
-
 def _count(t: Tensor | Fixed) -> int:
     """Number of values; a complex one counts as two, as view_as_real shows it."""
     return t.shape.numel() << (isinstance(t, Tensor) and t.is_complex())
@@ -253,21 +252,25 @@ def _count(t: Tensor | Fixed) -> int:
 
 def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tensor:
     """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
-    start, stop, step = plan.summed.start, plan.summed.stop, plan.summed.step
-    stored = t.words if isinstance(t, Fixed) else t
-    if stored.is_contiguous() and not stored.is_complex():
-        values = stored.detach().view(-1)[start:stop:step]  # faster than indices
+    values = t.words if isinstance(t, Fixed) else t.detach()
+    places, each = plan.summed, plan.each
+    if values.is_contiguous() and not values.is_complex():  # a view is faster than indices
+        size = len(places) // each, each
+        offset = values.storage_offset() + places.start
+        rows = values.as_strided(size, (each * places.step, places.step), offset)
     else:
-        values = _values_at(t, torch.arange(start, stop, step, device=_device_of(t)))
+        indices = torch.arange(places.start, places.stop, places.step, device=values.device)
+        rows = _values_at(values, indices).view(-1, each)
     if scale is not None and isinstance(t, Tensor):  # a step that lost its words
-        values = values.double() * scale.up
-    rows = values.view(-1, plan.each)
-    sums = (rows.to(_wide(values.dtype)) * _weights(rows.device)[: plan.each]).sum(1)
+        rows = rows.double() * scale.up
+    # the weights have a wider type, so the products do, too
+    sums = (rows * _weights(rows.device, each, _wide(rows.dtype))).sum(1)
     # errors of random sign cancel in sums, not in single values
-    singles = rows[:, 0] if plan.singles is None else _values_at(t, plan.singles)
+    singles = rows[:, 0] if plan.singles is None else _values_at(values, plan.singles)
     return torch.cat((singles, sums))
 
 
+@functools.cache
 def _wide(dtype: torch.dtype) -> torch.dtype:
     """A type in which sums of values of this type do not overflow."""
     if dtype.is_floating_point:
@@ -275,17 +278,14 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.int64 else torch.int64
 
 
-@functools.lru_cache(maxsize=16)
-def _weights(device: torch.device) -> Tensor:
+@functools.lru_cache(maxsize=256)
+def _weights(device: torch.device, each: int, dtype: torch.dtype) -> Tensor:
     """Weights of the values in a sum, all different: values that swap places change the sum."""
-    return ((1 + _golden(SUMMED)) * SUMMED).long().to(device)
+    return ((1 + _golden(SUMMED)) * SUMMED).long()[:each].to(device, dtype)
 
 
-def _values_at(t: Tensor | Fixed, places: Tensor) -> Tensor:
-    if isinstance(t, Fixed):
-        return torch.take(t.words, places)
-    t = torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
-    return torch.take(t.detach(), places)
+def _values_at(t: Tensor, places: Tensor) -> Tensor:
+    return torch.take(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, places)
 
 
 def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
@@ -364,9 +364,6 @@ def _golden(count: int, start: float = 0) -> Tensor:
     """Numbers spread evenly over [0, 1); on the CPU, whatever the default device is."""
     steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
     return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()
-
-
-_weights(torch.device("cpu"))  # now, so that the first step of a process takes no more than others
 
 
 class Guard:
@@ -735,7 +732,7 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
     actual = torch.stack([d.actual for d in drifts]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
-    total = _weights(expected.device)[:each].sum()
+    total = _weights(expected.device, each, torch.float64).sum()
     for figures in (expected, actual):
         figures[:, -sums:] /= total
     overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
