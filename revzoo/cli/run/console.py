@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ import torch
 
 from revzoo.cli.invocation import command_line, short_path, tool_line
 from revzoo.data import ImageData
+from revzoo.layers.side_bits import reversible_blocks
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
 from revzoo.profiling.plan import count_modes
 from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
-from revzoo.training.callbacks.progress import clock
+from revzoo.training.callbacks.progress import clock, epoch_of
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_of
 
@@ -54,24 +57,50 @@ def shorten_log() -> None:
         handler.setFormatter(LogFormat(date=isinstance(handler, logging.FileHandler)))
 
 
+@contextmanager
+def logged_warnings() -> Iterator[None]:
+    """Log each warning once, as one line without the place in the source.
+
+    Python prints a warning again after each change of the filters, as Lightning makes them.
+    """
+    logged: set[str] = set()
+
+    def show(message: Warning | str, *args: Any, **kwargs: Any) -> None:
+        text = " ".join(str(message).split())
+        if text not in logged:
+            logged.add(text)
+            log.warning("%s", text)
+
+    before = warnings.showwarning
+    warnings.showwarning = show
+    try:
+        yield
+    finally:
+        warnings.showwarning = before
+
+
 def log_opening(
     config: Mapping[str, Any],
     trainer: pl.Trainer,
     module: Classifier,
     data: ImageData,
     run_dir: Path,
+    *,
+    resumed: bool = False,
 ) -> None:
     """Log the model, the data, the memory mode, the device, the recipe and the folder."""
     count = sum(p.numel() for p in module.model.parameters())
     start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
     bits = config["model"].get("reversible_bits")
-    reversible = f", reversible with {bits} bits" if bits else ""
+    blocks = len(reversible_blocks(module.model))
+    reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
     root = f" {config['data']['root']}" if "root" in config["data"] else ""
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
     size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
     epochs = trainer.max_epochs or -1  # -1 or None if max_steps ends the run
     length = _epochs(epochs) if epochs > 0 else f"{config['trainer']['max_steps']} steps"
+    length += " in all" * resumed
     # of all processes, for one update of the weights
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
@@ -141,6 +170,12 @@ def log_result(
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
     for name, command in _commands(trainer, run_dir, best):
         log.info("%-8s %s", name, command)
+
+
+def log_resumed(trainer: pl.Trainer, checkpoint: Path) -> None:
+    """Log where a resumed run continues."""
+    at = f"at epoch {epoch_of(trainer)}, after step {trainer.global_step:,}"
+    log.info("%-8s %s, from %s", "resumed", at, short_path(checkpoint))
 
 
 def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:

@@ -34,7 +34,14 @@ from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line, user_errors
 from revzoo.cli.config.quick import TUNER, type_errors_explained
 from revzoo.cli.config.yaml_files import CONFIG_FILE
-from revzoo.cli.run.console import log_finished, log_opening, log_result, shorten_log
+from revzoo.cli.run.console import (
+    log_finished,
+    log_opening,
+    log_result,
+    log_resumed,
+    logged_warnings,
+    shorten_log,
+)
 from revzoo.cli.run.folder import (
     check_unused,
     describe_run,
@@ -161,7 +168,7 @@ def train(
     stop = GracefulStop()
     stop.hint = partial(resume_hint, run_dir)
     try:
-        with stop.listening(), switches_restored():
+        with stop.listening(), switches_restored(), logged_warnings():
             # a resumed run has its value in the configuration
             if config.get(TUNER) is not None and resume is None:
                 following = search(config, run_dir, overrides)
@@ -258,14 +265,15 @@ def record(run: Run, run_dir: Path, overrides: Sequence[str], resume: Path | Non
     if resume is None:
         write_config(run.config, run_dir)
     else:  # record changes only after the trainer has accepted the checkpoint
-        recorder = pl.callbacks.LambdaCallback(
-            on_train_start=lambda *_: write_config(run.config, run_dir)
-        )
+
+        def started(trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            write_config(run.config, run_dir)
+            log_resumed(trainer, resume)
+
+        recorder = pl.callbacks.LambdaCallback(on_train_start=started)
         run.trainer.callbacks.append(recorder)  # type: ignore[attr-defined]
     record_session(run_dir, overrides=overrides, from_step=run.first_step or 0)
-    log_opening(run.config, run.trainer, run.module, run.data, run_dir)
-    if resume is not None:
-        log.info("resuming at step %d, from %s", run.first_step, resume)
+    log_opening(run.config, run.trainer, run.module, run.data, run_dir, resumed=resume is not None)
 
 
 def _saved(path: Path, config: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:

@@ -80,6 +80,12 @@ class BatchNormMomentum(RestoresAfterFit):
             batches = itertools.islice(iter(loader), self.recalibrate)
             moved = (trainer.strategy.batch_to_device(b, pl_module.device, 0) for b in batches)
             recalibrate_batch_norm(pl_module, (images for images, _ in moved))
+        if trainer.is_global_zero:
+            log.info(
+                "BatchNorm: statistics of %d batches of training images replace the weights' "
+                "(callbacks.batch_norm.recalibrate)",
+                min(self.recalibrate, trainer.num_training_batches),
+            )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

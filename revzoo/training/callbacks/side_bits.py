@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 
 from revzoo._checks import check_count
 from revzoo.layers.side_bits import MOST_BITS, SideBits
+from revzoo.training.callbacks.progress import epoch_of
 
 log = logging.getLogger(__name__)
 
@@ -60,15 +61,23 @@ class AnnealedBits(pl.Callback):
         # 1 in the first of the annealed epochs, so the last one has all bits
         passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)
         share = min(1.0, max(0.0, passed / self.epochs))
+        before = self._bits()
         for step, first in self._first.items():
             step.bits = first + round(share * max(0, self.most - first))
+        if self._bits() != before and trainer.is_global_zero:
+            log.info(
+                "side bits: %s in epoch %s (callbacks.side_bits raises them to %d)",
+                *(self._bits(), epoch_of(trainer), self.most),
+            )
+
+    def _bits(self) -> int:
+        """One number for all blocks: they start equal, except for those that a user has set."""
+        return max(step.bits for step in self._first)
 
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         model = checkpoint.get("hyper_parameters", {}).get("model")
         if model and model.get("reversible_bits"):
-            # one number for all blocks: they start equal, except for those that a user has set
-            bits = max(step.bits for step in self._first)
             # a copy: the inner mapping is the module's
-            checkpoint["hyper_parameters"]["model"] = {**model, "reversible_bits": bits}
+            checkpoint["hyper_parameters"]["model"] = {**model, "reversible_bits": self._bits()}

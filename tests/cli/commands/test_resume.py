@@ -261,7 +261,8 @@ def test_a_resumed_run_keeps_its_plan(stopped: Path, caplog: pytest.LogCaptureFi
     assert memory["plan"]
     with caplog.at_level("INFO"):
         go_on(stopped)
-    assert "resuming at step 6" in caplog.text
+    assert "resumed  at epoch 2/2, after step 6, from" in caplog.text
+    assert "train    2 epochs in all, " in caplog.text
     assert "memory=auto" not in caplog.text, "planned again"
     assert config_of(stopped)["memory"] == memory
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from revzoo.cli.invocation import short_path
-from revzoo.cli.run.console import LogFormat, kept_bytes
+from revzoo.cli.run.console import LogFormat, kept_bytes, logged_warnings
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.profiling.costs import activation_bytes
@@ -62,7 +63,34 @@ def test_a_network_made_reversible_says_so(
     with caplog.at_level(logging.INFO, logger="revzoo"):
         train(compose(*SMALL, *options), run_dir=tmp_path / "run")
     (line,) = [r.getMessage() for r in caplog.records if r.getMessage().startswith("model  ")]
-    assert re.fullmatch(r"model    resnet32, [\d,]+ parameters, reversible with 4 bits", line)
+    text = r"model    resnet32, [\d,]+ parameters, \d+ blocks reversible with 4 bits"
+    assert re.fullmatch(text, line)
+
+
+def test_a_run_says_what_side_bits_and_recalibration_do(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = ("model=resnet32", "model.reversible_bits=4", "test=false", "trainer.max_epochs=3")
+    callbacks = ("callbacks.side_bits={epochs: 2}", "callbacks.batch_norm.recalibrate=2")
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *options, *callbacks), run_dir=tmp_path / "run")
+    lines = [line for line in caplog.messages if line.startswith(("side bits", "BatchNorm"))]
+    assert lines == [
+        "BatchNorm: statistics of 2 batches of training images replace the weights' "
+        "(callbacks.batch_norm.recalibrate)",
+        "side bits: 6 in epoch 2/3 (callbacks.side_bits raises them to 8)",
+        "side bits: 8 in epoch 3/3 (callbacks.side_bits raises them to 8)",
+    ]
+
+
+def test_a_warning_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with warnings.catch_warnings(), logged_warnings():
+        for _ in range(2):
+            with warnings.catch_warnings():  # as revzoo.training.quiet
+                warnings.simplefilter("always")
+                warnings.warn("first\n  line", RuntimeWarning, stacklevel=1)
+                warnings.warn("second", stacklevel=1)
+    assert caplog.messages == ["first line", "second"]
 
 
 def test_counting_activations_takes_no_memory_and_no_random_numbers() -> None:
