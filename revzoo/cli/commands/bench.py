@@ -5,6 +5,9 @@ thread (OMP_NUM_THREADS=1) it measures the thread's CPU time.
 
     revzoo bench revnet38 revnet110 --memory store,invert,auto --batch 128
     revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
+    revzoo bench torchvision:resnet50 --bits 4 --batch 16
+
+With --bits, "store" is the reversible network too: its outputs are those of the other modes.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import csv
 import re
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import cycle
 from pathlib import Path
@@ -30,11 +34,14 @@ from revzoo.cli.commands._models import (
 from revzoo.cli.commands._status import status_of
 
 if TYPE_CHECKING:
+    from revzoo.models.network import ImageNetwork
     from revzoo.profiling.bench import Measured
 
 MARKERS = "osD^vP*X"  # of models in the picture; more models than markers share them
+WIDTH = 17  # of a name
 HEADER = (
-    f"{'model':18}{'memory':10}{'s/step':>8}{'ratio (quartiles)':>21}{'images/s':>9}{'peak':>13}\n"
+    f"{'model':{WIDTH}} {'memory':10}{'s/step':>8}"
+    f"{'ratio (quartiles)':>21}{'images/s':>9}{'peak':>13}\n"
 )
 
 
@@ -43,7 +50,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("names", nargs="+", metavar="NAME", help="models, or families (revnet)")
     add_batch_options(parser, batch=32)
     parser.add_argument(
-        "--memory", default="store,invert,auto", metavar="MODES", help="(store,invert,auto)"
+        "--memory",
+        metavar="MODES",
+        help="several with commas (store, auto, and invert or, where only that fits, exact)",
     )
     parser.add_argument("--depths", metavar="N,...", help="depths of each family, e.g. 38,110,164")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (5)")
@@ -66,9 +75,9 @@ def run(args: argparse.Namespace) -> None:
 
     check_picture(args.plot)
     check_writable(args.csv)
-    modes = [mode.strip() for mode in args.memory.split(",")]
+    chosen = [mode.strip() for mode in args.memory.split(",")] if args.memory is not None else []
     plans = [name for name, mode in PLANNED.items() if not mode.bounded]  # without a budget
-    for mode in modes:
+    for mode in chosen:
         check_choice("--memory", mode, [*MODES, *plans])
     names = [name for family in args.names for name in with_depths(family, args.depths)]
     rows: list[Measured] = []
@@ -78,13 +87,18 @@ def run(args: argparse.Namespace) -> None:
         torch.manual_seed(0)
         model = model_for(args, name)
         shape = shape_for(args, model)
+        modes = chosen or default_modes(model)
         with status_of(name):
             # a function: each mode trains a new model
             measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
+        label = name
+        if len(name) > WIDTH:  # a line of its own: the table keeps its 80 columns
+            sys.stdout.write(f"{name}\n")
+            label = ""
         for row in measured:
             ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
             sys.stdout.write(
-                f"{row.name:17} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
+                f"{label:{WIDTH}} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
                 f"{row.images_per_second:>9.1f}{in_units(row.peak_bytes):>13}\n"
             )
         rows += measured
@@ -97,6 +111,18 @@ def run(args: argparse.Namespace) -> None:
             writer.writerows(map(asdict, rows))
     if args.plot:
         draw(rows, args.plot)
+
+
+def default_modes(model: ImageNetwork) -> list[str]:
+    """``store``, the first inverting mode that fits all steps, and ``auto``."""
+    from revzoo.core.modes import set_memory
+
+    inverting: list[str] = []
+    for mode in ("invert", "exact"):
+        with suppress(ValueError):  # blocks with side bits are inverted in exact only
+            set_memory(model, mode)
+            inverting.append(mode)
+    return ["store", *inverting[:1], "auto"]
 
 
 def with_depths(name: str, depths: str | None) -> list[str]:

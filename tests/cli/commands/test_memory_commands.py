@@ -37,6 +37,18 @@ def test_audit_lists_every_mode(capsys, tmp_path):
     assert {row["mode"] for row in rows_of(tmp_path / "a.csv")} >= {"exact"}
 
 
+def test_bench_chooses_modes_that_the_network_takes(capsys):
+    """A reversible network of a library was benched in "invert", which it refuses."""
+    options = ["--batch", "2", "--image", "32", "--rounds", "2"]
+    main(["bench", "torchvision:resnet18", "--bits", "4", *options])
+    header, name, *rows = capsys.readouterr().out.splitlines()
+    assert name == "torchvision:resnet18"  # longer than its column
+    assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
+    assert {len(row) for row in rows} == {len(header)} == {79}
+    with pytest.raises(SystemExit, match=r"holds no step .*make_reversible\(model\), --bits 4"):
+        main(["bench", "torchvision:resnet18", *options])
+
+
 def test_audit_of_one_mode_with_real_steps(capsys):
     main(["audit", *SMALL, "--memory", "recompute", "--real"])
     printed = capsys.readouterr().out
