@@ -233,6 +233,9 @@ class Search:
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._container(v, label)
+        elif isinstance(v, (collections.UserDict, collections.UserList)):
+            self.watched.append((place, key, v))
+            self.value(v.data, vars(v), "data", label)
         elif isinstance(v, type):
             if not _foreign(v.__module__):
                 self.watched.append((place, key, v))

@@ -21,6 +21,7 @@ from revzoo import (
     checkpoint,
     invertible_checkpoint,
     is_replaying,
+    set_memory,
 )
 from revzoo.core import search
 from revzoo.core.reach import reached
@@ -820,3 +821,30 @@ def test_a_method_replaced_between_two_steps_is_searched(mode: str) -> None:
     for _ in range(3):
         step()
     assert norm.num_batches_tracked == 3
+
+
+@pytest.mark.parametrize("mode", ["recompute", "invert"])
+@pytest.mark.parametrize("kind", [collections.UserDict, collections.UserList])
+def test_containers_written_in_python(kind, mode):
+    """Their items are those of a built-in container in ``data``."""
+
+    class Passing(nn.Module):
+        def __init__(self, shared):
+            super().__init__()
+            self.linear, self.shared = nn.Linear(4, 4).double(), shared
+
+        def forward(self, x):
+            y = (self.linear(x) + self.shared[0]).tanh()
+            self.shared[0] = y
+            return y
+
+    found = []
+    for each in ("store", mode):
+        torch.manual_seed(0)
+        shared = kind({0: 0.0} if kind is collections.UserDict else [0.0])
+        net = ReversibleSequence([AdditiveCoupling(Passing(shared)) for _ in range(3)])
+        set_memory(net, each)
+        x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
+        net(x).square().sum().backward()
+        found.append(x.grad)
+    assert (found[0] - found[1]).abs().max() < 1e-12
