@@ -38,7 +38,7 @@ from revzoo.weights.files import socket_timeout
 
 # no slashes or dots: timm's create_model would fetch "hf-hub:..." and read "local-dir:..."
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
-_CLASSES = 1000  # ImageNet, for which both libraries publish weights
+LIBRARY_CLASSES = 1000  # ImageNet, for which both libraries publish weights
 
 
 @functools.cache
@@ -121,7 +121,8 @@ class LibraryNetwork(ImageNetwork):
 
     Args:
         variant: the name of the network.
-        num_classes: number of logits; 0 for pooled features instead.
+        num_classes: number of logits; 0 for pooled features instead. Any other number than the
+            1,000 of the library's weights makes a new classifier.
         in_chans: channels of the images.
         memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
         img_size: side of the images in pixels, for networks whose weights depend on it.
@@ -163,7 +164,7 @@ class LibraryNetwork(ImageNetwork):
         self._heads = [  # distilled networks have two
             f"net.{path}"
             for path, m in self.net.named_modules()
-            if isinstance(m, nn.Linear) and m.out_features == _CLASSES
+            if isinstance(m, nn.Linear) and m.out_features == LIBRARY_CLASSES
         ]
         if not self._heads:
             raise ValueError(
@@ -180,7 +181,7 @@ class LibraryNetwork(ImageNetwork):
         linear = self.get_classifier()
         assert isinstance(linear, nn.Linear)
         self.num_features = linear.in_features
-        if not pretrained or num_classes != _CLASSES:
+        if not pretrained or num_classes != LIBRARY_CLASSES:
             self.reset_classifier(num_classes)
         self.num_classes = num_classes
         if memory not in (None, "store"):

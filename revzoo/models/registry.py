@@ -19,6 +19,7 @@ from revzoo.layers.side_bits import make_reversible, reversible_blocks
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.library import (
+    LIBRARY_CLASSES,
     LibraryNetwork,
     LibraryVariant,
     find_library_model,
@@ -306,6 +307,8 @@ def _build(
         known = _filled(known, shape_of_weights(entry.network, file))
     if source.entry is not None:
         known = _filled(known, (source.entry.num_classes, source.entry.in_chans))
+    if keywords.get("pretrained"):  # the library's own weights
+        known = _filled(known, (LIBRARY_CLASSES, None))
     num_classes, in_chans = _filled(known, (10, 3))
     options = {**source.options, **keywords}  # the caller's keywords win over the entry's
     _check_keywords(source.architecture, options)

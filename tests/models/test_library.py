@@ -275,6 +275,19 @@ def test_a_failed_download_names_address_cache_and_remedies(
     assert str(caught.value).endswith(f"/{cache}")
 
 
+def test_pretrained_networks_have_the_classes_of_the_weights(monkeypatch):
+    """They had 10 random ones, also in `revzoo export NAME --pretrained`."""
+    theirs = torchvision.models.resnet18().eval()
+    monkeypatch.setattr(
+        "torchvision.models._api.load_state_dict_from_url", lambda *a, **k: theirs.state_dict()
+    )
+    model = resnet(pretrained=True, reversible_bits=None).eval()
+    images = torch.randn(2, 3, 32, 32)
+    assert torch.equal(model(images), theirs(images))
+    assert (model.num_classes, resnet().num_classes) == (1000, 10)
+    assert resnet(pretrained=True, num_classes=3)(images).shape == (2, 3)
+
+
 def test_weights_that_the_library_does_not_publish():
     pytest.importorskip("timm")
     with pytest.raises(UnknownWeightsError, match="timm publishes no weights of vovnet57a: give"):
