@@ -12,6 +12,7 @@ from revzoo._checks import check_count
 from revzoo.cli.commands._models import add_bits_option, bits_of, check_side, side_of
 from revzoo.cli.commands._status import show_status
 from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.cli.terminal import folded
 from revzoo.weights.entry import WeightsEntry
 from revzoo.weights.errors import UnknownWeightsError
 from revzoo.weights.table import WeightsTable
@@ -89,6 +90,6 @@ def _print(key: str, value: object) -> None:
     # clear the status before the row that it announced
     show_status("")
     text = value if isinstance(value, str) else json.dumps(value)
-    sys.stdout.write(f"{key:24}{text}\n")
+    sys.stdout.write(f"{folded(f'{key:24}{text}', indent=24)}\n")
     # counting takes seconds, and the facts should not wait
     sys.stdout.flush()

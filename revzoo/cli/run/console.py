@@ -13,6 +13,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.cli.invocation import command_line, short_path, tool_line
+from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
 from revzoo.layers.side_bits import reversible_blocks
 from revzoo.models.registry import WEIGHTS
@@ -36,18 +37,26 @@ COUNTED = 2  # images of the counted step, on the meta device
 
 
 class LogFormat(logging.Formatter):
-    """``08:01:30 message``, with the date in files, and with the level above INFO.
+    """``08:01:30 message``, with the level above INFO.
 
-    Hydra's prefix takes 70 columns of a line.
+    In files lines have the date and stay whole. Hydra's prefix takes 70 columns of a line.
     """
 
     def __init__(self, *, date: bool) -> None:
+        self.fold = not date
         super().__init__("%(asctime)s", "%Y-%m-%d %H:%M:%S" if date else "%H:%M:%S")
 
     # Formatter.format appends tracebacks to this
     def formatMessage(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno > logging.INFO else ""
-        return f"{record.asctime} {level}{record.message}"
+        line = f"{record.asctime} {level}{record.message}"
+        if not self.fold:
+            return line
+        # a backslash inside quotes would be part of the word
+        is_command = getattr(record, "command", False)
+        if is_command and "'" in line:
+            return line
+        return folded(line, indent=len(record.asctime) + 10, end=" \\" * is_command)
 
 
 def shorten_log() -> None:
@@ -169,7 +178,7 @@ def log_result(
         if texts:
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
     for name, command in _commands(trainer, run_dir, best):
-        log.info("%-8s %s", name, command)
+        log.info("%-8s %s", name, command, extra={"command": True})
 
 
 def log_resumed(trainer: pl.Trainer, checkpoint: Path) -> None:

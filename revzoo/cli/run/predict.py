@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
+from revzoo.cli.terminal import columns
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
 from revzoo.training.checkpoint.restore import Restored
@@ -79,7 +80,10 @@ def as_table(predictions: Sequence[Prediction], top: int) -> str:
     lines = []
     for path, classes in predictions:
         best = list(classes.items())[:top]
-        lines.append(f"{path:{width}}  " + "  ".join(f"{name} {p:.4f}" for name, p in best))
+        figures = "  ".join(f"{name} {p:.4f}" for name, p in best)
+        line = f"{path:{width}}  {figures}"
+        too_long = 0 < columns() < len(line)  # 0 without a terminal
+        lines.append(f"{path}\n  {figures}" if too_long else line)
     return "\n".join(lines) + "\n"
 
 

@@ -196,7 +196,7 @@ def train(
     except RunStopped as stopped:
         status = stopped.status
         if is_first_process():
-            log.warning("%s; %s", stopped, resume_hint(run_dir))
+            log.warning("%s; %s", stopped, resume_hint(run_dir), extra={"command": True})
     # Exit outside the handler: the exception refers to its frames, and these to the graph of the
     # interrupted step, which must be freed before the interpreter ends.
     sys.exit(status)

@@ -1,0 +1,38 @@
+"""Folds long lines at spaces, to the width of the terminal.
+
+A terminal breaks them inside words. Without a terminal, as in a pipe or a file, lines stay whole
+for programs that read them; COLUMNS=80 in the environment folds them there, too.
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+
+
+def columns() -> int:
+    """The width of the terminal; 0 without one."""
+    return shutil.get_terminal_size(fallback=(0, 0)).columns
+
+
+def folded(text: str, *, indent: int, end: str = "") -> str:
+    """``text``, whose further lines begin with spaces.
+
+    Args:
+        text: one or more lines.
+        indent: the number of these spaces.
+        end: ends all lines but the last: a backslash continues a command of the shell.
+    """
+    width = columns()
+    if not width:
+        return text
+    lines: list[str] = []
+    for line in text.splitlines():
+        lines += textwrap.wrap(
+            line,
+            max(width - len(end), indent + 20),
+            subsequent_indent=" " * indent,
+            break_long_words=False,  # paths and hashes are copied
+            break_on_hyphens=False,
+        ) or [line]
+    return f"{end}\n".join(lines)
