@@ -1156,8 +1156,27 @@ def test_running_statistics_that_no_code_reads_by_name(mode, read):
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
+def test_running_statistics_that_a_graph_of_torch_reads(mode):
+    """The search does not see the names in its generated code."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4)
+
+        def forward(self, x):
+            return (self.norm(x) * self.norm.running_var).tanh()
+
+    def branch():
+        return torch.fx.symbolic_trace(Reader())
+
+    assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("reads", [False, True])
 @pytest.mark.parametrize("kind", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
-def test_statistics_that_the_first_pass_creates(mode, kind):
+def test_statistics_that_the_first_pass_creates(mode, reads, kind):
     """They were updated again by the replay, and InstanceNorm found its size before it was set."""
 
     class Normed(nn.Module):
@@ -1168,7 +1187,12 @@ def test_statistics_that_the_first_pass_creates(mode, kind):
         def forward(self, x):
             return self.norm(x[..., None].expand(*x.shape, 2).cos()).mean(-1)
 
-    assert compared(lambda: [AdditiveCoupling(Normed()) for _ in range(3)], mode) < 1e-12
+    class Read(Normed):
+        def forward(self, x):
+            return (super().forward(x) * self.norm.running_var.clone()).tanh()
+
+    branch = Read if reads else Normed
+    assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
 
 
 class Recurrent(nn.Module):

@@ -582,16 +582,26 @@ class StepTensors:
                 self._altered.append(held)
             elif self._changes_unseen and not is_sharded(held.tensor):
                 self._altered.append(held)
-        created = [entry for entry in self._lazy if type(entry[1][entry[2]]) not in _LAZY]
-        for m, owner, name in created:
-            t = owner[name]
-            if owner is m._buffers and has_unread_statistics(m, self.reads_statistics):
-                self._statistics.append(Statistics(owner, name, t.dtype, t.device))
-            else:
-                self._held.append(Held.of(owner, name, name, t))
         if self._snapshots:
             self._drop_snapshots()
+        created = [entry for entry in self._lazy if type(entry[1][entry[2]]) not in _LAZY]
+        for m, owner, name in created:
+            self._capture_created(m, owner, name)
         return [m for m, *_ in created]
+
+    def _capture_created(self, m: nn.Module, owner: dict[str, Any], name: str) -> None:
+        """Capture a lazy parameter or buffer that the forward pass has created, and perhaps used.
+
+        Of a buffer, a replay needs the value that the forward pass began with.
+        """
+        held = Held.of(owner, name, name, t := owner[name])
+        if owner is m._parameters:
+            self._held.append(held)
+        elif has_unread_statistics(m, self.reads_statistics):
+            self._statistics.append(Statistics(owner, name, t.dtype, t.device))
+        else:  # torch's lazy layers have no other buffers than running statistics
+            before = torch.ones_like(t) if name == "running_var" else torch.zeros_like(t)
+            self._snapshots.append(Snapshot(held, before, m, m.training, unseen=True))
 
     def _drop_snapshots(self) -> None:
         """Keep the snapshots of tensors that the forward pass changed; check the others later."""

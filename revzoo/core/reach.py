@@ -181,8 +181,10 @@ class Reach:
         self.reads_statistics = not _READS_STATISTICS.isdisjoint(names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(names)
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(names)
-        # its code is generated and calls kernels that update buffers; the search does not read it
-        self.updates_unseen |= any(isinstance(m, GraphModule) for m in self._members)
+        # its code is generated, may read and update any buffer, and the search does not read it
+        generated = any(isinstance(m, GraphModule) for m in self._members)
+        self.reads_statistics |= generated
+        self.updates_unseen |= generated
         self.names = search.names
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
