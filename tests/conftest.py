@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import subprocess
@@ -15,6 +16,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[1]
+
+os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is no terminal
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -83,7 +83,7 @@ def test_every_edit_raises_a_user_error(run_dir: Path, monkeypatch: pytest.Monke
 
     monkeypatch.setattr("revzoo.cli.run.resume.read_last", read)
     ckpt = str(run_dir / "checkpoints" / "best.ckpt")
-    base = {"ckpt": ckpt, "split": "val", "batch_size": None, "data": None}
+    base = {"ckpt": ckpt, "split": "val", "batch_size": None, "data": None, "bits": "saved"}
     base |= {key: config[key] for key in ("precision", "trainer")}
     tried, refused = 0, 0
     for section, edited in edits(config):
