@@ -15,8 +15,6 @@ from pathlib import Path
 from revzoo._checks import did_you_mean
 
 LIBRARIES = ("torchvision", "timm")
-
-
 _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
 
 

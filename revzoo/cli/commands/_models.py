@@ -1,4 +1,4 @@
-"""Shared by ``audit``, ``plan`` and ``bench``: options, the model, the shape of its batch."""
+"""Shared by the commands: options, the model, the shape of its batch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from revzoo._checks import check_count
 from revzoo._files import check_writable, replacing
 
-SAVED = "saved"  # as in revzoo.models.registry, which imports torch
-
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
+
+SAVED = "saved"  # as in revzoo.models.registry, which imports torch
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
@@ -46,11 +46,13 @@ def add_saved_bits_option(parser: argparse.ArgumentParser) -> None:
 
 
 def _saved_bits(text: str) -> int | str | None:
+    if text == SAVED:
+        return SAVED
     if text == "null":  # as in configurations
         return None
-    if text != SAVED and not text.isdigit():
+    if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text}: expected 1 to 8, or null")
-    return SAVED if text == SAVED else int(text)
+    return int(text)
 
 
 def bits_of(args: argparse.Namespace) -> dict[str, Any]:

@@ -7,7 +7,7 @@ thread (OMP_NUM_THREADS=1) it measures the thread's CPU time.
     revzoo bench revnet --depths 38,110,164 --csv bench.csv --plot bench.png
     revzoo bench torchvision:resnet50 --bits 4 --batch 16
 
-With --bits, "store" is the reversible network too: its outputs are those of the other modes.
+With --bits, "store" also runs the reversible network, so all modes train the same function.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from revzoo.profiling.bench import Measured
 
 MARKERS = "osD^vP*X"  # of models in the picture; more models than markers share them
-WIDTH = 17  # of a name
+WIDTH = 17  # of the column of names
 HEADER = (
     f"{'model':{WIDTH}} {'memory':10}{'s/step':>8}"
     f"{'ratio (quartiles)':>21}{'images/s':>9}{'peak':>13}\n"
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory",
         metavar="MODES",
-        help="several with commas (store, auto, and invert or, where only that fits, exact)",
+        help="separated by commas (store,invert,auto; exact where invert does not fit)",
     )
     parser.add_argument("--depths", metavar="N,...", help="depths of each family, e.g. 38,110,164")
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (5)")
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
 
     check_picture(args.plot)
     check_writable(args.csv)
-    chosen = [mode.strip() for mode in args.memory.split(",")] if args.memory is not None else []
+    chosen = [] if args.memory is None else [mode.strip() for mode in args.memory.split(",")]
     plans = [name for name, mode in PLANNED.items() if not mode.bounded]  # without a budget
     for mode in chosen:
         check_choice("--memory", mode, [*MODES, *plans])
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             # a function: each mode trains a new model
             measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
         label = name
-        if len(name) > WIDTH:  # a line of its own: the table keeps its 80 columns
+        if len(name) > WIDTH:  # on a separate line, so the table fits into 80 columns
             sys.stdout.write(f"{name}\n")
             label = ""
         for row in measured:
@@ -117,12 +117,11 @@ def default_modes(model: ImageNetwork) -> list[str]:
     """``store``, the first inverting mode that fits all steps, and ``auto``."""
     from revzoo.core.modes import set_memory
 
-    inverting: list[str] = []
     for mode in ("invert", "exact"):
-        with suppress(ValueError):  # blocks with side bits are inverted in exact only
+        with suppress(ValueError):  # blocks with side bits have no mode invert
             set_memory(model, mode)
-            inverting.append(mode)
-    return ["store", *inverting[:1], "auto"]
+            return ["store", mode, "auto"]
+    return ["store", "auto"]
 
 
 def with_depths(name: str, depths: str | None) -> list[str]:

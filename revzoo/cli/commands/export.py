@@ -92,7 +92,7 @@ def _job(args: argparse.Namespace) -> Export:
     # random weights have no classes and no normalisation
     if model.entry is None:
         return Export(network=model, image_size=args.image_size, **options)
-    # other bits have other figures
+    # with other bits, the accuracy of the entry no longer holds
     fields = _FIELDS if args.bits == SAVED else _FIELDS[:3]
     facts = {name: getattr(model.entry, name) for name in fields}
     size = args.image_size or model.entry.input_size[-1]

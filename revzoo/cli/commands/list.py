@@ -60,12 +60,19 @@ def run(args: argparse.Namespace) -> None:
     else:
         names = fnmatch.filter(model_names(), args.pattern) + matching_names(args.pattern)
     if not names:
-        library, colon, _ = args.pattern.partition(":")
-        if library in LIBRARIES and colon and not args.pretrained:
-            raise ValueError(unknown_name(args.pattern))
-        what = "weights match" if args.pretrained else "model matches"
-        hint = library_hint(args.pattern) or "; revzoo list shows all models"
-        if library in LIBRARIES and colon:
-            hint = f": model.pretrained=true (pretrained=True) loads {library}'s own"
-        raise ValueError(f"no {what} {args.pattern!r}{hint}")
+        raise ValueError(_no_match(args.pattern, pretrained=args.pretrained))
     sys.stdout.write("\n".join(names) + "\n")
+
+
+def _no_match(pattern: str, *, pretrained: bool) -> str:
+    """The message for a pattern that no name matches."""
+    library, colon, _ = pattern.partition(":")
+    of_library = library in LIBRARIES and bool(colon)
+    if of_library and not pretrained:
+        return unknown_name(pattern)
+    what = "weights match" if pretrained else "model matches"
+    if of_library:
+        hint = f": model.pretrained=true (pretrained=True) loads {library}'s own"
+    else:
+        hint = library_hint(pattern) or "; revzoo list shows all models of the zoo"
+    return f"no {what} {pattern!r}{hint}"

@@ -60,7 +60,7 @@ def groups(folder: Path) -> list[str]:
 def texts(folder: Path, name: str) -> list[str]:
     """The files of ``GROUP`` or ``GROUP/CHOICE`` with their names as headings.
 
-    Before them come the files that they inherit: most options of a model stand there.
+    The files that they inherit from come first: most options of a model stand there.
 
     Raises:
         ValueError: there is no such group or choice; the message names the nearest.

@@ -190,7 +190,7 @@ def _needs(
                 changed = create_model(
                     args.name, num_classes=args.classes, **bits_of(args), **options
                 )
-            # sides that the strides do not divide raise here
+            # raises for sides that the model does not take
             check_side(changed, pixels, "--image")
         except ValueError:
             return None

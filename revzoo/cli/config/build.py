@@ -74,13 +74,13 @@ def check_image_size(config: Mapping[str, Any], side: int) -> None:
         ValueError: it does not; says what to change.
     """
     model = check_model(config)
-    # whatever else the meta device cannot run shows in build_module
+    # any other failure may be due to the meta device: build_module tries the real model
     with suppress(*REFUSALS):
         try_image(model, side, model.in_chans, remedy=size_remedy(config, side))
 
 
 def size_remedy(config: Mapping[str, Any], side: int) -> str:
-    """What a run can change if its model fails on its images; see :func:`try_image`."""
+    """The end of the message if the model fails on the images; see :func:`try_image`."""
     remedies = ["data.image_size={size}"] * ("image_size" in config["data"])
     if "img_size" in config["model"]:  # not all networks of a library take it
         remedies.append(f"model.img_size={side}")

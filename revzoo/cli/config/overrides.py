@@ -29,7 +29,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
 
 MOST_VALUES = 10_000  # of one key in a multirun
-# why some options of a group lack a key
+# key -> why some options of its group lack it
 REASONS = {
     "model.reversible_bits": "it makes plain networks reversible; RevNets, i-RevNets and RevViTs "
     "are reversible without it",

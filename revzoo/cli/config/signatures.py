@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-# a file of configs/ inherits another one of its folder: defaults: [base/residual@_here_, _self_]
+# how a file of configs/ inherits from another: defaults: [base/residual@_here_, _self_]
 _BASE = re.compile(r"([\w/]+)@_here_")
 MODEL_SOURCES = Path(__file__).parents[2] / "models"
 
@@ -95,7 +95,7 @@ def model_keywords(name: str) -> list[str]:
 
 
 def with_bases(path: Path) -> list[Path]:
-    """The configuration file ``path``, after all files that it inherits."""
+    """The configuration file ``path``, after all files that it inherits from."""
     bases = [path.parent / f"{name}.yaml" for name in _BASE.findall(path.read_text())]
     return [*(file for base in bases for file in with_bases(base)), path]
 

@@ -1,6 +1,6 @@
 """Tries a model on one black image, before images are read or a step is measured.
 
-A library's network may take images of one size only, and say so only when it runs.
+Some networks of libraries take images of one size only, and raise only when they run.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.core.invertible import kind_of
 from revzoo.core.memory import evaluation_mode
 
-# a layer raises the first, an assert of timm the second
+# layers raise the first, timm's asserts the second
 REFUSALS = (RuntimeError, AssertionError)
 
 
@@ -23,10 +23,10 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
         model: on any device; its BatchNorms keep their statistics.
         side: in pixels.
         channels: of the image.
-        remedy: ends the message; ``{size}`` is the side for which the model is made.
+        remedy: the end of the message; ``{size}`` stands for the side that the model is made for.
 
     Raises:
-        ConfigError: the model fails on this size, but not on the size for which it is made.
+        ConfigError: the model fails on this size, but not on the size that it is made for.
         ValueError: from the model, if it checks the size.
     """
     try:
@@ -37,7 +37,7 @@ def try_image(model: nn.Module, side: int, channels: int, *, remedy: str = "") -
             raise
         try:
             _run(model, made_for, channels)
-        except REFUSALS:  # the size is not the reason
+        except REFUSALS:  # something else is wrong: show the original error
             raise error from None
         why = f" ({one_line(error)})" if str(error) else ""
         raise ConfigError(

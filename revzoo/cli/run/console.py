@@ -70,7 +70,7 @@ def shorten_log() -> None:
 def logged_warnings() -> Iterator[None]:
     """Log each warning once, as one line without the place in the source.
 
-    Python prints a warning again after each change of the filters, as Lightning makes them.
+    Python repeats a warning whenever the filters have changed, and Lightning changes them.
     """
     logged: set[str] = set()
 
