@@ -122,7 +122,7 @@ def is_faked(inputs: Iterable[Tensor]) -> bool:
 
 
 def is_captured() -> bool:
-    """Whether a CUDA graph is being captured: then the host reads no value and no random state."""
+    """Whether a CUDA graph is being captured. The host can then read no value or random state."""
     initialized = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return initialized and torch.cuda.is_current_stream_capturing()
 

@@ -278,6 +278,7 @@ class Tape:
 
     def _replay(self, index: int) -> None:
         position, state = self._nearest(index)
+        # without a guard, nothing is read from the device
         if any(entry.limit is not None for entry in self.entries[index : max(position, index + 1)]):
             # a kept input (rule 7) has no error
             self._guard.begin(state if self._position else ())

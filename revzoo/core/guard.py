@@ -226,7 +226,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
         plan = _Plan(*_draw_summed(_count(t)), *(singles or ()))
         figures = _figures(t, plan)
-        size = figures[:1]  # a value of the stream, where there is no operand
+        size = figures[:1]  # without an operand, any value of the stream
         if operand is not None:
             size = _values_at(operand.detach(), _spread(_count(operand), operand.device))
         scale = t.scale if isinstance(t, Fixed) else None
@@ -254,7 +254,7 @@ def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tens
     """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
     values = t.words if isinstance(t, Fixed) else t.detach()
     places, each = plan.summed, plan.each
-    if values.is_contiguous() and not values.is_complex():  # a view is faster than indices
+    if values.is_contiguous() and not values.is_complex():  # a view takes less time than indices
         size = len(places) // each, each
         offset = values.storage_offset() + places.start
         rows = values.as_strided(size, (each * places.step, places.step), offset)
@@ -263,7 +263,7 @@ def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tens
         rows = _values_at(values, indices).view(-1, each)
     if scale is not None and isinstance(t, Tensor):  # a step that lost its words
         rows = rows.double() * scale.up
-    # the weights have a wider type, so the products do, too
+    # the weights have the wide type, so the products have it, too
     sums = (rows * _weights(rows.device, each, _wide(rows.dtype))).sum(1)
     # errors of random sign cancel in sums, not in single values
     singles = rows[:, 0] if plan.singles is None else _values_at(values, plan.singles)
@@ -498,7 +498,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def note_peaks(peaks: list[Peak]) -> None:
-    """Check ranges of streams at the end of the running backward pass."""
+    """Check ranges of streams at the end of the running backward pass, except unguarded steps'."""
     peaks = [peak for peak in peaks if peak.step is None or peak.step.drift_limit is not None]
     if peaks and (running := _Pass.running()) is not None:
         running.peaks += peaks
@@ -800,7 +800,7 @@ def set_drift_limit(module: nn.Module, limit: float | None) -> None:
     Infinity allows any drift; :func:`drift` still measures it. The error of a single channel,
     relative to its spread, may be the square root of ``limit``. None switches the guard off: it
     compares nothing, checks no range of fixed-point streams and reads nothing from the device, as
-    a CUDA graph needs. Wrong reconstructions then go unnoticed, so measure a few steps before.
+    a CUDA graph needs. Wrong reconstructions then go unnoticed, so run a few guarded steps first.
 
     Raises:
         ValueError: ``limit`` is negative or no number.

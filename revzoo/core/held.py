@@ -431,7 +431,7 @@ class StepTensors:
             Held.of(None, None, name, t) for name, v in context.items() for t in tensors_of(v)
         ]
         self._altered: list[Held] = []  # parameters that the forward pass changed
-        # that the forward pass may create: the module, its table, the name
+        # tensors that the forward pass may create: the module, its table, the name
         self._lazy: list[tuple[nn.Module, dict[str, Any], str]] = []
         self._statistics: list[Statistics] = []
         self._snapshots: list[Snapshot] = []
@@ -568,7 +568,7 @@ class StepTensors:
     def finish(self) -> list[nn.Module]:
         """After the forward pass: note what it changed, drop copies of what it did not.
 
-        Returns the modules whose lazy parameters it created.
+        Returns the modules whose lazy parameters or buffers it created.
         """
         self._carried_after = [(owner, k, owner[k].detach().clone()) for owner, k in self._carried]
         owned = self._owned
@@ -584,7 +584,7 @@ class StepTensors:
                 self._altered.append(held)
         if self._snapshots:
             self._drop_snapshots()
-        created = [entry for entry in self._lazy if type(entry[1][entry[2]]) not in _LAZY]
+        created = [(m, o, name) for m, o, name in self._lazy if type(o[name]) not in _LAZY]
         for m, owner, name in created:
             self._capture_created(m, owner, name)
         return [m for m, *_ in created]

@@ -306,7 +306,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
         raise ValueError(
             f"{kind_of(part)} holds no step whose memory mode could be set to {mode!r}: "
             "build it from ReversibleSequence, ReversibleBlock or your own Step, or make its "
-            "blocks reversible: revzoo.make_reversible(model), --bits 4 of a command"
+            "blocks reversible: revzoo.make_reversible(model), on the command line --bits 4"
         )
     return steps
 

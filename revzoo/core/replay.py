@@ -142,21 +142,10 @@ class Conditions:
             and all(type(t) in (Tensor, nn.Parameter) for t in inputs)
         )
         sources: tuple[Any, ...] = ()
-        if not draws_nothing and not is_faked(inputs) and not self._is_captured(reach):
+        if not draws_nothing and not is_faked(inputs) and not _captured_without_draws(reach):
             generators = (g for each in self._reaches for g in each.generators)
             sources = (CPU, *accelerators, *generators)
         self._random = RandomStates(sources)  # rule 1
-
-    def _is_captured(self, reach: Reach) -> bool:
-        """Whether a CUDA graph is captured; raises a RuntimeError if the step draws."""
-        captured = is_captured()
-        if captured and reach.draws:
-            raise RuntimeError(
-                "a step that draws random numbers, or has not run yet, runs while a CUDA graph is "
-                "captured, in which a replay cannot draw them again: run a few steps before the "
-                "capture, remove dropout, or use memory='store' for this step"
-            )
-        return captured
 
     @property
     def reads_statistics(self) -> bool:
@@ -211,6 +200,18 @@ class Conditions:
         return self._random.drawn()
 
 
+def _captured_without_draws(reach: Reach) -> bool:
+    """Whether a CUDA graph is being captured; raises a RuntimeError if the step may draw."""
+    captured = is_captured()
+    if captured and reach.draws:
+        raise RuntimeError(
+            "a step that draws random numbers, or has not run yet, runs while a CUDA graph is "
+            "captured, and a replay in the graph cannot draw the same numbers: run a few steps "
+            "before the capture, remove dropout, or use memory='store' for this step"
+        )
+    return captured
+
+
 class _PlainValues:
     """Numbers, flags and strings, and the contents of lists and tables of modules (rule 3)."""
 
@@ -234,7 +235,7 @@ class _PlainValues:
             yield m.__dict__
 
     def renew(self, modules: list[nn.Module]) -> None:
-        """Take the present values of lazy modules, whose first pass sets sizes."""
+        """Take the present values of lazy modules, whose first forward pass has set their sizes."""
         changed = {id(m.__dict__) for m in modules}
         self._namespaces = [
             (space, Plain.of(space) if id(space) in changed else plain)

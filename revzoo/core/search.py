@@ -8,7 +8,8 @@ such search: ``nn.Module.modules()`` lists only registered modules.
 NOTE [ What counts as reached ]
     1. The search starts at the step and its submodules and follows attributes and forward hooks.
        From a function it follows the closure, the bound object, default arguments, attributes and
-       globals. It looks into lists, deques, sets, tuples, dictionaries, partials and plain objects.
+       globals. It looks into lists, deques, sets, tuples, dictionaries, ``UserDict`` and
+       ``UserList``, partials and plain objects.
     2. A user's class may have many attributes. Of an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So a method of a large object
        does not bring in what only other methods use. A function that calls ``getattr`` may load
@@ -233,6 +234,7 @@ class Search:
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._container(v, label)
+        # of the standard library, but written in Python: their items are in an attribute
         elif isinstance(v, (collections.UserDict, collections.UserList)):
             self.watched.append((place, key, v))
             self.value(v.data, vars(v), "data", label)

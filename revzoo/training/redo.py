@@ -254,7 +254,7 @@ def _steps(module: nn.Module) -> dict[str, Step]:
 
 
 def _drifted(step: Step) -> bool:
-    # `not <=` is also true for NaN
     if step.drift is None or step.drift_limit is None:
         return False
+    # `not <=` is also true for NaN
     return can_drift(step) and not step.drift <= step.drift_limit

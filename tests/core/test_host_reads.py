@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.core import ambient, checkpoint, guard, replay
+from revzoo.core import checkpoint, guard, replay
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -102,7 +102,7 @@ def test_without_the_guard_no_value_is_read_at_all(name, mode):
 @pytest.fixture
 def capturing(monkeypatch):
     """As if a CUDA graph were captured."""
-    for module in (ambient, checkpoint, replay):
+    for module in (checkpoint, replay):
         monkeypatch.setattr(module, "is_captured", lambda: True)
 
 
@@ -113,7 +113,7 @@ def small_net(branch, mode="exact"):
     return net
 
 
-def step_of(net):
+def train_step(net):
     net(torch.randn(2, 8, generator=torch.Generator().manual_seed(0))).sum().backward()
 
 
@@ -121,12 +121,12 @@ def step_of(net):
 def test_a_guarded_step_is_refused_while_a_graph_is_captured(mode, capturing):
     net = small_net(lambda: torch.nn.Linear(4, 4), mode)
     with pytest.raises(RuntimeError, match=r"CUDA graph.*set_drift_limit\(model, None\)"):
-        step_of(net)
+        train_step(net)
     revzoo.set_drift_limit(net, None)
-    step_of(net)
+    train_step(net)
 
 
-def test_a_step_that_draws_is_refused_while_a_graph_is_captured(monkeypatch, request):
+def test_a_step_that_draws_is_refused_while_a_graph_is_captured(request):
     class Draws(torch.nn.Linear):
         def forward(self, x):
             return super().forward(x) * torch.rand(4)
@@ -138,11 +138,11 @@ def test_a_step_that_draws_is_refused_while_a_graph_is_captured(monkeypatch, req
     nets = [small_net(lambda kind=kind: kind(4, 4)) for kind in (Draws, Drawless)]
     for net in nets:
         revzoo.set_drift_limit(net, None)
-        step_of(net)  # shows what draws
+        train_step(net)  # shows what draws
     request.getfixturevalue("capturing")
     with pytest.raises(RuntimeError, match=r"draws random numbers.* run a few steps before"):
-        step_of(nets[0])
-    step_of(nets[1])
+        train_step(nets[0])
+    train_step(nets[1])
 
 
 @pytest.mark.gpu
