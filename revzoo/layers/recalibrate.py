@@ -24,8 +24,8 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence
 
     Args:
         model: called with each batch.
-        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do. Of a tuple or list,
-            as a loader of images and labels yields, the first item counts.
+        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do. If a batch is a
+            tuple or list, as from a loader of images and labels, the images are its first item.
 
     Raises:
         ValueError: there is no batch.

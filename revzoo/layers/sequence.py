@@ -318,7 +318,7 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
-            state = run_step(_edge(Split, self.dim, self.split, _outermost(self, 0)), state)
+            state = run_step(_edge(Split, self.dim, self.split, _step_at_end(self, 0)), state)
         self._check_count(state)
         unchecked = ForwardRange() if checks_forward() else None
         waiting = list(self)[::-1]
@@ -338,7 +338,7 @@ class ReversibleSequence(Invertible):
             unchecked.check((*state, *extras))
         if splits:
             self._check_mergeable(state)
-            state = run_step(_edge(Merge, self.dim, self.split, _outermost(self, -1)), state)
+            state = run_step(_edge(Merge, self.dim, self.split, _step_at_end(self, -1)), state)
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -497,16 +497,16 @@ def _advance(
     return outputs[:cut], outputs[cut:end], outputs[end:]
 
 
-def _outermost(step: Step, end: int) -> Step:
-    """The first (``end`` 0) or last (-1) step in ``step`` that runs in a memory mode of its own."""
+def _step_at_end(step: Step, index: int) -> Step:
+    """The first (``index`` 0) or last (-1) step of nested sequences: its memory mode counts."""
     while isinstance(step, ReversibleSequence) and len(step):
-        step = list(step)[end]
+        step = list(step)[index]
     return step
 
 
 def merged(state: State, last: Step, merge: Merge) -> State:
     """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    return run_step(_like(_outermost(last, -1), merge), state)
+    return run_step(_like(_step_at_end(last, -1), merge), state)
 
 
 def _like(neighbour: Step, edge: Step) -> Step:

@@ -23,11 +23,13 @@ NOTE [ Blocks in place ]
 
     A block continues the run if its input is the tensor that the previous block returned, and no
     code has changed it or the previous input in place. Any other input starts a new run. So does an
-    input from another checkpoint, whose replay does not run the previous block. A block whose
-    output has another shape than its input, or a type with values that the input's type lacks, ends
-    the run, and is recomputed from its input. So is a block whose output leaves the range of the
-    run's grid, as in language models, whose values grow to thousands: the next block starts a run
-    on a coarser grid.
+    input from another checkpoint, whose replay does not run the previous block.
+
+    A block ends the run if its output has another shape than its input, or a type whose values the
+    input's type cannot hold. It also ends the run if its output leaves the range of the run's grid,
+    as in language models, whose values grow to thousands: the next block starts a run on a coarser
+    grid. A block that ends a run is recomputed from its input.
+
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
 """
@@ -122,9 +124,9 @@ _calls: WeakKeyDictionary[SideBits, Call] = WeakKeyDictionary()
 
 
 class _Running(threading.local):
-    """What happens in this thread.
+    """The call that runs in this thread.
 
-    Not attributes of the step: threads share them, and copies and pickles would contain them.
+    Not attributes of the step: threads share it, and copies and pickles would contain them.
     """
 
     returned: list[Any] | None = None
@@ -215,8 +217,8 @@ class SideBits(Invertible):
             check_forward_range(self, (x_out, y))
         fixed = fixed_of(x_out)
         # a step without a grid returns no words, though its input may have some
-        fits = self.grid is None or fixed is None or fixed_of(y) is not None
-        continues = fits and _alike(y, x)
+        stays_on_grid = self.grid is None or fixed is None or fixed_of(y) is not None
+        continues = stays_on_grid and _alike(y, x)
         if continues and not self.last:
             _previous[y] = x_out, *_marks_of(x_out, y)
         _calls[self] = Call(before is not None, continues, None if fixed is None else fixed.scale)
@@ -309,9 +311,9 @@ class SideBits(Invertible):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         others = leaves[len(tensors) :]
         if not tensors or any(isinstance(leaf, Tensor) for leaf in others):
-            found = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
+            types = ", ".join(type(leaf).__name__ for leaf in leaves) or "nothing"
             raise TypeError(
-                f"{name_of(self)} got {found} from {kind}: expected a tensor, or a tuple with its "
+                f"{name_of(self)} got {types} from {kind}: expected a tensor, or a tuple with its "
                 "tensors first; choose other blocks with make_reversible(blocks=...)"
             )
         if _running.returned is not None:  # not in a replay
@@ -329,13 +331,13 @@ class SideBits(Invertible):
 
 
 def _alike(y: Tensor, x: Tensor) -> bool:
-    """Whether ``y`` can follow ``x`` in a run: shape and device are equal, and no cast loses."""
+    """Whether ``y`` can follow ``x`` in a run: same shape and device, and a lossless cast."""
     same = _sizes(y) == _sizes(x) and y.device == x.device
     return same and (y.dtype == x.dtype or _holds(x.dtype, y.dtype))
 
 
 def _holds(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """Whether a floating-point type has all values of another type."""
+    """Whether the floating-point type ``wide`` can hold all values of ``narrow``."""
     if not narrow.is_floating_point:
         return False
     a, b = torch.finfo(wide), torch.finfo(narrow)
@@ -563,8 +565,8 @@ class BlockRow(NamedTuple):
         path: in the model.
         bits: kept per value if the block joins a run.
         role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
-            follows; ``"ends"`` one, as its output has another shape or type, or leaves the range of
-            the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
+            follows; ``"ends"`` one, since its output has another shape or type, or leaves the range
+            of the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
         grid: fractional bits of the integers in the last call; None in floating point, before, or
             if the values that entered the run were not finite.
     """
@@ -593,11 +595,8 @@ def reversible_blocks(model: nn.Module) -> list[BlockRow]:
 
 def one_number_converts(model: nn.Module) -> bool:
     """Whether ``make_reversible(plain, bits)`` makes this network for some ``bits`` or None."""
-    bits = {
-        block: step.bits
-        for block in model.modules()
-        if isinstance(step := _step_of(block), SideBits)
-    }
+    steps = {block: _step_of(block) for block in model.modules()}
+    bits = {block: step.bits for block, step in steps.items() if step is not None}
     runs = [*_residuals_in(model), *_runs_in(model)]
     return not bits or (len({*bits.values()}) == 1 and bits.keys() == {*itertools.chain(*runs)})
 

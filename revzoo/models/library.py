@@ -39,6 +39,7 @@ from revzoo.weights.files import socket_timeout
 # no slashes or dots: timm's create_model would fetch "hf-hub:..." and read "local-dir:..."
 _NAME = re.compile(rf"({'|'.join(LIBRARIES)}):(\w+)", re.ASCII)
 LIBRARY_CLASSES = 1000  # ImageNet, for which both libraries publish weights
+_HUB = "https://huggingface.co/"
 
 
 @functools.cache
@@ -92,12 +93,10 @@ def weights_address(name: str) -> str:
     if not address:
         raise UnknownWeightsError(
             f"{library} publishes no weights of {network}: give pretrained=False "
-            "(model.pretrained=false), or checkpoint_path for a file of your own"
+            "(model.pretrained=false), or your own file as checkpoint_path "
+            "(+model.checkpoint_path=FILE)"
         )
     return str(address)
-
-
-_HUB = "https://huggingface.co/"
 
 
 def _cache_of(address: str) -> Path:
@@ -382,10 +381,10 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
 
 @contextmanager
 def _downloading(name: str) -> Iterator[None]:
-    """Explain why the default weights of ``name`` cannot be downloaded.
+    """Explain a failed download of the default weights of ``name``.
 
     Raises:
-        DownloadError: says from where, and what to do instead.
+        DownloadError: names the address and the remedies.
     """
     retries = logging.getLogger("huggingface_hub")
     level = retries.level

@@ -336,7 +336,7 @@ def _build(
 
 
 SAVED = "saved"
-"""Instead of a number of bits: as the weights were saved."""
+"""As ``bits``: keep those that the weights were saved with."""
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
@@ -384,8 +384,8 @@ def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ..
 def _entry_of(name: str) -> Entry:
     if name not in MODELS:
         # an exact name of a library is a better hint than a similar name of the zoo
-        found = library_hint(name)
-        hint = f"{found}." if found else did_you_mean(name, MODELS, n=3) or "."
+        hint = library_hint(name)
+        hint = f"{hint}." if hint else did_you_mean(name, MODELS, n=3) or "."
         raise ValueError(
             f"there is no model {name!r} among the {len(MODELS)} of list_models(){hint} Register "
             "your own with revzoo.register_model (on the command line: --import MODULE)"
@@ -397,13 +397,14 @@ def _check_keywords(name: str, keywords: Iterable[str]) -> None:
     entry = MODELS[name]
     known = (*entry.network_keywords, *entry.variant_keywords)
     for keyword in keywords:
-        if keyword == "reversible_bits" and keyword not in known:
+        if keyword in known:
+            continue
+        if keyword == "reversible_bits":
             raise ValueError(_refused_bits(name))
-        if keyword not in known:
-            raise ValueError(
-                f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
-                + did_you_mean(keyword, known, n=3)
-            )
+        raise ValueError(
+            f"{name} takes no keyword {keyword!r}: expected one of {', '.join(known)}"
+            + did_you_mean(keyword, known, n=3)
+        )
 
 
 def arguments_of(variant: Any, names: Iterable[str], **arguments: Any) -> dict[str, Any]:

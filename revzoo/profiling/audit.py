@@ -457,7 +457,7 @@ def audit(
                 ]
         if blocks:
             twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
-            # steps inside the blocks would go on in their modes
+            # plain: steps inside the blocks store their activations, too
             assign_memory([m for m in twin.modules() if isinstance(m, Step)], "store")
             plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
     spec = getattr(model, "spec", None)

@@ -70,8 +70,8 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
     Args:
         source: a run's checkpoint (``.ckpt``); a safetensors file, or a folder from
             ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
-        bits: of its reversible blocks; None for the plain network, ``"saved"`` for those that the
-            weights were saved with.
+        bits: of its reversible blocks; None for the plain network; ``"saved"`` keeps the bits that
+            the weights were saved with.
 
     Raises:
         ValueError: the network cannot have these bits.
@@ -93,8 +93,8 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
             f"checkpoint or weights that it was made from, or run it by {EXPORTS[path.suffix]}"
         )
     # any other file counts as a checkpoint, whatever its name
-    own_file = path.is_file() and path.suffix != SUFFIX
-    restored = _from_checkpoint(path) if own_file else _from_weights(source)
+    is_checkpoint = path.is_file() and path.suffix != SUFFIX
+    restored = _from_checkpoint(path) if is_checkpoint else _from_weights(source)
     change_bits(restored.network, bits)
     return restored
 
