@@ -102,11 +102,10 @@ class RandomStates:
             if not any(torch.equal(state, expected) for expected in known):
                 raise RuntimeError(
                     "a replay did not draw the random numbers of its forward pass: several "
-                    "threads drew at once, or a branch draws only in one of the two, as a lazy "
-                    "layer that was initialised; expected one thread at a time. Call a model with "
-                    "lazy layers once under torch.no_grad(). Put a lock around the threads' "
-                    "forward and backward passes, give each thread's branches their own "
-                    "torch.Generator, use processes, or memory='store'"
+                    "threads drew at once, or a branch draws only in one of the two; expected one "
+                    "thread at a time. Put a lock around the threads' forward and backward passes, "
+                    "give each thread's branches their own torch.Generator, use processes, or "
+                    "memory='store'"
                 )
 
 

@@ -61,6 +61,7 @@ NOTE [ Chains joined by hand ]
 from __future__ import annotations
 
 import itertools
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -76,7 +77,7 @@ from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fi
 from revzoo.core.guard import COMPARED, Guard, note_peaks
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
-from revzoo.core.replay import is_replaying, parameters_of
+from revzoo.core.replay import beside_replays, is_replaying, parameters_of
 from revzoo.core.slots import (
     Recording,
     SavedState,
@@ -88,6 +89,12 @@ from revzoo.core.slots import (
     use_notes,
 )
 from revzoo.core.tensors import tensors_of, version_of
+
+LAZY = (
+    "lazy layers create their weights in this pass, so steps that hold them keep their "
+    "activations, as with memory='store': if memory is short, call the model on a batch under "
+    "torch.no_grad() first"
+)
 
 
 def record(
@@ -121,6 +128,10 @@ def record(
     # rule 10: in floating point a reconstructed step runs to the end, for the guard
     stops = not tape.entries and (not inverts or not drift_limit)
     entry = Entry(step, state, context, drift_limit, stops=stops)
+    if entry.conditions.has_lazy_layers:
+        warnings.warn(LAZY, UserWarning, stacklevel=2)
+        with beside_replays(step):
+            return call_on_grid(plain_call, step, state, context)
     tape.close()  # steps inside this one must not join this chain
     # the index that append() below gives the entry
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)

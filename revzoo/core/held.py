@@ -404,7 +404,6 @@ class StepTensors:
         "_carried_after",
         "_changes_unseen",
         "_held",
-        "_lazy",
         "_names",
         "_owned",
         "_snapshots",
@@ -413,6 +412,7 @@ class StepTensors:
         "_tensors",
         "_updates_unseen",
         "_versions",
+        "has_lazy_layers",
         "reads_statistics",
     )
 
@@ -431,8 +431,7 @@ class StepTensors:
             Held.of(None, None, name, t) for name, v in context.items() for t in tensors_of(v)
         ]
         self._altered: list[Held] = []  # parameters that the forward pass changed
-        # tensors that the forward pass may create: the module, its table, the name
-        self._lazy: list[tuple[nn.Module, dict[str, Any], str]] = []
+        self.has_lazy_layers = False  # which create their tensors in the forward pass
         self._statistics: list[Statistics] = []
         self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
@@ -493,7 +492,7 @@ class StepTensors:
             if p is None:
                 continue
             if type(p) in _LAZY:
-                self._lazy.append((m, m._parameters, name))
+                self.has_lazy_layers = True
             else:
                 self._held.append(Held.of(m._parameters, name, name, p))
         if m._buffers:
@@ -511,7 +510,7 @@ class StepTensors:
             if b is None:
                 continue
             if type(b) in _LAZY:
-                self._lazy.append((m, m._buffers, name))
+                self.has_lazy_layers = True
             elif unread:
                 self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:  # NOTE [ Copies of buffers ]
@@ -523,7 +522,10 @@ class StepTensors:
 
     def _capture_reached(self, place: Place, key: Any, label: str, training: bool) -> None:
         t = place.get(key)
-        if not isinstance(t, Tensor) or type(t) in _LAZY:
+        if not isinstance(t, Tensor):
+            return
+        if type(t) in _LAZY:
+            self.has_lazy_layers = True
             return
         held = Held.of(place, key, label, t)
         if isinstance(t, nn.Parameter):
@@ -565,11 +567,8 @@ class StepTensors:
         # a forward pass may replace the storage of a parameter (weight.data = ...)
         return found, set() if self._changes_unseen else set(map(id, self._tensors))
 
-    def finish(self) -> list[nn.Module]:
-        """After the forward pass: note what it changed, drop copies of what it did not.
-
-        Returns the modules whose lazy parameters or buffers it created.
-        """
+    def finish(self) -> None:
+        """After the forward pass: note what it changed, drop copies of what it did not."""
         self._carried_after = [(owner, k, owner[k].detach().clone()) for owner, k in self._carried]
         owned = self._owned
         if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):
@@ -584,24 +583,6 @@ class StepTensors:
                 self._altered.append(held)
         if self._snapshots:
             self._drop_snapshots()
-        created = [(m, o, name) for m, o, name in self._lazy if type(o[name]) not in _LAZY]
-        for m, owner, name in created:
-            self._capture_created(m, owner, name)
-        return [m for m, *_ in created]
-
-    def _capture_created(self, m: nn.Module, owner: dict[str, Any], name: str) -> None:
-        """Capture a lazy parameter or buffer that the forward pass has created, and perhaps used.
-
-        Of a buffer, a replay needs the value that the forward pass began with.
-        """
-        held = Held.of(owner, name, name, t := owner[name])
-        if owner is m._parameters:
-            self._held.append(held)
-        elif has_unread_statistics(m, self.reads_statistics):
-            self._statistics.append(Statistics(owner, name, t.dtype, t.device))
-        else:  # torch's lazy layers have no other buffers than running statistics
-            before = torch.ones_like(t) if name == "running_var" else torch.zeros_like(t)
-            self._snapshots.append(Snapshot(held, before, m, m.training, unseen=True))
 
     def _drop_snapshots(self) -> None:
         """Keep the snapshots of tensors that the forward pass changed; check the others later."""

@@ -22,11 +22,11 @@ NOTE [ What a replay restores ]
        and before the replay. A parameter that was changed in place, or converted
        (``model.double()``), after the forward pass raises as in autograd, since the reconstruction
        would be wrong. The forward pass itself may change a parameter (an initialisation from the
-       first batch, a clamp) or create it (``nn.LazyLinear``). The replay then uses a copy of the
-       value after the forward pass, and raises if it changes that value. If code bypasses the
-       version counters (``weight.data``), we treat every parameter like this. If the forward
-       pass adds a parameter or buffer under a new name, the replay adds another one; afterwards
-       the first one is back.
+       first batch, a clamp). The replay then uses a copy of the value after the forward pass, and
+       raises if it changes that value. If code bypasses the version counters (``weight.data``), we
+       treat every parameter like this. If the forward pass adds a parameter or buffer under a new
+       name, the replay adds another one; afterwards the first one is back. A pass in which torch's
+       lazy layers may create theirs is not replayed: it keeps its activations.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output
        unless code of the step reads them, so the replay updates temporary copies. Any other buffer
        that the forward pass changed (spectral norm's vectors, a user's counter, statistics of a
@@ -153,6 +153,11 @@ class Conditions:
         return self._tensors.reads_statistics
 
     @property
+    def has_lazy_layers(self) -> bool:
+        """Whether the forward pass may create parameters or buffers of torch's lazy layers."""
+        return self._tensors.has_lazy_layers
+
+    @property
     def autocast_dtypes(self) -> list[torch.dtype]:
         """The dtypes of autocast in the forward pass."""
         return self._surroundings.autocast_dtypes
@@ -175,10 +180,7 @@ class Conditions:
                 reach = self._reaches[0]
                 if self._random.sources:
                     reach.draws = self._random.finish()
-                created = self._tensors.finish()
-                if created and (step := reach.step()) is not None:
-                    self._reaches[0] = reached(step)[0]  # torch has removed the hook that made them
-                    self._values.renew(created)
+                self._tensors.finish()
         finally:
             self._random.release()
             threads.release(self._locks)
@@ -233,14 +235,6 @@ class _PlainValues:
             yield attributes
         for m, _ in self._training:
             yield m.__dict__
-
-    def renew(self, modules: list[nn.Module]) -> None:
-        """Take the present values of lazy modules, whose first forward pass has set their sizes."""
-        changed = {id(m.__dict__) for m in modules}
-        self._namespaces = [
-            (space, Plain.of(space) if id(space) in changed else plain)
-            for space, plain in self._namespaces
-        ]
 
     def restore(self, undo: Undo, reaches: list[Reach]) -> list[tuple[dict[Any, Any], Plain]]:
         """Put the values of the forward pass in place.
