@@ -42,6 +42,7 @@ from revzoo import (
 )
 from revzoo.core.checkpoint import Tape
 from revzoo.core.guard import sample
+from revzoo.core.memory import evaluation_mode
 from revzoo.interop.foreign import read_tensors
 from revzoo.layers.lean import Lean
 from revzoo.profiling.live import LiveMemory
@@ -1137,10 +1138,41 @@ def from_attributes(norm, x):
     return x * vars(norm)["_buf" + "fers"]["running_var"].clone()
 
 
+def by_caller(norm, x):
+    operator.methodcaller("eval")(norm)
+    y = norm(x)
+    operator.methodcaller("train")(norm)
+    return y
+
+
+def by_setter(norm, x):
+    object.__setattr__(norm, "training", False)
+    y = norm(x)
+    object.__setattr__(norm, "training", True)
+    return y
+
+
+def in_a_context(norm, x):
+    with evaluation_mode(norm):
+        return norm(x)
+
+
+def by_lookup(norm, x):
+    return x * norm.__getattr__("running_" + "var").clone()
+
+
+def by_pattern(norm, x):
+    match norm:
+        case nn.BatchNorm1d(running_var=variance):
+            return x * variance.clone()
+
+
+READERS = [in_eval, by_flag, of_a_copy, by_any_name, by_getter, from_attributes]
+READERS += [by_caller, by_setter, in_a_context, by_lookup, by_pattern]
+
+
 @pytest.mark.parametrize("mode", REPLAYED)
-@pytest.mark.parametrize(
-    "read", [in_eval, by_flag, of_a_copy, by_any_name, by_getter, from_attributes]
-)
+@pytest.mark.parametrize("read", READERS)
 def test_running_statistics_that_no_code_reads_by_name(mode, read):
     """A replay used what they had become; the guard raised, or saw nothing in a short chain."""
 

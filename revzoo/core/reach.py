@@ -43,13 +43,16 @@ from revzoo.core.threads import locks_of
 # attributes that a replay must not restore
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
 # Names that switch layers between training and eval mode.
-_SWITCHES = frozenset(("train", "eval", "setattr"))
+_SWITCHES = frozenset(
+    ("train", "eval", "evaluation_mode", "setattr", "__setattr__", "methodcaller")
+)
 # Names that read running statistics: by name, by any name, or by a layer in eval mode or its copy.
 _READS_STATISTICS = frozenset(
     (
         *("running_mean", "running_var", "num_batches_tracked"),
         *("buffers", "named_buffers", "_buffers", "state_dict", "get_buffer"),
-        *("attrgetter", "deepcopy", *LOADS_ANY, *_SWITCHES),
+        *("attrgetter", "__getattr__", "__getattribute__", *LOADS_ANY),
+        *("deepcopy", *_SWITCHES),
     )
 )
 # Names that change tensors without a new version: two bypass autograd; the others are functions of

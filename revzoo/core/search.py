@@ -547,8 +547,14 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     """Names of globals and of attributes that the code, and code nested in it, loads."""
     names: set[str] = set()
     attributes: set[str] = set()
+    constant: Any = None  # the last one
     for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if instruction.opname == "LOAD_CONST":
+            constant = instruction.argval
+        # its keywords are in a tuple: case BatchNorm1d(running_mean=mean)
+        elif instruction.opname == "MATCH_CLASS":
+            attributes.update(constant)
+        elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
         # LOAD_METHOD until Python 3.11, LOAD_SUPER_ATTR from 3.12 on
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
