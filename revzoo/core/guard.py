@@ -61,6 +61,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
+from revzoo._checks import is_number
 from revzoo.core.fixedpoint import (
     MOST_BITS,
     Fixed,
@@ -471,8 +472,11 @@ class _Pass:
             DriftError: a drift beyond the step's limit; names the step.
         """
         figures = [guard.pop_figures() for guard in self.guards]
+        if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.peaks)):
+            return
         magnitudes = _magnitudes(self.peaks)
-        beyond = _first_beyond_limit(magnitudes)
+        found = _first_beyond_limit(magnitudes)
+        beyond = found if found is not None and _is_checked(found[0]) else None
         if beyond is not None and math.isfinite(beyond[1]):
             raise _range_error(*beyond)
         _warn_of_coarse_grids(magnitudes)
@@ -491,17 +495,28 @@ class _Pass:
             if len(floating) < len(drifts) and not beyond[0].half:
                 _warn_of_peak(*beyond)
             drifts = floating
-        _check_drifts(drifts)
+        try:
+            _check_drifts(drifts)
+        except DriftError:
+            if found is not None and beyond is None:  # the cause, in a step without a guard
+                raise _range_error(*found) from None
+            raise
 
 
 _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 
 
 def note_peaks(peaks: list[Peak]) -> None:
-    """Check ranges of streams at the end of the running backward pass, except unguarded steps'."""
-    peaks = [peak for peak in peaks if peak.step is None or peak.step.drift_limit is not None]
+    """Check ranges of streams at the end of the running backward pass.
+
+    Those of steps without a guard only explain the drift of others.
+    """
     if peaks and (running := _Pass.running()) is not None:
         running.peaks += peaks
+
+
+def _is_checked(peak: Peak) -> bool:
+    return peak.step is None or peak.step.drift_limit is not None
 
 
 def _is_guarded(step: Step) -> bool:
@@ -810,13 +825,15 @@ def set_drift_limit(module: nn.Module, limit: float | None) -> None:
         >>> net = revzoo.ReversibleSequence([block], memory="invert")
         >>> revzoo.set_drift_limit(net, 1e-4)
     """
-    if limit is not None and not limit >= 0:
+    if limit is not None and not (is_number(limit) and limit >= 0):
         raise ValueError(
-            f"limit={limit}: expected a relative error, 0 or more, or None for no guard"
+            f"limit={limit!r}: expected a relative error, 0 or more, or None for no guard"
         )
     for step in module.modules():
         if isinstance(step, Step):
             step.drift_limit = limit
+            if limit is None:
+                step.drift = None
 
 
 def drift(module: nn.Module) -> dict[str, float]:

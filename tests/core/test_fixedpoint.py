@@ -24,6 +24,7 @@ from revzoo import (
     Squeeze,
     drift,
     make_reversible,
+    set_drift_limit,
     set_memory,
 )
 from revzoo.core import fixedpoint
@@ -140,6 +141,23 @@ def test_leaving_the_range_is_an_error_with_a_grid_that_fits():
     ):
         y.sum().backward()
     set_memory(net, "exact", grid=15)
+    net(x).sum().backward()
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["off for the step", "off after the forward"])
+def test_a_step_without_a_guard_that_leaves_the_range_is_named(late):
+    """Other steps drift, since a value beyond the range reads as NaN."""
+    net = ReversibleSequence([AdditiveCoupling(nn.Softplus()) for _ in range(3)])
+    set_memory(net, "exact", grid=22)  # exact below 256
+    x = torch.full((2, 4), 100.0, requires_grad=True)
+    if not late:
+        set_drift_limit(net[1], None)
+    y = net(x)
+    if late:
+        set_drift_limit(net, None)
+    with pytest.raises(RangeError, match=r"steps\.1 Add\w+: .* reached 300"):
+        y.sum().backward()
+    set_drift_limit(net, None)
     net(x).sum().backward()
 
 

@@ -87,8 +87,11 @@ def test_the_limit_is_a_setting():
     set_drift_limit(net, 0)
     with pytest.raises(DriftError, match="limit 0;"):
         run(net, images().bfloat16())
-    with pytest.raises(ValueError, match="limit=-1: expected a relative error"):
-        set_drift_limit(net, -1)
+    set_drift_limit(net, None)
+    assert drift(net) == {}
+    for limit in (-1, "none", True, float("nan")):
+        with pytest.raises(ValueError, match=f"limit={limit!r}: expected a relative error"):
+            set_drift_limit(net, limit)
 
 
 class Restless(nn.Module):
