@@ -8,8 +8,8 @@ such search: ``nn.Module.modules()`` lists only registered modules.
 NOTE [ What counts as reached ]
     1. The search starts at the step and its submodules and follows attributes and forward hooks.
        From a function it follows the closure, the bound object, default arguments, attributes and
-       globals. It looks into lists, deques, sets, tuples, dictionaries, ``UserDict`` and
-       ``UserList``, partials and plain objects.
+       globals. It looks into lists, deques, sets, tuples, dictionaries, ``UserDict``,
+       ``UserList`` and ``ChainMap``, partials and plain objects.
     2. A user's class may have many attributes. Of an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So a method of a large object
        does not bring in what only other methods use. A function that calls ``getattr`` may load
@@ -234,10 +234,10 @@ class Search:
             self.watched.append((place, key, v))
             if self._is_new(v):
                 self._container(v, label)
-        # of the standard library, but written in Python: their items are in an attribute
-        elif isinstance(v, (collections.UserDict, collections.UserList)):
+        elif isinstance(v, _WRAPPERS):
             self.watched.append((place, key, v))
-            self.value(v.data, vars(v), "data", label)
+            items = "maps" if isinstance(v, collections.ChainMap) else "data"
+            self.value(getattr(v, items), vars(v), items, label)
         elif isinstance(v, type):
             if not _foreign(v.__module__):
                 self.watched.append((place, key, v))
@@ -436,6 +436,8 @@ class Search:
 
 _SEARCHED = (types.SimpleNamespace, types.ModuleType)  # though their classes are foreign
 _LISTS = (list, set, collections.deque)
+# of the standard library, but written in Python: their items are in an attribute
+_WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _CONTAINERS = (*_LISTS, tuple, dict, frozenset)
 
 

@@ -824,9 +824,9 @@ def test_a_method_replaced_between_two_steps_is_searched(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["recompute", "invert"])
-@pytest.mark.parametrize("kind", [collections.UserDict, collections.UserList])
+@pytest.mark.parametrize("kind", [collections.UserDict, collections.UserList, collections.ChainMap])
 def test_containers_written_in_python(kind, mode):
-    """Their items are those of a built-in container in ``data``."""
+    """Their items are those of built-in containers in ``data`` or ``maps``."""
 
     class Passing(nn.Module):
         def __init__(self, shared):
@@ -841,7 +841,7 @@ def test_containers_written_in_python(kind, mode):
     found = []
     for each in ("store", mode):
         torch.manual_seed(0)
-        shared = kind({0: 0.0} if kind is collections.UserDict else [0.0])
+        shared = kind([0.0] if kind is collections.UserList else {0: 0.0})
         net = ReversibleSequence([AdditiveCoupling(Passing(shared)) for _ in range(3)])
         set_memory(net, each)
         x = torch.randn(3, 8, dtype=torch.float64, requires_grad=True)
