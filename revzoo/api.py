@@ -24,13 +24,13 @@ from revzoo.layers.flatten import InvertibleFlatten
 from revzoo.layers.haar import HaarSqueeze
 from revzoo.layers.injective import InjectiveLinear, PatchConv
 from revzoo.layers.linear import InvertibleLinear
+from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.layers.padding import ChannelPadding, SpatialPadding
 from revzoo.layers.permute import ChannelPermutation
 from revzoo.layers.recalibrate import recalibrate_batch_norm
 from revzoo.layers.residual import Residual
 from revzoo.layers.reversed import Reversed
 from revzoo.layers.sequence import ReversibleBlock, ReversibleSequence
-from revzoo.layers.side_bits import make_reversible, reversible_blocks
 from revzoo.layers.split import Merge, Split
 from revzoo.layers.squeeze import Squeeze
 from revzoo.models.registry import (

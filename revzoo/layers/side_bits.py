@@ -1,4 +1,4 @@
-"""Makes any run of blocks that keep their shape reversible, with a few extra bits per value.
+"""The step that makes a block of a run reversible, with a few extra bits per value.
 
 A run ``x[k+1] = B[k](x[k])`` has no inverse. With ``b = 2**-bits`` this one has:
 
@@ -17,9 +17,9 @@ Momentum ResNets (Sander et al. 2021, arXiv 2102.07870); the buffer of bits is f
 2015 (arXiv 1502.03492).
 
 NOTE [ Blocks in place ]
-    ``make_reversible`` puts a step beside each block, and the block's ``forward`` calls the step.
-    The model's code does not change, and the step has no parameters, so the ``state_dict`` is the
-    same.
+    :func:`revzoo.make_reversible` puts a step beside each block, and the block's ``forward`` calls
+    the step. The model's code does not change, and the step has no parameters, so the
+    ``state_dict`` is the same.
 
     A block continues the run if its input is the tensor that the previous block returned, and no
     code has changed it or the previous input in place. Any other input starts a new run. So does an
@@ -36,32 +36,27 @@ NOTE [ Blocks in place ]
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import Signature, getattr_static, signature
-from itertools import pairwise
-from types import MethodType, NoneType
+from collections.abc import Callable, Mapping, Sequence
+from inspect import Signature, signature
+from types import MethodType
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # as torch.compiler.disable, but imports it later
-from torch.fx import GraphModule, Proxy
+from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import (
     AUTO,
-    COARSEST_BITS,
     Fixed,
     Scale,
     as_floats,
     fixed_of,
-    fraction_bits,
     keeps_words,
     pack_bits,
     put_on_grid_of,
@@ -74,15 +69,11 @@ from revzoo.core.invertible import (
     NotInvertibleError,
     Recorder,
     State,
-    Step,
-    kind_of,
-    label_steps,
     name_of,
 )
 from revzoo.core.modes import run_step
 from revzoo.core.slots import collect_asides, put_aside
 from revzoo.core.tensors import has_values, version_of
-from revzoo.layers.residual import Residual
 
 NAME = "reversible"  # of the step among the block's modules
 MOST_BITS = 8
@@ -184,6 +175,11 @@ class SideBits(Invertible):
     @property
     def subject(self) -> nn.Module:
         return self.block  # type: ignore[return-value]
+
+    @property
+    def last_call(self) -> Call | None:
+        """The role of the block's last call; None before the first."""
+        return _calls.get(self)
 
     def run(self, /, *args: Any, **kwargs: Any) -> Any:
         """The block's ``forward`` in a reversible model."""
@@ -348,277 +344,3 @@ def _sizes(t: Tensor) -> Any:
     # nested, as torch's encoder in eval mode with a padding mask; a jagged one has a shape
     nested = t.is_nested and t.layout is torch.strided
     return [part.shape for part in t.unbind()] if nested else t.shape
-
-
-def make_reversible(
-    model: nn.Module, bits: int | None = 4, *, blocks: Iterable[str] | None = None
-) -> nn.Module:
-    """Make the runs of blocks of ``model`` reversible, in place; see the module for the method.
-
-    A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
-    ``nn.ModuleList``, or numbered attributes (``b1``, ``b2``) with parameters of equal shapes. If
-    the modules of a run contain runs, as stages contain blocks, the run whose modules have equal
-    shapes is used. Blocks that contain :class:`revzoo.Residual` modules are split into these.
-    Training keeps ``bits`` bits per element and block, and the last state of each
-    run; :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and
-    shapes, so weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list
-    the reversible blocks.
-
-    Args:
-        model: from torchvision, timm, Hugging Face, or your own; its interface does not change.
-        bits: 1 to 8; more bits change the outputs less and need more memory. 4 keeps the accuracy
-            of trained networks. None restores the plain network. May change on a reversible model.
-        blocks: paths of the modules that contain the blocks (``["layer3", "encoder.layers"]``);
-            None for all.
-
-    Returns:
-        ``model``.
-
-    Raises:
-        TypeError: ``model`` is no module; ``blocks`` is a string.
-        ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
-            blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
-            block's ``forward`` was replaced since, or is no ordinary method; a block has an
-            attribute ``reversible``. The model is then as before.
-
-    Example:
-        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
-        >>> net = revzoo.make_reversible(encoder, bits=4)
-        >>> net(torch.randn(2, 5, 16)).sum().backward()
-    """
-    check_module("model", model)
-    if bits is not None and not (is_count(bits) and bits <= MOST_BITS):
-        raise ValueError(f"bits={bits!r}: expected 1 to {MOST_BITS}, or None for the plain network")
-    if isinstance(blocks, str):
-        raise TypeError(f"blocks={blocks!r}: expected a list of paths, blocks=[{blocks!r}]")
-    # explicit Residual modules first: the user has marked the branches
-    if blocks is None:
-        runs = [*_residuals_in(model), *_runs_in(model)]
-    else:
-        chosen_paths = list(blocks)
-        chosen = [_container(model, path) for path in chosen_paths]
-        runs = [run for m in chosen for run in list(_residuals_in(m)) or _groups(m)]
-    if not runs and bits is not None:
-        where = kind_of(model) if blocks is None else f"blocks={chosen_paths}"
-        raise ValueError(
-            f"{where} has no run of blocks: expected revzoo.Residual modules, or "
-            "two or more consecutive modules of one class in an nn.Sequential or nn.ModuleList, "
-            "or modules named b1, b2, ... of one class, whose parameters have equal shapes"
-        )
-    chosen_blocks = dict.fromkeys(itertools.chain(*runs))
-    among = model.modules() if blocks is None else chosen_blocks
-    earlier = {block: step for block in among if (step := _step_of(block)) is not None}
-    # all checks first, so that an error changes nothing
-    for block, step in earlier.items():
-        _check_forward(block, step)
-    if bits is not None:
-        _check_graphs(model, {*chosen_blocks})
-        for block in chosen_blocks:
-            _check_block(block)
-    for block, step in earlier.items():
-        _make_plain(block, step)
-    if bits is not None:
-        # a block may be in two lists: then it is the last only if it ends both
-        inner = {block for run in runs for block in run[:-1]}
-        for block in chosen_blocks:
-            step = SideBits(block, bits, last=block not in inner)
-            block.add_module(NAME, step.train(block.training))
-            block.forward = Forward(step)
-            if isinstance(block, Step):
-                block.delegates = True
-    label_steps(model)
-    return model
-
-
-def _check_forward(block: nn.Module, step: SideBits) -> None:
-    """Raise a ValueError if the ``forward`` of a reversible block was replaced."""
-    forward = vars(block).get("forward")
-    if not isinstance(forward, Forward) or forward.step is not step:
-        raise ValueError(
-            f"{name_of(step)}: {type(block).__name__}.forward was replaced after "
-            "make_reversible; undo that before you call make_reversible again"
-        )
-
-
-def _check_block(block: nn.Module) -> None:
-    """Raise a ValueError if a module cannot become a reversible block."""
-    if isinstance(block, torch.jit.ScriptModule):
-        raise ValueError(
-            f"{block.original_name} is compiled by torch.jit.script: expected blocks "
-            "in Python; torch.compile and torch.export take a reversible network"
-        )
-    kind = type(block)
-    if hasattr(block, NAME) and _step_of(block) is None:
-        raise ValueError(
-            f"{kind.__name__} has an attribute {NAME!r}, under which make_reversible adds its "
-            "step: rename it, or choose other blocks with make_reversible(blocks=...)"
-        )
-    if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
-        raise ValueError(
-            f"{kind.__name__}.forward is no ordinary method: make it one, def forward(self, x), or "
-            "choose other blocks with make_reversible(blocks=...)"
-        )
-
-
-def _make_plain(block: nn.Module, step: SideBits) -> None:
-    del block._modules[NAME], block.forward
-    if step.patched is not None:
-        block.forward = step.patched  # type: ignore[assignment]
-    if isinstance(block, Step):
-        del block.delegates
-
-
-def _check_graphs(model: nn.Module, blocks: set[nn.Module]) -> None:
-    """Raise a ValueError if a graph of torch.fx calls the layers of a block, but not the block."""
-    for traced in (m for m in model.modules() if isinstance(m, GraphModule)):
-        targets = [node.target for node in traced.graph.nodes if node.op == "call_module"]
-        called = {m for target in targets for m in traced.get_submodule(str(target)).modules()}
-        for path, module in traced.named_modules():
-            if module in blocks - called:
-                raise ValueError(
-                    f"the graph of torch.fx does not call block {path!r}, only its layers: make "
-                    "the network reversible before it is traced (create_feature_extractor)"
-                )
-
-
-def _container(model: nn.Module, path: str) -> nn.Module:
-    modules = dict(model.named_modules())
-    if path not in modules:
-        known = [name for name, module in modules.items() if _is_list(module)]
-        raise ValueError(
-            f"blocks: {kind_of(model)} has no nn.Sequential or nn.ModuleList {path!r}"
-            f"{did_you_mean(path, known)}"
-        )
-    return modules[path]
-
-
-def _is_list(module: nn.Module) -> bool:
-    return isinstance(module, (nn.Sequential, nn.ModuleList))
-
-
-def _residuals_in(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The outermost ``Residual`` modules in their order, as one run."""
-
-    def outermost(m: nn.Module) -> Iterator[nn.Module]:
-        if isinstance(m, Residual):
-            yield m
-        elif not _inverts(m):
-            yield from itertools.chain(*map(outermost, m.children()))
-
-    if run := list(dict.fromkeys(outermost(module))):
-        yield run
-
-
-def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """The runs in ``module``, none inside another; without runs of ``Residual`` modules."""
-    if _inverts(module) or isinstance(module, Residual):
-        return
-    taken: list[nn.Module] = []
-    for group in _groups(module):
-        if any(True for block in group for _ in _residuals_in(block)):
-            continue
-        if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
-            continue  # e.g. branches of a block: no list shows that they follow each other
-        inside = [run for block in group for run in _runs_in(block)]
-        if any(map(_has_twins, inside)) and not _has_twins(group):  # the group are stages
-            yield from inside
-        else:
-            yield group
-        taken += group
-    for child in module.children():
-        if not any(child is block for block in taken):
-            yield from _runs_in(child)
-
-
-def _groups(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Children of one class that follow each other, two or more."""
-    numbered = {n: m for n, m in module.named_children() if n[-1:].isdigit() and _is_block(m)}
-    children = [numbered.get(name) for name, _ in module.named_children()]
-    for kind, group in itertools.groupby(children, type):
-        blocks = [block for block in group if block is not None]
-        if kind is not NoneType and len(blocks) > 1:
-            yield blocks
-
-
-def _is_block(module: nn.Module) -> bool:
-    leaf = type(module).__module__.startswith("torch.nn") and not any(module.children())
-    has_parameters = next(module.parameters(), None) is not None
-    return has_parameters and not (leaf or _inverts(module) or _is_list(module))
-
-
-def _inverts(module: nn.Module) -> bool:
-    return isinstance(module, Step) and module.invertible
-
-
-def _has_twins(group: Sequence[nn.Module]) -> bool:
-    return any(itertools.starmap(_alike_built, itertools.combinations(group, 2)))
-
-
-def _alike_built(a: nn.Module, b: nn.Module) -> bool:
-    return [p.shape for p in a.parameters()] == [p.shape for p in b.parameters()]
-
-
-class BlockRow(NamedTuple):
-    """A block that :func:`make_reversible` has wrapped.
-
-    Attributes:
-        path: in the model.
-        bits: kept per value if the block joins a run.
-        role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
-            follows; ``"ends"`` one, since its output has another shape or type, or leaves the range
-            of the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
-        grid: fractional bits of the integers in the last call; None in floating point, before, or
-            if the values that entered the run were not finite.
-    """
-
-    path: str
-    bits: int
-    role: str
-    grid: int | None
-
-
-def reversible_blocks(model: nn.Module) -> list[BlockRow]:
-    """The blocks that :func:`make_reversible` has wrapped, with the roles of their last calls.
-
-    Example:
-        >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 2)
-        >>> net = revzoo.make_reversible(encoder, bits=4)
-        >>> y = net(torch.randn(2, 5, 16))
-        >>> for row in revzoo.reversible_blocks(net):
-        ...     print(row)
-        BlockRow(path='layers.0', bits=4, role='starts', grid=23)
-        BlockRow(path='layers.1', bits=4, role='joins', grid=23)
-    """
-    steps = {n: m for n, m in model.named_modules() if isinstance(m, SideBits)}
-    return [_row(path.rpartition(".")[0], step) for path, step in steps.items()]
-
-
-def one_number_converts(model: nn.Module) -> bool:
-    """Whether ``make_reversible(plain, bits)`` makes this network for some ``bits`` or None."""
-    steps = {block: _step_of(block) for block in model.modules()}
-    bits = {block: step.bits for block, step in steps.items() if step is not None}
-    runs = [*_residuals_in(model), *_runs_in(model)]
-    return not bits or (len({*bits.values()}) == 1 and bits.keys() == {*itertools.chain(*runs)})
-
-
-def _step_of(block: nn.Module) -> SideBits | None:
-    step = getattr(block, NAME, None)
-    return step if isinstance(step, SideBits) else None
-
-
-def _row(path: str, step: SideBits) -> BlockRow:
-    call = _calls.get(step)
-    if call is None:
-        return BlockRow(path, step.bits, "", None)
-    role = {
-        (True, True): "joins",
-        (False, True): "starts",
-        (True, False): "ends",
-        (False, False): "alone",
-    }[call.joined, call.continues]
-    grid = None
-    # the scale of an input with NaN is NaN
-    if call.scale is not None and has_values(call.scale.down) and float(call.scale.end) > 0:
-        bits = fraction_bits(call.scale)
-        grid = bits if bits > COARSEST_BITS else None  # Inf has the coarsest grid
-    return BlockRow(path, step.bits, role, grid)

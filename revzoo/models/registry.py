@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, overload
 from revzoo._checks import did_you_mean
 from revzoo._libraries import library_hint, matching_names
 from revzoo.core.modes import set_memory
-from revzoo.layers.side_bits import make_reversible, reversible_blocks
+from revzoo.layers.make_reversible import make_reversible, reversible_blocks
 from revzoo.models.features import FeatureNet
 from revzoo.models.irevnet import IREVNETS, IRevNet
 from revzoo.models.library import (

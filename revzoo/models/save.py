@@ -15,7 +15,8 @@ from torch import nn
 
 from revzoo._checks import shortened
 from revzoo._files import write_together
-from revzoo.layers.side_bits import SideBits, one_number_converts, reversible_blocks
+from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
+from revzoo.layers.side_bits import SideBits
 from revzoo.models.tensors import safetensors_bytes
 from revzoo.weights.card import model_card
 from revzoo.weights.entry import HUB, WeightsEntry

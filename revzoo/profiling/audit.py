@@ -27,8 +27,8 @@ from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step, leaves
 from revzoo.core.modes import MODES, assign_memory, modes_in, set_memory
+from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
-from revzoo.layers.side_bits import BlockRow, make_reversible, reversible_blocks
 from revzoo.profiling.stages import OUTSIDE
 from revzoo.profiling.trace import (
     Trace,

@@ -11,7 +11,8 @@ import revzoo
 from revzoo import _libraries
 from revzoo._libraries import LIBRARIES, declared_names
 from revzoo.interop.export import Export, export
-from revzoo.layers.side_bits import SideBits, reversible_blocks
+from revzoo.layers.make_reversible import reversible_blocks
+from revzoo.layers.side_bits import SideBits
 from revzoo.models.library import LibraryNetwork, library_models
 from revzoo.models.parts import parts
 from revzoo.training.checkpoint.files import CheckpointError

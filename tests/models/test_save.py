@@ -8,7 +8,8 @@ import pytest
 import torch
 from small_weights import FACTS, OPTIONS, small, write_entry
 
-from revzoo.layers.side_bits import SideBits, make_reversible
+from revzoo.layers.make_reversible import make_reversible
+from revzoo.layers.side_bits import SideBits
 from revzoo.models import REVNETS, RevNet, create_model, from_pretrained
 from revzoo.models.save import json_of
 from revzoo.weights.entry import read_entry

@@ -15,7 +15,7 @@ import torch
 from revzoo.cli.invocation import command_line, short_path, tool_line
 from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
-from revzoo.layers.side_bits import reversible_blocks
+from revzoo.layers.make_reversible import reversible_blocks
 from revzoo.models.registry import WEIGHTS
 from revzoo.profiling.costs import activation_bytes
 from revzoo.profiling.plan import count_modes
