@@ -5,8 +5,10 @@ import copy
 import dataclasses
 import functools
 import gc
+import importlib
 import math
 import operator
+import sys
 import threading
 import types
 import weakref
@@ -40,6 +42,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.core import search
 from revzoo.core.checkpoint import Tape
 from revzoo.core.guard import sample
 from revzoo.core.memory import evaluation_mode
@@ -1167,8 +1170,18 @@ def by_pattern(norm, x):
             return x * variance.clone()
 
 
+def in_eval_by_alias(norm, x):
+    put(norm, "training", False)
+    y = norm(x)
+    norm.apply(back)
+    return y
+
+
+put, back = setattr, nn.Module.train
+
+
 READERS = [in_eval, by_flag, of_a_copy, by_any_name, by_getter, from_attributes]
-READERS += [by_caller, by_setter, in_a_context, by_lookup, by_pattern]
+READERS += [by_caller, by_setter, in_a_context, by_lookup, by_pattern, in_eval_by_alias]
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
@@ -1185,6 +1198,179 @@ def test_running_statistics_that_no_code_reads_by_name(mode, read):
             return (self.norm(x) * read(self.norm, 2 * x)).tanh()
 
     assert compared(lambda: [AdditiveCoupling(Twice()) for _ in range(3)], mode) < 1e-12
+
+
+class OwnSwitches(nn.Module):
+    """Switches BatchNorm to eval mode with what it holds; see the subclasses."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4)
+        self.prepare()
+
+    def prepare(self):
+        pass
+
+    def forward(self, x):
+        y = self.norm(x)
+        self.off()
+        z = self.norm(2 * x)
+        self.on()
+        return (y * z).tanh()
+
+
+class WithBoundMethods(OwnSwitches):
+    def prepare(self):
+        self.off, self.on = self.norm.eval, self.norm.train
+
+
+class WithPartials(OwnSwitches):
+    def prepare(self):
+        self.off = functools.partial(nn.Module.train, self.norm, False)
+        self.on = functools.partial(nn.Module.train, self.norm, True)
+
+
+class WithPartialMethods(OwnSwitches):
+    def switch(self, mode):
+        self.norm.train(mode)
+
+    off, on = functools.partialmethod(switch, False), functools.partialmethod(switch, True)
+
+
+class WithSingleDispatch(OwnSwitches):
+    @functools.singledispatchmethod
+    def switch(self, mode):
+        raise TypeError
+
+    @switch.register
+    def _(self, mode: bool):
+        self.norm.train(mode)
+
+    def off(self):
+        self.switch(False)
+
+    def on(self):
+        self.switch(True)
+
+
+class WithASetter(OwnSwitches):
+    @property
+    def mode(self):
+        return self.norm.training
+
+    @mode.setter
+    def mode(self, mode):
+        self.norm.train(mode)
+
+    def off(self):
+        self.mode = False
+
+    def on(self):
+        self.mode = True
+
+
+class WithATwin(OwnSwitches):
+    """An eval twin shares the statistics."""
+
+    def prepare(self):
+        self.twin = nn.BatchNorm1d(4).eval()
+        self.twin._buffers = self.norm._buffers
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.twin.training = False
+        return self
+
+    def forward(self, x):
+        return (self.twin(x) * self.norm(x)).tanh()
+
+
+class WithAnAlias(OwnSwitches):
+    def prepare(self):
+        self.register_buffer("mean", self.norm.double().running_mean)
+
+    def forward(self, x):
+        y = x - self.mean
+        return (self.norm(x) + y).tanh()
+
+
+HELD = [WithBoundMethods, WithPartials, WithPartialMethods, WithSingleDispatch, WithASetter]
+HELD += [WithATwin, WithAnAlias]
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("kind", HELD)
+def test_running_statistics_that_a_module_switches_or_shares(mode, kind):
+    assert compared(lambda: [AdditiveCoupling(kind()) for _ in range(3)], mode) < 1e-12
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_running_statistics_that_a_hook_of_all_modules_reads(mode):
+    def scale(module, inputs, y):
+        return y * module.running_var.clone() if isinstance(module, nn.BatchNorm1d) else None
+
+    def branch():
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Tanh())
+
+    handle = nn.modules.module.register_module_forward_hook(scale)
+    try:
+        assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
+    finally:
+        handle.remove()
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("how", ["alias", "partial", "import", "update"])
+def test_statistics_that_functions_of_torch_update(mode, how):
+    """A replay updated them again."""
+    alias = nn.functional.batch_norm
+
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+            self.normalize = functools.partial(nn.functional.batch_norm, training=True)
+
+        def forward(self, x):
+            from torch import batch_norm_update_stats as update
+            from torch.nn.functional import batch_norm as imported
+
+            y = self.linear(x)
+            if how == "alias":
+                return alias(y, self.mean, self.var, training=True)
+            if how == "partial":
+                return self.normalize(y, self.mean, self.var)
+            if how == "import":
+                return imported(y, self.mean, self.var, training=True)
+            mean, _ = update(y.detach(), self.mean, self.var, 0.1)
+            return y - mean
+
+    assert compared(lambda: [AdditiveCoupling(Own()) for _ in range(3)], mode) < 1e-12
+
+
+def test_a_users_module_may_have_the_name_of_a_standard_one(tmp_path, monkeypatch):
+    """Its code was not searched."""
+    (tmp_path / "profile.py").write_text(
+        "from torch import nn\n\n\n"
+        "class Read(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+        "        self.norm = nn.BatchNorm1d(4)\n\n"
+        "    def forward(self, x):\n"
+        "        return (self.norm(x) * self.norm.running_var.clone()).tanh()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "profile", raising=False)
+    search._foreign.cache_clear()
+    try:
+        kind = importlib.import_module("profile").Read
+        assert compared(lambda: [AdditiveCoupling(kind()) for _ in range(3)], "invert") < 1e-12
+    finally:
+        monkeypatch.undo()
+        sys.modules.pop("profile", None)
+        search._foreign.cache_clear()
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
@@ -1205,7 +1391,7 @@ def test_running_statistics_that_a_graph_of_torch_reads(mode):
     assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
 
 
-CREATES = pytest.mark.filterwarnings("ignore:lazy layers create their weights:UserWarning")
+CREATES = pytest.mark.filterwarnings("ignore:lazy layers have no weights yet:UserWarning")
 
 
 @CREATES
@@ -1465,7 +1651,7 @@ def test_a_lazy_layer_beside_dropout(mode):
     def branch():
         return nn.Sequential(nn.LazyLinear(4), nn.Dropout(0.5))
 
-    with pytest.warns(UserWarning, match=r"keep their activations.* under torch\.no_grad\(\)"):
+    with pytest.warns(UserWarning, match=r"keep their activations.* torch\.no_grad\(\) first"):
         found = compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode)
     assert found < 1e-12
 

@@ -91,9 +91,9 @@ from revzoo.core.slots import (
 from revzoo.core.tensors import tensors_of, version_of
 
 LAZY = (
-    "lazy layers create their weights in this pass, so steps that hold them keep their "
-    "activations, as with memory='store': if memory is short, call the model on a batch under "
-    "torch.no_grad() first"
+    "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
+    "as with memory='store'. If memory is short, call the model on a batch under torch.no_grad() "
+    "first, and remove layers that no pass calls"
 )
 
 

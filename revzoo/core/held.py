@@ -35,7 +35,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from revzoo.core.invertible import Invertible
 from revzoo.core.places import Constant, Place, Undo, refill, swap
-from revzoo.core.reach import Reach
+from revzoo.core.reach import Reach, has_global_hooks
 from revzoo.core.tensors import address, has_values, tensors_of, version_of
 
 _LAZY = frozenset((UninitializedParameter, UninitializedBuffer))
@@ -424,7 +424,8 @@ class StepTensors:
         context: Mapping[str, Any],
         training: bool,
     ) -> None:
-        self.reads_statistics = any(reach.reads_statistics for reach in reaches)
+        # the search does not see hooks of all modules, which may read anything
+        self.reads_statistics = has_global_hooks() or any(r.reads_statistics for r in reaches)
         self._updates_unseen = any(reach.updates_unseen for reach in reaches)
         self._changes_unseen = any(reach.changes_unseen for reach in reaches)
         self._held = [

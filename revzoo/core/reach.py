@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
 from revzoo.core.invertible import Step
 from revzoo.core.places import (
@@ -38,6 +39,7 @@ from revzoo.core.search import (
     Search,
     modules_in,
 )
+from revzoo.core.tensors import address
 from revzoo.core.threads import locks_of
 
 # attributes that a replay must not restore
@@ -58,7 +60,9 @@ _READS_STATISTICS = frozenset(
 # Names that change tensors without a new version: two bypass autograd; the others are functions of
 # torch that change buffers, or let a layer change them.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
-_NORMALIZE = frozenset(("batch_norm", "instance_norm", "native_batch_norm"))
+_NORMALIZE = frozenset(
+    ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats")
+)
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE | _SWITCHES
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
@@ -97,7 +101,8 @@ def _is_silent(m: nn.Module) -> bool:
     return cls.__module__.startswith(("revzoo.layers.", "revzoo.models."))
 
 
-def _global_hooks() -> bool:
+def has_global_hooks() -> bool:
+    """Whether hooks run in every module."""
     return bool(all_modules._global_forward_hooks or all_modules._global_forward_pre_hooks)
 
 
@@ -186,8 +191,11 @@ class Reach:
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(names)
         # its code is generated, may read and update any buffer, and the search does not read it
         generated = any(isinstance(m, GraphModule) for m in self._members)
-        self.reads_statistics |= generated
         self.updates_unseen |= generated
+        self.reads_statistics |= generated or _share_memory(
+            [b for m in self._members for b in m._buffers.values()]
+            + [place.get(key) for place, key, _ in self.tensors]
+        )
         self.names = search.names
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
@@ -290,7 +298,7 @@ class Reach:
     @property
     def draws_nothing(self) -> bool:
         """Whether the step holds only layers that draw no random numbers as they are now."""
-        if self.may_draw or _global_hooks():
+        if self.may_draw or has_global_hooks():
             return False
         # a mode of the user may draw in any operator
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():
@@ -311,6 +319,12 @@ class Reach:
             for name in vars(c).keys() - names
             if name not in ABOUT_CLASS
         ]
+
+
+def _share_memory(tensors: Iterable[Any]) -> bool:
+    """Whether some of the tensors share memory; what updates one changes others, too."""
+    addresses = [address(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
+    return len({*addresses}) < len(addresses)
 
 
 class Plain(NamedTuple):

@@ -39,6 +39,7 @@ import dataclasses
 import dis
 import functools
 import sys
+import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterable
@@ -63,11 +64,14 @@ from revzoo.core.places import (
     refill,
 )
 
-_FOREIGN = (
-    sys.stdlib_module_names
-    | {"torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"}
-    | {"lightning", "pytorch_lightning", "lightning_fabric"}
+# packages whose code is not searched, beside the standard library
+_FOREIGN = frozenset(
+    (
+        *("torch", "functorch", "triton", "numpy", "torchmetrics", "revzoo"),
+        *("lightning", "pytorch_lightning", "lightning_fabric"),
+    )
 )
+_STANDARD_LIBRARY = sysconfig.get_path("stdlib")
 CACHE_KEY = "_revzoo_reach"  # in the __dict__ of a step
 _PLAIN = (int, float, complex, bool, str, bytes, type(None), range, slice, type(Ellipsis))
 _OF_TORCH = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
@@ -191,7 +195,7 @@ class Search:
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
         for name in thing.attributes if follows_all else thing.attributes.keys() & self.names:
             v = thing.attributes[name]
-            is_method = isinstance(thing.place, ClassAttributes) and _function_of(v) is not None
+            is_method = isinstance(thing.place, ClassAttributes) and bool(_functions_of(v))
             # these count only by name, even if a function calls getattr()
             if (is_method or name in ABOUT_CLASS) and name not in self.names:
                 continue
@@ -239,7 +243,9 @@ class Search:
             items = "maps" if isinstance(v, collections.ChainMap) else "data"
             self.value(getattr(v, items), vars(v), items, label)
         elif isinstance(v, type):
-            if not _foreign(v.__module__):
+            if _foreign(v.__module__):
+                self.loaded.add(v.__name__)
+            else:
                 self.watched.append((place, key, v))
                 self._class(v)
                 self._object({}, _methods(v))
@@ -323,6 +329,8 @@ class Search:
 
     def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
+        # what a value is called in its library: the code may call it by another name
+        self.loaded.add(v.__name__ if isinstance(v, _FUNCTIONS) else type(v).__name__)
         if isinstance(v, types.FunctionType):
             self._function(v)
         elif isinstance(v, functools.partial):
@@ -439,6 +447,14 @@ _LISTS = (list, set, collections.deque)
 # of the standard library, but written in Python: their items are in an attribute
 _WRAPPERS = (collections.UserDict, collections.UserList, collections.ChainMap)
 _CONTAINERS = (*_LISTS, tuple, dict, frozenset)
+_FUNCTIONS = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.MethodWrapperType,
+)
 
 
 def _without_graph(v: Any) -> Any:
@@ -523,8 +539,14 @@ def _cached(f: Callable[[type], Any]) -> Callable[[type], Any]:
     return cached
 
 
+@functools.lru_cache(maxsize=4096)
 def _foreign(module: str | None) -> bool:
-    return (module or "").partition(".")[0] in _FOREIGN
+    root = (module or "").partition(".")[0]
+    if root not in sys.stdlib_module_names:
+        return root in _FOREIGN
+    # a user's file may be called profile.py
+    file = getattr(sys.modules.get(root), "__file__", None)
+    return file is None or file.startswith(_STANDARD_LIBRARY)
 
 
 def _loads_any(f: types.FunctionType, names: frozenset[str]) -> bool:
@@ -559,7 +581,8 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
             names.add(instruction.argval)
         # LOAD_METHOD until Python 3.11, LOAD_SUPER_ATTR from 3.12 on
-        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"):
+        # an imported name may get another one: from torch import batch_norm as norm
+        elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(instruction.argval)
         # module.training = False does what module.train(False) does
         elif instruction.opname == "STORE_ATTR" and instruction.argval == "training":
@@ -575,22 +598,28 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
 
 # not cached: a method may be replaced between two forward passes
 def _methods(cls: type) -> _Methods:
-    """The functions that user-defined classes define, including property getters."""
+    """The functions that user-defined classes define; setters of properties as ``__set__``."""
     methods: _Methods = {}
     for c in cls.__mro__:
         if not _foreign(c.__module__):
             for name, value in vars(c).items():
-                if (f := _function_of(value)) is not None:
-                    methods[name] = (*methods.get(name, ()), f)
+                if functions := _functions_of(value):
+                    methods[name] = (*methods.get(name, ()), *functions)
+                # no code loads the name of a property that it only sets
+                if isinstance(value, property) and isinstance(value.fset, types.FunctionType):
+                    methods["__set__"] = (*methods.get("__set__", ()), value.fset)
     return methods
 
 
-def _function_of(value: Any) -> types.FunctionType | None:
-    """The function behind an attribute of a class, if any."""
-    f = value.fget if isinstance(value, property) else value
-    f = f.func if isinstance(f, functools.cached_property) else f
-    f = f.__func__ if isinstance(f, (staticmethod, classmethod)) else f
-    return f if isinstance(f, types.FunctionType) else None
+def _functions_of(value: Any) -> list[types.FunctionType]:
+    """The functions behind an attribute of a class."""
+    found = [value.fget if isinstance(value, property) else value]
+    if isinstance(value, functools.singledispatchmethod):
+        found = [value.func, *value.dispatcher.registry.values()]
+    elif isinstance(value, (functools.cached_property, functools.partialmethod)):
+        found = [value.func]
+    found = [f.__func__ if isinstance(f, (staticmethod, classmethod)) else f for f in found]
+    return [f for f in found if isinstance(f, types.FunctionType)]
 
 
 @_cached
