@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 from torch.fx import GraphModule
+from torch.nn.parameter import is_lazy
 
 from revzoo._checks import check_module, did_you_mean, is_count
 from revzoo.core.fixedpoint import COARSEST_BITS, fraction_bits
@@ -233,7 +234,8 @@ def _has_twins(group: Sequence[nn.Module]) -> bool:
 
 
 def _alike_built(a: nn.Module, b: nn.Module) -> bool:
-    return [p.shape for p in a.parameters()] == [p.shape for p in b.parameters()]
+    shapes, others = ([None if is_lazy(p) else p.shape for p in m.parameters()] for m in (a, b))
+    return shapes == others
 
 
 class BlockRow(NamedTuple):

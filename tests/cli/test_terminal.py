@@ -44,6 +44,16 @@ def test_a_folded_command_can_be_copied(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(LogFormat(date=False).format(record(quoted, command=True)).splitlines()) == 1
 
 
+def test_errors_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit) as raised:
+        main(["info", "revnet3"])
+    first, second, *_ = lines = str(raised.value).splitlines()
+    assert first.startswith("revzoo: ")
+    assert second.startswith(8 * " ")
+    assert max(map(len, lines)) <= 80
+
+
 def test_tables_are_folded(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

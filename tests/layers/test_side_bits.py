@@ -827,3 +827,30 @@ def test_without_runs_there_is_nothing_to_undo():
 def test_blocks_is_a_list():
     with pytest.raises(TypeError, match=r"blocks='1': expected a list of paths, blocks=\['1'\]"):
         make_reversible(network(), blocks="1")
+
+
+@pytest.mark.filterwarnings("ignore:lazy layers have no weights yet:UserWarning")
+@pytest.mark.parametrize("numbered", [False, True])
+def test_lazy_layers_in_stages_and_numbered_blocks(numbered):
+    """Their shapes were compared before they had one."""
+
+    class Lazy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.LazyLinear(8)
+
+        def forward(self, x):
+            return x + self.linear(x).tanh()
+
+    class Stage(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.b1, self.b2 = Lazy(), Lazy()
+
+        def forward(self, x):
+            return self.b2(self.b1(x))
+
+    net = Stage() if numbered else nn.Sequential(Stage(), Stage())
+    make_reversible(net, 4)
+    net(torch.randn(2, 8)).sum().backward()
+    assert {row.role for row in reversible_blocks(net)} == {"starts", "joins"}

@@ -81,7 +81,6 @@ def run(args: argparse.Namespace) -> None:
         check_choice("--memory", mode, [*MODES, *plans])
     names = [name for family in args.names for name in with_depths(family, args.depths)]
     rows: list[Measured] = []
-    sys.stdout.write(HEADER)
     for name in names:
         # the same weights and images at each call of the program
         torch.manual_seed(0)
@@ -91,6 +90,8 @@ def run(args: argparse.Namespace) -> None:
         with status_of(name):
             # a function: each mode trains a new model
             measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
+        if not rows:  # a wrong name or option shows no table
+            sys.stdout.write(HEADER)
         label = name
         if len(name) > WIDTH:  # on a separate line, so the table fits into 80 columns
             sys.stdout.write(f"{name}\n")

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from revzoo._checks import UserError
+from revzoo.cli.terminal import folded
 
 # our checks raise ValueErrors, and the system OSErrors that name a file
 USER_ERRORS = (ValueError, OSError, UserError)
@@ -35,4 +36,4 @@ def user_errors(kinds: tuple[type[Exception], ...] = USER_ERRORS) -> Iterator[No
     except kinds as error:
         if os.environ.get("HYDRA_FULL_ERROR") == "1":
             raise
-        sys.exit(f"revzoo: {error}")
+        sys.exit(folded(f"revzoo: {error}", indent=8))

@@ -47,6 +47,7 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     assert {len(row) for row in rows} == {len(header)} == {79}
     with pytest.raises(SystemExit, match=r"holds no step .*make_reversible\(model\), .* --bits 4"):
         main(["bench", "torchvision:resnet18", *options])
+    assert capsys.readouterr().out == ""  # no header of a table without rows
 
 
 def test_audit_of_one_mode_with_real_steps(capsys):
