@@ -183,7 +183,8 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     # a delegating step runs inside another one, whose tape records it
     recorded = not step.delegates and differentiates(step, state, context)
     mode = mode_of(step.memory) if recorded else MODES["store"]
-    state = on_grid_of(step, state)
+    if not step.delegates:  # the inner step knows a run by the identity of its tensors
+        state = on_grid_of(step, state)
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
     if step.needs_words and mode.inverts and step.grid is None:

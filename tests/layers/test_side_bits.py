@@ -236,6 +236,23 @@ def test_threads_get_their_own_objects_back():
     assert all(tag == other for tag, other in returned)
 
 
+def test_mixed_modes_compute_the_same_function():
+    """A block behind one in another mode started a new run: it got a rounded copy of its input."""
+    torch.manual_seed(0)
+    net = revzoo.create_model("resnet32", units=(4, 1, 1))
+    net = revzoo.make_reversible(net, bits=4).eval()
+    x = torch.randn(2, 3, 32, 32)
+    outputs = {}
+    for modes in ("store", "exact"), ("store", "store"), ("exact", "store"), ("recompute", "exact"):
+        blocks = [f"stages.0.steps.{i}" for i in range(4)]
+        revzoo.set_memory(net, dict(zip(blocks, 2 * modes, strict=True)))
+        outputs[modes] = net(x)
+        joined = [net.get_submodule(f"{path}.reversible").last_call.joined for path in blocks]
+        assert joined == [False, True, True, True]
+    for y in outputs.values():
+        assert torch.allclose(y, outputs["store", "store"], atol=1e-5)
+
+
 def test_a_stream_passed_by_keyword():
     net = make_reversible(Decoders(), blocks=["layers"])
     x, keywords = torch.randn(2, 3, 8), {"mask": torch.ones(2, 3, 1), "positions": torch.zeros(8)}
