@@ -84,7 +84,7 @@ def bench(
             set_memory(model, mode)
         elif planned.plans(model):
             # as in a run; a nominal processor gives the same plan in every benchmark
-            planner = Planner(model, shape, clock=False, recompute=planned.bounded)
+            planner = Planner(model, shape, clock=False)
             set_memory(model, planned.plan(planner))
         peaks[mode] = audit(model, shape, modes=[]).peak_bytes
         images = images_for(model, shape)

@@ -11,14 +11,19 @@ NOTE [ The peak of a chain ]
         forward    K(i-1) + input streams that no link keeps + temporary bytes of link i
         backward   K(i) + temporary bytes of link i's backward pass, with its replay
 
-    A stream counts once, even if several links hold it. A run of links that *join* (inverting
-    modes) holds only the ``state`` of its last link. The backward pass carries that state along,
-    so during the walk the run keeps only the ``keeps`` of its links.
+    A stream counts once, even if several links hold it. An inverted step keeps nothing of its own:
+    what a run of them keeps is its last output, which the operators behind the run hold.
 
-    Earlier links affect both lines only through ``K``, the streams they hold, and whether a run is
-    open. So among partial assignments that agree in the streams and the open run, we may drop one
-    if another has no larger ``K`` and no larger time. The search drops only these, so it is exact.
-    Times are integers, so equal sums compare equal.
+    Earlier links affect both lines only through ``K``, the streams they hold, and the ``kind`` of
+    the last choice, which decides which choices can follow. So among partial assignments that agree
+    in the streams and the kind, we may drop one if another has no larger ``K`` and no larger time.
+    The search drops only these, so it is exact. Times are integers, so equal sums compare equal.
+
+NOTE [ Choices depend on their neighbours ]
+    What a step takes depends on the step before it: the first inverted step of a run starts a tape,
+    in mode ``exact`` it gets rounded copies of its streams, and a merge behind a step runs like
+    this step. So a step has several choices in one mode, and between two steps there is a link
+    whose choices have no mode of their own: each fits one pair of neighbours.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, arXiv 1911.13214,
 choose by dynamic programming the states to store and to recompute from. Here a link can also be
@@ -33,31 +38,50 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 
+Kind = tuple[bool, ...]
+_UNLIMITED = 2**63  # bytes
+
+
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A link in one memory mode.
+    """A link in one memory mode, behind certain choices of the link before.
 
     Attributes:
-        mode: the memory mode.
-        joins: whether it needs no state of its own if the next link joins, too.
-        holds: the streams that it keeps for the backward pass, without an open run's state.
+        mode: the memory mode of a step; empty for operators outside steps.
+        kind: what the next link may need to know, such as whether the step is inverted.
+        follows: the kinds of choices that it can follow, the first link's choices ``()``.
+        holds: the streams that it keeps for the backward pass.
+        tapes: the streams that it keeps to recompute from them. If a link before holds the words of
+            such a stream (see :func:`words_of`), it keeps these instead, and reads them.
+        renews: the streams that it leaves as new tensors: what links before hold counts apart.
         keeps: other bytes that it keeps.
-        closes: other bytes of the state after it, kept if its run ends there.
-        state: the streams that are kept if its run ends there.
         forward: largest number of temporary bytes in the forward pass.
         backward: largest number of temporary bytes in the backward pass.
         cost: nanoseconds of forward and backward pass.
     """
 
     mode: str
-    joins: bool = False
+    kind: Kind = ()
+    follows: frozenset[Kind] = frozenset([()])
     holds: frozenset[int] = frozenset()
+    tapes: frozenset[int] = frozenset()
+    renews: frozenset[int] = frozenset()
     keeps: int = 0
-    closes: int = 0
     forward: int = 0
     backward: int = 0
     cost: int = 0
-    state: frozenset[int] = frozenset()
+
+    def held_after(self, held: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """The streams held after the link, and those of them that it adds to ``held``."""
+        old = held - self.renews
+        taped = frozenset(words_of(s) if words_of(s) in old else s for s in self.tapes)
+        now = old | self.holds | taped
+        return now, now - old
+
+
+def words_of(stream: int) -> int:
+    """The key of a fixed-point stream's words, which are a tensor of their own."""
+    return -stream - 1  # negative, so no stream has it
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +89,13 @@ class Link:
     """A step of the chain, or the operators between or after steps.
 
     Attributes:
-        name: the step's path; empty for operators outside steps.
+        name: the step's path; None for operators outside steps.
         inputs: the streams that enter, as keys of :attr:`Chain.sizes`.
-        outputs: the streams that leave.
         choices: at least one.
     """
 
-    name: str
+    name: str | None
     inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
     choices: tuple[Choice, ...]
 
 
@@ -83,7 +105,7 @@ class Chain:
 
     Attributes:
         links: see :class:`Link`.
-        sizes: bytes of each stream.
+        sizes: bytes of each stream, and of its words.
         base: bytes alive during the whole training step.
     """
 
@@ -108,17 +130,14 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
 
     They include the base and, in the forward pass, the link's input.
     """
-    held: set[int] = set()
+    held: frozenset[int] = frozenset()
     kept = chain.base
-    for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
-        if i and choices[i - 1].joins and not choice.joins:  # the run before ends
-            held.update(choices[i - 1].state)
-            kept += choices[i - 1].closes
-        # a union, as a stream that is held and enters counts once
-        before = kept + chain.bytes_of(held.union(link.inputs))
-        held |= choice.holds
-        kept += choice.keeps
-        yield before, kept + chain.bytes_of(held)
+    for link, choice in zip(chain.links, choices, strict=True):
+        # a stream that is held and enters counts once
+        before = kept + chain.bytes_of(frozenset(link.inputs) - held)
+        held, added = choice.held_after(held)
+        kept += choice.keeps + chain.bytes_of(added)
+        yield before, kept + chain.bytes_of(choice.tapes - held)
 
 
 def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
@@ -148,31 +167,29 @@ class _Label(NamedTuple):
         return backwards[::-1]
 
 
-_State = tuple[Choice | None, frozenset[int]]  # the last choice, if its run is open; streams held
+_State = tuple[Kind, frozenset[int]]  # of the last choice; streams held
 
 
 def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     """The cheapest choices with a peak of at most ``budget`` bytes; None if there are none."""
     room = budget - chain.base
     # dynamic programming: per state, the partial assignments that no other one beats
-    states: dict[_State, list[_Label]] = {(None, frozenset()): [_Label(0, 0, None, None)]}
+    states: dict[_State, list[_Label]] = {((), frozenset()): [_Label(0, 0, None, None)]}
     for i, link in enumerate(chain.links):
         later = _mentioned(chain.links[i + 1 :])
         following: dict[_State, list[_Label]] = {}
-        for (open_run, held), labels in states.items():
+        for (kind, held), labels in states.items():
+            entering = chain.bytes_of(frozenset(link.inputs) - held)
             for choice in link.choices:
-                now = held
-                added = 0
-                if open_run is not None and not choice.joins:  # the run ends and keeps its state
-                    added = open_run.closes + chain.bytes_of(open_run.state - held)
-                    now = held | open_run.state
-                entering = added + chain.bytes_of(frozenset(link.inputs) - now) + choice.forward
-                added += choice.keeps + chain.bytes_of(choice.holds - now)
+                if kind not in choice.follows:
+                    continue
+                now, new = choice.held_after(held)
+                added = choice.keeps + chain.bytes_of(new)
+                leaving = added + chain.bytes_of(choice.tapes - now)
                 # both lines of the NOTE, solved for K(i-1)
-                most = room - max(entering, added + choice.backward)
+                most = room - max(entering + choice.forward, leaving + choice.backward)
                 # streams that no later link mentions cannot tell two assignments apart
-                state = choice if choice.joins else None, (now | choice.holds) & later
-                front = following.setdefault(state, [])
+                front = following.setdefault((choice.kind, now & later), [])
                 for label in labels:
                     if label.kept > most:
                         break  # labels ascend in what they keep
@@ -185,13 +202,33 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     return min(ends, key=lambda label: (label.cost, label.kept)).choices() if ends else None
 
 
+def in_modes(chain: Chain, modes: Sequence[str]) -> list[Choice]:
+    """The choices with one mode for each step.
+
+    Args:
+        chain: the chain.
+        modes: a mode that each step has, in order.
+    """
+    named = iter(modes)
+    links = []
+    for link in chain.links:
+        if link.name is not None:
+            mode = next(named)
+            link = replace(link, choices=tuple(c for c in link.choices if c.mode == mode))
+        links.append(link)
+    choices = fastest(replace(chain, links=tuple(links)), _UNLIMITED)
+    assert choices is not None
+    return choices
+
+
 def leanest(chain: Chain) -> list[Choice]:
     """The fastest among the choices with the lowest peak.
 
     Bisection over byte counts: choices that fit a budget fit every larger one.
     """
     free = Chain(_without_cost(chain.links), chain.sizes, chain.base)
-    first = [link.choices[0] for link in chain.links]
+    first = fastest(free, _UNLIMITED)
+    assert first is not None
     low, high = chain.base, evaluate(free, first).peak
     while low < high:
         middle = (low + high) // 2
@@ -214,11 +251,11 @@ def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
 
 
 def _mentioned(links: Sequence[Link]) -> frozenset[int]:
-    """The streams that links enter, leave or hold."""
+    """The streams that enter links or that links hold, and their words."""
     streams: set[int] = set()
     for link in links:
-        streams.update(link.inputs, link.outputs, *(c.holds | c.state for c in link.choices))
-    return frozenset(streams)
+        streams.update(link.inputs, *(c.holds | c.tapes for c in link.choices))
+    return frozenset([*streams, *map(words_of, streams)])
 
 
 def _insert(front: list[_Label], label: _Label) -> None:

@@ -47,9 +47,10 @@ def timed(
         rounds: timings of each step in each mode. The fastest counts: other programs only add time.
     """
     known: dict[object, _Rate] = {}
-    links: list[Link] = []
+    rates: list[_Rate] = []
     nominal = measured = 0
-    for link, call in zip(chain.links, calls, strict=False):  # the last link, the head, has no call
+    steps = [link for link in chain.links if link.name is not None]
+    for link, call in zip(steps, calls, strict=True):
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
@@ -63,12 +64,13 @@ def timed(
                 known[key] = _rate(step, call, link.choices, rounds, train=not model.training)
             except Exception as error:  # a user's step may fail in any way
                 raise ValueError(_not_timed(step, call, error)) from error
-        links.append(_scaled(link, known[key]))
+        rates.append(known[key])
         nominal += link.choices[0].cost
-        measured += links[-1].choices[0].cost
+        measured += _scaled(link, known[key]).choices[0].cost
     rest = _Rate(measured / max(1, nominal), {})
-    links += [_scaled(link, rest) for link in chain.links[len(links) :]]
-    return Chain(tuple(links), chain.sizes, chain.base)
+    of_steps = iter(rates)
+    links = [_scaled(k, rest if k.name is None else next(of_steps)) for k in chain.links]
+    return replace(chain, links=tuple(links))
 
 
 def _not_timed(step: Step, call: StepCall, error: Exception) -> str:
@@ -103,11 +105,13 @@ def _rate(
     Args:
         step: of the model.
         call: a call of it.
-        choices: its memory modes.
+        choices: of its memory modes.
         rounds: timings in each mode.
         train: set training mode; False keeps the modes of the step's modules.
     """
     layout = call.layout
+    # a mode may have several choices, which differ in the steps before
+    choices = [*{c.mode: c for c in reversed(choices)}.values()][::-1]
     plain, whole = choices[0], layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))

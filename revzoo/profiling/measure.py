@@ -1,8 +1,15 @@
 """Memory and time of each step of a model in each memory mode, measured on fake tensors.
 
-The model runs one training step in every mode, without computing or allocating anything (see
-:mod:`revzoo.profiling.trace`). We count the bytes that a step keeps and its temporary bytes there,
-instead of deriving them from the definition of a mode.
+The model runs a few training steps in different modes, without computing or allocating anything
+(see :mod:`revzoo.profiling.trace`). We count the bytes that a step keeps and its temporary bytes
+there, instead of deriving them from the definition of a mode.
+
+NOTE [ Every pair of neighbours ]
+    A step depends on whether it is inverted, and on whether the step before is, and so do the
+    operators between them. So we need each of the four pairs at each place. Four training steps
+    have them: in ``store``, in the inverting mode, and in these two in turns, once from the first
+    step on and once from the second. Here ``recompute`` stands in for ``store``, to be measured,
+    too.
 """
 
 from __future__ import annotations
@@ -11,7 +18,7 @@ import bisect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,8 +26,8 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo.core.invertible import Step, kind_of, leaves
-from revzoo.core.modes import INVERTING, assign_memory, mode_of
-from revzoo.profiling.chain import Chain, Choice, Link, levels
+from revzoo.core.modes import INVERTING, assign_memory, mode_of, set_memory
+from revzoo.profiling.chain import Chain, Choice, Kind, Link, levels, words_of
 from revzoo.profiling.trace import (
     Allocation,
     StepCall,
@@ -38,16 +45,16 @@ def measure(
     shape: Sequence[int],
     *,
     inverting: str,
-    recompute: bool = True,
     device: torch.device | None = None,
-) -> dict[str, Trace]:
-    """One fake training step of ``model`` in each mode that the planner may choose.
+) -> list[Trace]:
+    """Fake training steps of ``model``, with each mode that the planner may choose.
+
+    The first one is in mode ``store`` (NOTE [ Every pair of neighbours ]).
 
     Args:
         model: real, or on the meta device.
         shape: of its input, the batch first.
         inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
-        recompute: whether steps with an inverse may also be recomputed, which seldom helps.
         device: the device of the training; None for the model's.
 
     Raises:
@@ -64,48 +71,61 @@ def measure(
     check_choice("inverting", inverting, INVERTING)
     devices = [device] if device is not None else [p.device for p in model.parameters()]
     modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
+    turns: tuple[tuple[str, str], ...] = ()
     if any(step.invertible for step in steps):
-        modes = [*(m for m in modes if recompute or m != "recompute"), inverting]
-    traces = {mode: trace_in_mode(model, shape, mode, device=device) for mode in modes}
-    if not traces[modes[0]].calls:
+        turns = (inverting, "recompute"), ("recompute", inverting)
+        modes = [*(name for name in modes if name != "recompute"), inverting]
+    traces = [trace_in_mode(model, shape, mode, device=device) for mode in modes]
+    counts = Counter(call.name for call in traces[0].calls)
+    if not counts:
         raise ValueError(
             f"the forward pass of {type(model).__name__} calls none of its {len(steps)} steps, so "
             "there is nothing to plan: expected a call such as self.steps(x), not "
             "self.steps.forward(x)"
         )
+    # steps that are called several times cannot take turns; chain_of() leaves them no choice, either
+    single = [name for name, count in counts.items() if count == 1]
+    for turn in turns:
+        plan = dict.fromkeys(counts, inverting)
+        plan.update(zip(single, itertools.cycle(turn), strict=False))
+        traces.append(trace_in_mode(model, shape, plan, device=device))
     return traces
 
 
 def trace_in_mode(
-    model: nn.Module, shape: Sequence[int], mode: str, *, device: torch.device | None = None
+    model: nn.Module,
+    shape: Sequence[int],
+    mode: str | Mapping[str, str],
+    *,
+    device: torch.device | None = None,
 ) -> Trace:
-    """One fake training step with every step in ``mode``."""
-    log.debug("counting a training step in mode %s", mode)
+    """One fake training step with every step in ``mode``, or in the modes of a plan."""
+    log.debug("counting a training step in %s", mode if isinstance(mode, str) else "mixed modes")
     twin = fake_twin(model, device)
-    assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
+    if isinstance(mode, str):
+        assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
+    else:
+        set_memory(twin, mode)
     return trace_step(twin, images_for(twin, shape))
 
 
-def chain_of(traces: Mapping[str, Trace]) -> Chain:
-    """Build the chain from the traces of one model, one trace per mode."""
-    first = next(iter(traces.values()))
-    streams = _Streams(first.calls)
-    pieces = {mode: _Pieces(trace, streams) for mode, trace in traces.items()}
-    names = Counter(call.name for call in first.calls)
+def chain_of(traces: Sequence[Trace]) -> Chain:
+    """Build the chain from the traces of one model, the first one in mode ``store``."""
+    calls = traces[0].calls
+    streams = _Streams(calls)
+    pieces = [_Pieces(trace, streams).choices for trace in traces]
+    counts = Counter(call.name for call in calls)
     links = []
-    for i, call in enumerate(first.calls):
-        # a step may run in one mode in two traces (a stem in "recompute" and in "invert"): reversed
-        # twice, so that the first trace counts
-        by_mode = {piece.choices[i].mode: piece.choices[i] for piece in reversed(pieces.values())}
-        choices = tuple(reversed(by_mode.values()))
-        # A plan gives a step one mode, but its calls are separate links: leave no choice. The
-        # last mode keeps least.
-        if names[call.name] > 1:
-            choices = choices[-1:]
-        links.append(Link(call.name, streams.inputs[i], streams.outputs[i], choices))
-    last = streams.outputs[-1]
-    links.append(Link("", last, (), (pieces["store"].choices[-1],)))  # the head
-    return Chain(tuple(links), streams.sizes, first.base)
+    for i, measured in enumerate(zip(*pieces, strict=True)):
+        name = calls[i // 2].name if i % 2 else None
+        # A plan gives a step one mode, but its calls are separate links: leave no choice. The last
+        # trace has such steps in the mode that keeps least.
+        repeated = name is not None and counts[name] > 1
+        modes = {c.mode for c in (measured[-1:] if repeated else measured)}
+        # a choice may be in several traces: the first one counts
+        choices = {(c.mode, c.follows, c.kind): c for c in reversed(measured) if c.mode in modes}
+        links.append(Link(name, streams.inputs[i], tuple(reversed(choices.values()))))
+    return Chain(tuple(links), streams.sizes, traces[0].base)
 
 
 def _mode_of(call: StepCall) -> str:
@@ -114,7 +134,12 @@ def _mode_of(call: StepCall) -> str:
 
 
 class _Streams:
-    """Numbers the streams between steps; a stream that passes through a step keeps its number."""
+    """Numbers the streams between steps; a stream that passes through a step keeps its number.
+
+    Attributes:
+        inputs: the streams that enter each link.
+        sizes: see :class:`~revzoo.profiling.chain.Chain`.
+    """
 
     def __init__(self, calls: Sequence[StepCall]) -> None:
         numbers: dict[int, int] = {}
@@ -125,120 +150,124 @@ class _Streams:
             self.sizes[key] = allocation.size
             return key
 
-        self.inputs = [tuple(map(number, call.inputs)) for call in calls]
-        self.outputs = [tuple(map(number, call.outputs)) for call in calls]
+        self.inputs: list[tuple[int, ...]] = [()]
+        for call in calls:
+            self.inputs += [tuple(map(number, call.inputs)), tuple(map(number, call.outputs))]
 
-    def words_of(self, stream: int, size: int) -> int:
-        """The number of a stream's words, whose ``size`` is recorded."""
-        words = -stream - 1  # negative, so no stream has it; equal in all traces
-        self.sizes[words] = size
-        return words
+
+_NOT_INVERTED: frozenset[Kind] = frozenset([(False,), (False, False), (True, False)])
+"""The kinds of operators before a step that is not inverted."""
 
 
 class _Pieces:
-    """A trace, cut into links: a link for every step, and a last one for the head.
+    """A trace, cut into its links (NOTE [ Links of a trace ] in :mod:`revzoo.profiling.trace`).
 
     Link ``i`` runs the operators from ``starts[i]`` to ``starts[i + 1]`` in the forward pass.
-    Operators between two steps belong to the step before.
     """
 
     def __init__(self, trace: Trace, streams: _Streams) -> None:
-        self.trace, calls = trace, trace.calls
+        self.trace, self.calls = trace, trace.calls
         # by identity: a stream that passes a step unchanged is the same allocation
-        self.numbers = {
-            id(allocation): number
-            for i, call in enumerate(calls)
-            for allocation, number in (
-                *zip(call.inputs, streams.inputs[i], strict=True),
-                *zip(call.outputs, streams.outputs[i], strict=True),
-            )
-        }
-        self.words: dict[int, int] = {}  # stream's number -> number of its words
-        for call in calls:
+        self.numbers: dict[int, int] = {}
+        for i, call in enumerate(self.calls):
+            before, after = streams.inputs[2 * i + 1 : 2 * i + 3]
+            self.numbers.update(zip(map(id, call.inputs), before, strict=True))
+            self.numbers.update(zip(map(id, call.outputs), after, strict=True))
+        for call in self.calls:
             for stream, allocation in call.words.items():
-                number = self.numbers[stream]
-                self.words[number] = self.numbers[id(allocation)] = streams.words_of(
-                    number, allocation.size
-                )
-        self.starts = [0, *(call.start for call in calls[1:]), calls[-1].end, trace.turn]
-        holds, keeps = self._kept()
-        plain = [
-            Choice(
-                _mode_of(call),
-                joins=call.joins,
-                holds=frozenset(holds[i]),
-                keeps=keeps[i],
-                closes=self._closing(i) if call.joins else 0,
-                state=self._kept_of(streams.outputs[i]),
-            )
-            for i, call in enumerate(calls)
-        ]
-        plain.append(Choice("store", holds=frozenset(holds[-1]), keeps=keeps[-1]))
-        ends = zip((*streams.inputs, streams.outputs[-1]), (*streams.outputs, ()), strict=True)
-        links = [
-            Link("", before, after, (choice,))
-            for (before, after), choice in zip(ends, plain, strict=True)
-        ]
+                words = words_of(self.numbers[stream])
+                self.numbers[id(allocation)], streams.sizes[words] = words, allocation.size
+        ends = itertools.chain.from_iterable((call.start, call.end) for call in self.calls)
+        self.starts = [0, *ends, trace.turn]
+        plain = self._plain()
         # the chain tells what is alive when a link starts; the rest of the link's peak is temporary
-        alive = levels(Chain(tuple(links), streams.sizes, trace.base), plain)
+        links = tuple(Link(None, entering, ()) for entering in streams.inputs)
+        alive = levels(Chain(links, streams.sizes, trace.base), plain)
         peaks = self._peaks_and_costs()
         self.choices = [
             replace(choice, forward=max(0, top - before), backward=max(0, back - after), cost=cost)
             for choice, (before, after), (top, back, cost) in zip(plain, alive, peaks, strict=True)
         ]
 
-    def _kept(self) -> tuple[list[set[int]], list[int]]:
-        """The streams that each link holds, and the other bytes that it keeps."""
-        calls = self.trace.calls
-        holds: list[set[int]] = [set() for _ in range(len(calls) + 1)]
+    def _plain(self) -> list[Choice]:
+        """What each link keeps, and which choices it can follow."""
+        saved, keeps = self._saved()
+        choices: list[Choice] = []
+        kind: Kind = ()
+        for i, (holds, kept) in enumerate(zip(saved, keeps, strict=True)):
+            at = i // 2
+            follows = frozenset([kind])
+            if i % 2:
+                call = self.calls[at]
+                mode, kind = _mode_of(call), (call.joins,)
+                follows = follows if call.joins else _NOT_INVERTED  # the same behind each step
+                tapes = self._kept_of(call, call.inputs) if mode == "recompute" else {}
+                choice = Choice(mode, kind, follows, frozenset(holds), frozenset(tapes))
+            else:
+                beside = self.calls[max(0, at - 1) : at + 1]
+                kind = tuple(call.joins for call in beside)
+                holds |= self._left_of_run(at)
+                choice = Choice("", kind, follows, frozenset(holds), renews=self._renewed(at))
+            choices.append(replace(choice, keeps=kept))
+        return choices
+
+    def _saved(self) -> tuple[list[set[int]], list[int]]:
+        """The streams that autograd saves in each link, and the other bytes that the link keeps."""
+        holds: list[set[int]] = [set() for _ in self.starts[1:]]
         keeps = [0] * len(holds)
-        kept = [allocation for allocation in self.trace.allocations if allocation.kind == "kept"]
-        for allocation in kept:
+        for allocation in self.trace.allocations:
+            if allocation.kind != "kept":
+                continue
             number = self.numbers.get(id(allocation))
-            savers = {i % len(holds) for i in allocation.savers}  # -1 is the head
             if number is None:
                 # the first saver frees it last: the backward pass walks back
-                keeps[min(savers, default=self._at(allocation.born))] += allocation.size
+                keeps[min(allocation.savers, default=self._at(allocation.born))] += allocation.size
             else:
-                for i in savers:
+                for i in allocation.savers:
                     holds[i].add(number)
-        saving = {i for allocation in kept for i in allocation.savers}
-        alive = {
-            self.numbers[id(allocation)] for allocation in kept if id(allocation) in self.numbers
-        }
-        for i, call in enumerate(calls):
-            # no saved tensor and no run of inverses: a tape keeps the inputs, to recompute from
-            if i not in saving and not call.joins:
-                inputs = self._kept_of(self.numbers[id(t)] for t in call.inputs)
-                holds[i].update(alive.intersection(inputs))
         return holds, keeps
 
-    def _kept_of(self, streams: Iterable[int]) -> frozenset[int]:
-        """The tensors that a tape keeps for the streams: their words, if they have words."""
-        return frozenset(self.words.get(stream, stream) for stream in streams)
+    def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
+        """Of the streams of a call, those that outlive the forward pass: as words if they have some.
+
+        Returns:
+            Stream to what is kept of it, itself or its words.
+        """
+        kept = ((t, call.words.get(id(t), t)) for t in streams)
+        return {
+            self.numbers[id(t)]: self.numbers[id(held)] for t, held in kept if held.kind == "kept"
+        }
+
+    def _left_of_run(self, at: int) -> set[int]:
+        """What a run of inverted steps keeps of its last output, if it ends before step ``at``."""
+        if not at or not self.calls[at - 1].joins:
+            return set()
+        last, following = self.calls[at - 1], self.calls[at : at + 1]
+        left = {*self._kept_of(last, last.outputs).values()}
+        for call in following:
+            if call.joins:  # a stream that passes this step is left by a later one
+                left -= {*self._kept_of(call, call.outputs).values()}
+        return left
+
+    def _renewed(self, at: int) -> frozenset[int]:
+        """The streams that are copied between step ``at`` and the one before, and their words."""
+        if not 0 < at < len(self.calls):
+            return frozenset()
+        left = {self.numbers[id(t)]: t for t in self.calls[at - 1].outputs}
+        entering = {self.numbers[id(t)]: t for t in self.calls[at].inputs}
+        copied = [s for s, t in entering.items() if left.get(s, t) is not t]
+        return frozenset([*copied, *map(words_of, copied)])
 
     def _at(self, tick: int) -> int:
         """The last link whose forward pass began before an operator."""
         return min(bisect.bisect_right(self.starts, tick), len(self.starts) - 1) - 1
-
-    def _closing(self, i: int) -> int:
-        """Bytes other than streams that a step leaves and the next one frees."""
-        start, end = self.starts[i], self.trace.calls[i].end
-        return sum(
-            allocation.size
-            for allocation in self.trace.allocations
-            if allocation.kind == "temporary"
-            and start <= allocation.born < end
-            and allocation.alive(self.starts[i + 1])
-            and id(allocation) not in self.numbers
-        )
 
     def _peaks_and_costs(self) -> Iterator[tuple[int, int, int]]:
         """The most bytes alive in each link's forward and backward pass, and its nanoseconds."""
         trace = self.trace
         backward: list[list[int]] = [[] for _ in self.starts[1:]]
         for tick in range(trace.turn, trace.tick):
-            backward[trace.owners[tick]].append(tick)  # -1, outside of steps, is the head
+            backward[trace.owners[tick]].append(tick)
         for (start, end), ticks in zip(itertools.pairwise(self.starts), backward, strict=True):
             yield (
                 max(trace.levels[start:end], default=0),

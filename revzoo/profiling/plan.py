@@ -34,7 +34,7 @@ from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import leaves
 from revzoo.core.modes import mode_of, set_memory
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, leanest
+from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, in_modes, leanest
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.stages import stages_of
@@ -141,8 +141,6 @@ class Planner:
         clock: measure times, on a few images. False: assume a nominal processor, which gives the
             same plan on every machine and in every process.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
-        recompute: whether steps with an inverse may also be recomputed; False saves a third of the
-            planning time, for plans that are hardly slower.
         device: the device of the training; None for the model's.
 
     Raises:
@@ -160,22 +158,20 @@ class Planner:
         inverting: str | None = None,
         clock: bool = True,
         extra: int | str = 0,
-        recompute: bool = True,
         device: torch.device | None = None,
     ) -> None:
         self.model = model
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting, self.device = inverting or inverting_mode(model), device
         with undisturbed(model):
-            traces = measure(
-                model, self.shape, inverting=self.inverting, recompute=recompute, device=device
-            )
-            self.modes = tuple(traces)
-            chain, calls = chain_of(traces), next(iter(traces.values())).calls
+            traces = measure(model, self.shape, inverting=self.inverting, device=device)
+            chain, calls = chain_of(traces), traces[0].calls
             self._margin = sum(map(_uncounted, calls)) + 3 * 8 * SUMS * SUMMED  # while it samples
             if clock:
                 chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + self.extra)
+        steps = [link for link in chain.links if link.name is not None]
+        self.modes = tuple(dict.fromkeys(c.mode for link in steps for c in link.choices))
 
     @functools.cached_property
     def leanest(self) -> Plan:
@@ -225,7 +221,7 @@ class Planner:
         The inverting modes recompute steps without an inverse.
         """
         choices = self._choices(mode)
-        if all(choice.mode != mode for choice in choices[:-1]):
+        if all(choice.mode != mode for choice in choices):
             return None
         return evaluate(self.chain, choices)
 
@@ -246,15 +242,21 @@ class Planner:
         return [self.plan(low + (high - low) * k // steps) for k in range(points)]
 
     def _choices(self, mode: str) -> list[Choice]:
-        """Every link in one mode, or in the mode nearest to it that fits."""
-        modes = [{choice.mode: choice for choice in link.choices} for link in self.chain.links]
-        return [by.get(mode) or by.get("recompute") or next(iter(by.values())) for by in modes]
+        """Every step in one mode, or in the mode nearest to it that fits."""
+        fitting = [{c.mode for c in k.choices} for k in self.chain.links if k.name is not None]
+        return in_modes(
+            self.chain,
+            [
+                next(m for m in (mode, "recompute", self.inverting) if m in modes)
+                for modes in fitting
+            ],
+        )
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""
         log.debug("counting a training step of a plan")
         pairs = zip(self.chain.links, choices, strict=True)
-        modes = {link.name: choice.mode for link, choice in pairs if link.name}
+        modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
         with undisturbed(self.model):
             twin = fake_twin(self.model, self.device)
             set_memory(twin, modes)

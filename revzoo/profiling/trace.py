@@ -13,6 +13,12 @@ NOTE [ Who made a tensor ]
     count, nor modules that are created during the pass. In the backward pass: the module whose
     forward pass recorded the running node. Autograd numbers nodes in order of creation, so the
     nodes of a module have the numbers between its start and its end.
+
+NOTE [ Links of a trace ]
+    The forward pass is a row of links: the operators before step 0, step 0, the operators between
+    steps 0 and 1, step 1, and so on, to the operators after the last step. So step ``i`` is link
+    ``2 * i + 1``. A node, and the operators of its backward pass, belong to the link that recorded
+    it.
 """
 
 from __future__ import annotations
@@ -75,8 +81,7 @@ class Allocation:
         born: index of the operator in the step.
         died: index of the first operator after its end; None if it outlives the step.
         saved: number of tensors in it that autograd saved.
-        savers: indices of the steps (see :class:`StepCall`) whose forward pass saved one.
-        step: index of the step that made it, -1 outside.
+        savers: the links whose forward pass saved one (NOTE [ Links of a trace ]).
     """
 
     size: int
@@ -90,7 +95,6 @@ class Allocation:
     died: int | None = None
     saved: int = 0
     savers: set[int] = field(default_factory=set)
-    step: int = -1
 
     def alive(self, at: int) -> bool:
         """Whether it exists while operator ``at`` runs."""
@@ -147,7 +151,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         allocations: in order of creation.
         calls: the steps of the forward pass, without steps inside other steps.
         levels: bytes alive after each operator.
-        owners: for each operator, the index of its step in ``calls``, or -1.
+        owners: for each operator, its link (NOTE [ Links of a trace ]).
         costs: nanoseconds of each operator, see :func:`nominal_cost`.
         turn: index of the first operator of the backward pass.
     """
@@ -172,13 +176,13 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self._modules: list[str] = [""]
         self._current: list[int] = [-1]
         self._left: list[weakref.ref[Tensor]] = []  # the last step's outputs
-        # A place is (module, index of its step). The nodes of _places[k] have the numbers from
-        # _numbers[k] to _numbers[k + 1].
+        # A place is (module, link). The nodes of _places[k] have the numbers from _numbers[k] to
+        # _numbers[k + 1].
         self._numbers: list[int] = [0]
-        self._places: list[tuple[str, int]] = [("", -1)]
-        self._node = ("", -1)  # the place whose node runs, in the backward pass
+        self._places: list[tuple[str, int]] = [("", 0)]
+        self._node = ("", 0)  # the place whose node runs, in the backward pass
         self._outer = torch._C._current_autograd_node()  # if a backward hook counts a step
-        self._place = ("", -1)  # the place of the running operator
+        self._place = ("", 0)  # the place of the running operator
         self._operation = ""
         self._call: Any = None  # what a call of a module runs without the trace
         self._learned = {id(p) for p in model.parameters()}
@@ -290,10 +294,10 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         return None if node is self._outer else node
 
     def _where(self) -> tuple[str, int]:
-        """Module and step of the running operator (NOTE [ Who made a tensor ])."""
+        """Module and link of the running operator (NOTE [ Who made a tensor ])."""
         node = self._running_node()
         if node is None:
-            return self._modules[-1], self._current[-1]
+            return self._modules[-1], self._link()
         number = node._sequence_nr()
         if number < 2**63:  # accumulating a gradient has no number: it belongs to the node before
             self._node = self._places[bisect.bisect_right(self._numbers, number) - 1]
@@ -302,12 +306,17 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         replayed = self._modules[-1]
         return replayed or self._node[0], self._node[1]
 
+    def _link(self) -> int:
+        """The link that the forward pass runs (NOTE [ Links of a trace ])."""
+        index = self._current[-1]
+        return 2 * len(self.calls) if index < 0 else 2 * index + 1
+
     def _count(self, t: Tensor) -> None:
         storage = t.untyped_storage()
         if storage in self._seen:
             return
         super()._count(t)
-        module, step = self._place
+        module, _ = self._place
         allocation = Allocation(
             size=storage.nbytes(),
             kind="temporary",
@@ -317,7 +326,6 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             shape=tuple(t.shape),
             dtype=t.dtype,
             born=self.tick,
-            step=step,
         )
         self.allocations.append(allocation)
         self._alive[storage._cdata] = allocation
@@ -384,7 +392,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
     def _mark(self) -> None:
         """From the next node on, nodes belong to the innermost running module."""
         self._numbers.append(torch._C._autograd._get_sequence_nr())
-        self._places.append((self._modules[-1], self._current[-1]))
+        self._places.append((self._modules[-1], self._link()))
 
     def turn_back(self) -> None:
         """End the forward pass: its live tensors are kept for the backward pass."""
@@ -399,7 +407,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Record that autograd saves ``t``; the pack hook of the forward pass."""
         allocation = self.allocation_of(t)
         allocation.saved += 1
-        allocation.savers.add(self._current[-1])
+        allocation.savers.add(self._link())
         # detached: an output saved by its own node would keep that node alive
         return t if t.is_leaf else t.detach()
 

@@ -102,7 +102,7 @@ def _pures(planner: Planner) -> dict[str, Outcome]:
     # without a step to invert, the plan has no inverting mode, either
     for mode in others if planner.inverting in pures else ():
         with contextlib.suppress(ValueError):  # it does not fit every step
-            other = Planner(planner.model, planner.shape, inverting=mode, recompute=False)
+            other = Planner(planner.model, planner.shape, inverting=mode)
             if pure := other.pure(mode):
                 pures[mode] = pure
     return pures

@@ -132,7 +132,6 @@ def _new_plan(
             # measured times would differ from process to process, and the plans with them
             clock=False,
             extra=conditions["extra_bytes"],
-            recompute=mode.bounded,
             device=trainer.strategy.root_device,
         )
         plan = mode.plan(planner, conditions["budget"])
