@@ -37,7 +37,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-
 Kind = tuple[bool, ...]
 _UNLIMITED = 2**63  # bytes
 
@@ -71,12 +70,12 @@ class Choice:
     backward: int = 0
     cost: int = 0
 
-    def held_after(self, held: frozenset[int]) -> tuple[frozenset[int], frozenset[int]]:
-        """The streams held after the link, and those of them that it adds to ``held``."""
+    def held_after(self, held: frozenset[int]) -> tuple[frozenset[int], ...]:
+        """The streams held after the link, the new ones among them, and those read from words."""
         old = held - self.renews
-        taped = frozenset(words_of(s) if words_of(s) in old else s for s in self.tapes)
-        now = old | self.holds | taped
-        return now, now - old
+        read = frozenset(s for s in self.tapes if words_of(s) in old)
+        now = old | self.holds | (self.tapes - read)
+        return now, now - old, read
 
 
 def words_of(stream: int) -> int:
@@ -135,9 +134,9 @@ def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]
     for link, choice in zip(chain.links, choices, strict=True):
         # a stream that is held and enters counts once
         before = kept + chain.bytes_of(frozenset(link.inputs) - held)
-        held, added = choice.held_after(held)
-        kept += choice.keeps + chain.bytes_of(added)
-        yield before, kept + chain.bytes_of(choice.tapes - held)
+        held, new, read = choice.held_after(held)
+        kept += choice.keeps + chain.bytes_of(new)
+        yield before, kept + chain.bytes_of(read)
 
 
 def evaluate(chain: Chain, choices: Sequence[Choice]) -> Outcome:
@@ -183,9 +182,9 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
             for choice in link.choices:
                 if kind not in choice.follows:
                     continue
-                now, new = choice.held_after(held)
+                now, new, read = choice.held_after(held)
                 added = choice.keeps + chain.bytes_of(new)
-                leaving = added + chain.bytes_of(choice.tapes - now)
+                leaving = added + chain.bytes_of(read)
                 # both lines of the NOTE, solved for K(i-1)
                 most = room - max(entering + choice.forward, leaving + choice.backward)
                 # streams that no later link mentions cannot tell two assignments apart

@@ -83,7 +83,7 @@ def measure(
             "there is nothing to plan: expected a call such as self.steps(x), not "
             "self.steps.forward(x)"
         )
-    # steps that are called several times cannot take turns; chain_of() leaves them no choice, either
+    # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
     for turn in turns:
         plan = dict.fromkeys(counts, inverting)
@@ -228,7 +228,7 @@ class _Pieces:
         return holds, keeps
 
     def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
-        """Of the streams of a call, those that outlive the forward pass: as words if they have some.
+        """What outlives the forward pass of streams of a call: their words, if they have some.
 
         Returns:
             Stream to what is kept of it, itself or its words.
@@ -242,12 +242,12 @@ class _Pieces:
         """What a run of inverted steps keeps of its last output, if it ends before step ``at``."""
         if not at or not self.calls[at - 1].joins:
             return set()
-        last, following = self.calls[at - 1], self.calls[at : at + 1]
-        left = {*self._kept_of(last, last.outputs).values()}
-        for call in following:
-            if call.joins:  # a stream that passes this step is left by a later one
-                left -= {*self._kept_of(call, call.outputs).values()}
-        return left
+        last = self.calls[at - 1]
+        left = [*map(id, last.outputs)]
+        # the run goes on if the next step is inverted and takes these very tensors
+        if any(c.joins and [*map(id, c.inputs)] == left for c in self.calls[at : at + 1]):
+            return set()
+        return {*self._kept_of(last, last.outputs).values()}
 
     def _renewed(self, at: int) -> frozenset[int]:
         """The streams that are copied between step ``at`` and the one before, and their words."""
