@@ -9,13 +9,12 @@ returns, and the allocator's rounding.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 _COMPRESSED = {
     torch.sparse_csr: (Tensor.crow_indices, Tensor.col_indices),
@@ -50,9 +49,9 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         """Run the operator, then count the new storages among its outputs."""
         # views and in-place operators return a storage of their arguments
-        known = set(map(_key, _dense((args, kwargs))))
+        known = set(map(_key, _dense(operands((args, kwargs)))))
         outputs = self._run(func, args, kwargs or {})
-        for t in _dense(outputs):
+        for t in _dense(operands(outputs)):
             if _key(t) not in known:
                 self._count(t)
         return outputs
@@ -76,11 +75,24 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.now -= size
 
 
-def _dense(tree: Any) -> Iterator[Tensor]:
-    """The tensors in a tree that have a storage: dense ones, and the parts of others."""
-    for t in tree_iter(tree):
-        if not isinstance(t, Tensor):
-            continue
+def operands(tree: Any) -> list[Tensor]:
+    """The tensors among the arguments or outputs of an operator.
+
+    Like :func:`~revzoo.core.tensors.tensors_of`, five times as fast: it knows no other containers
+    than tuples, lists and dictionaries.
+    """
+    if isinstance(tree, Tensor):
+        return [tree]
+    if isinstance(tree, dict):
+        tree = tree.values()
+    elif not isinstance(tree, (tuple, list)):
+        return []
+    return [t for part in tree for t in operands(part)]
+
+
+def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those that have a storage: dense tensors, and the parts of others."""
+    for t in tensors:
         # first, since most tensors are dense, and each operator comes here
         if t.layout is torch.strided and not hasattr(type(t), "__tensor_flatten__"):
             yield t

@@ -55,7 +55,7 @@ from revzoo.core.modes import COUNTED, MODES, mode_of
 from revzoo.core.replay import is_replaying
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
-from revzoo.profiling.live import LiveMemory
+from revzoo.profiling.live import LiveMemory, operands
 from revzoo.profiling.stages import OUTSIDE, stages_of
 from revzoo.profiling.units import bytes_from
 from revzoo.profiling.workspaces import is_unsized, sized
@@ -269,8 +269,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         A forward pass may read parameters through a closure, which the copy of a model shares with
         it. They would keep the gradients of the counted step, fake ones included.
         """
-        for t in tree_iter(tree):
-            if not isinstance(t, Tensor) or id(t) in self._learned or not t.requires_grad:
+        for t in operands(tree):
+            if not t.requires_grad or id(t) in self._learned:
                 continue
             # is_leaf of a view may raise, if its base changed in place
             if not t._is_view() and t.is_leaf and t not in self._outside:
@@ -422,7 +422,7 @@ def nominal_cost(func: Any, args: Any, kwargs: dict[str, Any], outputs: Any) -> 
 
     It serves to compare steps, is equal on every machine, and needs no data.
     """
-    tensors = [t for t in tree_iter((args, kwargs, outputs)) if isinstance(t, Tensor)]
+    tensors = operands((args, kwargs, outputs))
     if func.is_view or not tensors:  # a view moves no data
         return 0
     moved = sum(t.nbytes for t in tensors)
