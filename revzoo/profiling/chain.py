@@ -20,10 +20,10 @@ NOTE [ The peak of a chain ]
     The search drops only these, so it is exact. Times are integers, so equal sums compare equal.
 
 NOTE [ Choices depend on their neighbours ]
-    What a step takes depends on the step before it: the first inverted step of a run starts a tape,
-    in mode ``exact`` it gets rounded copies of its streams, and a merge behind a step runs like
-    this step. So a step has several choices in one mode, and between two steps there is a link
-    whose choices have no mode of their own: each fits one pair of neighbours.
+    What a step takes depends on the steps before it: the first inverted step of a run starts a
+    tape, in mode ``exact`` it gets rounded copies of its streams, and a merge behind a step runs
+    like this step. So a step has several choices in one mode, and between two steps there is a link
+    whose choices have no mode of their own: each fits certain neighbours.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, arXiv 1911.13214,
 choose by dynamic programming the states to store and to recompute from. Here a link can also be
@@ -47,7 +47,8 @@ class Choice:
 
     Attributes:
         mode: the memory mode of a step; empty for operators outside steps.
-        kind: what the next link may need to know, such as whether the step is inverted.
+        kind: what the next link may need to know: which steps are inverted, and which streams have
+            words.
         follows: the kinds of choices that it can follow, the first link's choices ``()``.
         holds: the streams that it keeps for the backward pass.
         tapes: the streams that it keeps to recompute from them. If a link before holds the words of
@@ -201,13 +202,8 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
     return min(ends, key=lambda label: (label.cost, label.kept)).choices() if ends else None
 
 
-def in_modes(chain: Chain, modes: Sequence[str]) -> list[Choice]:
-    """The choices with one mode for each step.
-
-    Args:
-        chain: the chain.
-        modes: a mode that each step has, in order.
-    """
+def in_modes(chain: Chain, modes: Sequence[str]) -> list[Choice] | None:
+    """The choices with these modes, one for each step in order; None if there are none."""
     named = iter(modes)
     links = []
     for link in chain.links:
@@ -215,9 +211,7 @@ def in_modes(chain: Chain, modes: Sequence[str]) -> list[Choice]:
             mode = next(named)
             link = replace(link, choices=tuple(c for c in link.choices if c.mode == mode))
         links.append(link)
-    choices = fastest(replace(chain, links=tuple(links)), _UNLIMITED)
-    assert choices is not None
-    return choices
+    return fastest(replace(chain, links=tuple(links)), _UNLIMITED)
 
 
 def leanest(chain: Chain) -> list[Choice]:

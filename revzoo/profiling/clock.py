@@ -110,9 +110,12 @@ def _rate(
         train: set training mode; False keeps the modes of the step's modules.
     """
     layout = call.layout
-    # a mode may have several choices, which differ in the steps before
-    choices = [*{c.mode: c for c in reversed(choices)}.values()][::-1]
-    plain, whole = choices[0], layout[0].shape[0]
+    # a mode has several choices, which differ in their neighbours
+    modes: dict[str, Choice] = {}
+    for choice in choices:
+        modes.setdefault(choice.mode, choice)
+    plain, *others = modes.values()
+    whole = layout[0].shape[0]
     few = min(_FEW, whole)
     count = max(few, min(whole, int(whole * _SAMPLE / max(1, plain.cost))))
     device = next((p.device for p in step.subject.parameters()), torch.device("cpu"))
@@ -136,8 +139,9 @@ def _rate(
     per_image = rise if rise > 0 else stored[count] / count
     factor = per_image * whole / max(1, plain.cost)
     # few images: the constant part shows where the work is small
-    small = {c.mode: fastest(c.mode, few) for c in choices[1:]} | {plain.mode: stored[few]}
-    constants = {c.mode: max(0, small[c.mode] - factor * c.cost * few / whole) for c in choices}
+    small = {c.mode: fastest(c.mode, few) for c in others} | {plain.mode: stored[few]}
+    work = {mode: factor * c.cost * few / whole for mode, c in modes.items()}
+    constants = {mode: max(0, small[mode] - work[mode]) for mode in modes}
     return _Rate(factor, constants)
 
 

@@ -4,12 +4,20 @@ The model runs a few training steps in different modes, without computing or all
 (see :mod:`revzoo.profiling.trace`). We count the bytes that a step keeps and its temporary bytes
 there, instead of deriving them from the definition of a mode.
 
-NOTE [ Every pair of neighbours ]
-    A step depends on whether it is inverted, and on whether the step before is, and so do the
-    operators between them. So we need each of the four pairs at each place. Four training steps
-    have them: in ``store``, in the inverting mode, and in these two in turns, once from the first
-    step on and once from the second. Here ``recompute`` stands in for ``store``, to be measured,
-    too.
+NOTE [ Neighbours of a step ]
+    What a step takes depends on whether it is inverted, on whether the step before it is, and on
+    which of its streams have words (:mod:`revzoo.core.fixedpoint`). The same holds for the
+    operators between two steps. One training step in each mode shows equal neighbours. In some more
+    the inverting mode and ``recompute`` take turns:
+
+        invert    every second step is inverted
+        exact     every third: a coupling passes one of its streams on, so words outlive one step
+                  that is not inverted, but not two
+
+    Each of these training steps begins one step later in the turn than the one before. Neighbours
+    that none of them shows are no choice: in ``exact``, a single step that could be inverted, but
+    is not, between two that are. A step that keeps its activations takes the same wherever it could
+    also be recomputed, so one training step in ``store`` is enough.
 """
 
 from __future__ import annotations
@@ -18,7 +26,7 @@ import bisect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -49,7 +57,7 @@ def measure(
 ) -> list[Trace]:
     """Fake training steps of ``model``, with each mode that the planner may choose.
 
-    The first one is in mode ``store`` (NOTE [ Every pair of neighbours ]).
+    The first one is in mode ``store`` (NOTE [ Neighbours of a step ]).
 
     Args:
         model: real, or on the meta device.
@@ -71,10 +79,10 @@ def measure(
     check_choice("inverting", inverting, INVERTING)
     devices = [device] if device is not None else [p.device for p in model.parameters()]
     modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
-    turns: tuple[tuple[str, str], ...] = ()
+    period = 0
     if any(step.invertible for step in steps):
-        turns = (inverting, "recompute"), ("recompute", inverting)
-        modes = [*(name for name in modes if name != "recompute"), inverting]
+        modes.append(inverting)
+        period = 2 if mode_of(inverting).grid is None else 3
     traces = [trace_in_mode(model, shape, mode, device=device) for mode in modes]
     counts = Counter(call.name for call in traces[0].calls)
     if not counts:
@@ -85,9 +93,9 @@ def measure(
         )
     # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
-    for turn in turns:
+    for first in range(period):
         plan = dict.fromkeys(counts, inverting)
-        plan.update(zip(single, itertools.cycle(turn), strict=False))
+        plan |= {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
         traces.append(trace_in_mode(model, shape, plan, device=device))
     return traces
 
@@ -122,15 +130,33 @@ def chain_of(traces: Sequence[Trace]) -> Chain:
         # trace has such steps in the mode that keeps least.
         repeated = name is not None and counts[name] > 1
         modes = {c.mode for c in (measured[-1:] if repeated else measured)}
-        # a choice may be in several traces: the first one counts
-        choices = {(c.mode, c.follows, c.kind): c for c in reversed(measured) if c.mode in modes}
-        links.append(Link(name, streams.inputs[i], tuple(reversed(choices.values()))))
+        measured = tuple(c for c in measured if c.mode in modes)
+        links.append(Link(name, streams.inputs[i], tuple(_distinct(measured))))
     return Chain(tuple(links), streams.sizes, traces[0].base)
+
+
+def _distinct(measured: Sequence[Choice]) -> Iterable[Choice]:
+    """The choices of a link, each once: the first trace counts."""
+    choices: dict[tuple[str, frozenset[Kind], Kind], Choice] = {}
+    # then, a mode that one trace shows follows where another one was measured, too (NOTE)
+    plain = [c for c in measured if not c.kind[0]]
+    more = [
+        replace(c, follows=other.follows, kind=other.kind)
+        for c, other in itertools.product(plain, plain)
+    ]
+    for c in (*measured, *more):
+        choices.setdefault((c.mode, c.follows, c.kind), c)
+    return choices.values()
 
 
 def _mode_of(call: StepCall) -> str:
     """The mode in which a step ran: an inverting mode recomputes steps without an inverse."""
     return "recompute" if mode_of(call.mode).inverts and not call.joins else call.mode
+
+
+def _with_words(call: StepCall, streams: Iterable[Allocation]) -> Iterator[bool]:
+    """Whether each of a call's streams has words."""
+    return (id(t) in call.words for t in streams)
 
 
 class _Streams:
@@ -153,10 +179,6 @@ class _Streams:
         self.inputs: list[tuple[int, ...]] = [()]
         for call in calls:
             self.inputs += [tuple(map(number, call.inputs)), tuple(map(number, call.outputs))]
-
-
-_NOT_INVERTED: frozenset[Kind] = frozenset([(False,), (False, False), (True, False)])
-"""The kinds of operators before a step that is not inverted."""
 
 
 class _Pieces:
@@ -199,13 +221,12 @@ class _Pieces:
             follows = frozenset([kind])
             if i % 2:
                 call = self.calls[at]
-                mode, kind = _mode_of(call), (call.joins,)
-                follows = follows if call.joins else _NOT_INVERTED  # the same behind each step
+                mode, kind = _mode_of(call), (call.joins, *_with_words(call, call.outputs))
                 tapes = self._kept_of(call, call.inputs) if mode == "recompute" else {}
                 choice = Choice(mode, kind, follows, frozenset(holds), frozenset(tapes))
             else:
-                beside = self.calls[max(0, at - 1) : at + 1]
-                kind = tuple(call.joins for call in beside)
+                for call in self.calls[at : at + 1]:
+                    kind = (*kind, call.joins, *_with_words(call, call.inputs))
                 holds |= self._left_of_run(at)
                 choice = Choice("", kind, follows, frozenset(holds), renews=self._renewed(at))
             choices.append(replace(choice, keeps=kept))

@@ -11,8 +11,8 @@ only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
-another step's branch keep their mode. What follows the last step is counted as in ``store``: if the
-peak lies there, as where ``exact`` joins large streams, a plan with a lower peak may be missed.
+another step's branch keep their mode. In ``exact`` no plan keeps or recomputes a single step
+between two inverted ones, if it could be inverted, too.
 """
 
 from __future__ import annotations
@@ -244,13 +244,10 @@ class Planner:
     def _choices(self, mode: str) -> list[Choice]:
         """Every step in one mode, or in the mode nearest to it that fits."""
         fitting = [{c.mode for c in k.choices} for k in self.chain.links if k.name is not None]
-        return in_modes(
-            self.chain,
-            [
-                next(m for m in (mode, "recompute", self.inverting) if m in modes)
-                for modes in fitting
-            ],
-        )
+        wanted = mode, "recompute", self.inverting
+        choices = in_modes(self.chain, [next(m for m in wanted if m in ms) for ms in fitting])
+        assert choices is not None
+        return choices
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""

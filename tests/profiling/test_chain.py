@@ -1,79 +1,119 @@
 """The search over chains: optimal, by brute force."""
 
-import itertools
 import random
+from collections import Counter
 
 import pytest
 
-from revzoo.profiling.chain import Chain, Choice, Link, evaluate, fastest, leanest
+from revzoo.profiling.chain import (
+    Chain,
+    Choice,
+    Link,
+    evaluate,
+    fastest,
+    in_modes,
+    leanest,
+    words_of,
+)
+
+PLAIN, INVERTED = (False,), (True,)
 
 
 def chain_of(seed: int, length: int) -> Chain:
-    """A chain of couplings of random sizes; streams pass through, and several links hold one."""
+    """A chain of couplings of random sizes; streams pass through, and several links hold one.
+
+    Each mode takes something else behind an inverted step. Between two steps, streams may be
+    copied, and a run of inverted steps keeps a state at its end.
+    """
     draw = random.Random(seed)
     sizes = {s: draw.randint(1, 30) for s in range(-length - 2, length + 2)}
-    links = []
+    links = [Link(None, (), (Choice("", PLAIN, keeps=draw.randint(0, 9)),))]
     for i in range(length):
         inputs, outputs = (i, i + 1), (i + 1, i + 2)
-        forward = draw.randint(1, 9)
-        store = Choice(
-            "store",
-            holds=frozenset(draw.sample([*inputs, *outputs], draw.randint(0, 3))),
-            keeps=draw.randint(10, 60),
-            forward=draw.randint(0, 40),
-            backward=draw.randint(0, 40),
-            cost=3 * forward,
-        )
-        replay = {"forward": draw.randint(0, 40), "cost": 4 * forward + draw.randint(0, 2)}
-        recompute = Choice(
-            "recompute",
-            holds=frozenset(inputs),
-            keeps=draw.randint(0, 2),
-            backward=draw.randint(20, 120),
-            **replay,
-        )
-        invert = Choice(
-            "invert",
-            joins=True,
-            keeps=draw.randint(0, 2),
-            closes=draw.randint(0, 9),
-            state=frozenset(draw.choice([outputs, (-1 - i, -2 - i)])),
-            backward=draw.randint(20, 140),
-            **replay,
-        )
-        choices = (store, recompute, invert) if draw.random() < 0.8 else (store, recompute)
-        links.append(Link(f"steps.{i}", inputs, outputs, choices))
-    head = Choice("store", holds=frozenset({length + 1}), keeps=draw.randint(0, 50), cost=5)
-    return Chain((*links, Link("", (length, length + 1), (), (head,))), sizes, base=1000)
+        names = ("store", "recompute", "invert") if draw.random() < 0.8 else ("store", "recompute")
+        made = [
+            _choice(draw, mode, kind, inputs, outputs)
+            for mode in names
+            for kind in (PLAIN, INVERTED)
+        ]
+        links.append(Link(f"steps.{i}", inputs, tuple(made)))
+        between = [
+            Choice(
+                "",
+                kind,
+                frozenset([kind]),
+                holds=frozenset(draw.choice([outputs, map(words_of, outputs)]))
+                if kind == INVERTED
+                else frozenset(),
+                renews=frozenset(draw.sample([*outputs, *map(words_of, outputs)], 2)),
+                keeps=draw.randint(0, 9),
+                forward=draw.randint(0, 40),
+                backward=draw.randint(0, 40),
+                cost=draw.randint(0, 3),
+            )
+            for kind in (PLAIN, INVERTED)
+        ]
+        links.append(Link(None, outputs, tuple(between)))
+    return Chain(tuple(links), sizes, base=1000)
+
+
+def _choice(draw, mode, after, inputs, outputs) -> Choice:
+    """A step in one mode behind a step of the kind ``after``."""
+    forward = draw.randint(1, 40)
+    store = mode == "store"
+    return Choice(
+        mode,
+        INVERTED if mode == "invert" else PLAIN,
+        frozenset([after]),
+        holds=frozenset(draw.sample([*inputs, *outputs], draw.randint(0, 3)) if store else ()),
+        tapes=frozenset(inputs if mode == "recompute" else ()),
+        keeps=draw.randint(10, 60) if store else draw.randint(0, 2),
+        forward=forward,
+        backward=draw.randint(0, 40) if store else draw.randint(20, 140),
+        cost=draw.randint(3, 27) if store else draw.randint(4, 38),
+    )
+
+
+def assignments(chain: Chain, kind=()):
+    """All choices of links that can follow each other."""
+    if not chain.links:
+        yield []
+        return
+    first, *rest = chain.links
+    for choice in first.choices:
+        if kind in choice.follows:
+            for others in assignments(Chain(tuple(rest), chain.sizes), choice.kind):
+                yield [choice, *others]
 
 
 def peak_by_hand(chain: Chain, choices) -> int:
     """The peak from the list of live tensors at each moment, without running sums."""
     alive = []
-    kept = []  # bytes that each link keeps for its backward pass
+    kept = []  # what each link keeps for its backward pass: a stream with its copy's number, bytes
+    copies = Counter()
     for i, (link, choice) in enumerate(zip(chain.links, choices, strict=True)):
-        if i and choices[i - 1].joins and not choice.joins:
-            kept += [("stream", s) for s in choices[i - 1].state]
-            kept += [("bytes", choices[i - 1].closes, f"{i} closes")]
-        alive.append([*kept, *(("stream", s) for s in link.inputs), ("bytes", choice.forward, "")])
-        kept += [("stream", s) for s in choice.holds] + [("bytes", choice.keeps, f"{i} keeps")]
-        alive.append([*kept, ("bytes", choice.backward, "")])
+        alive.append([*kept, *((s, copies[s]) for s in link.inputs), ("bytes", choice.forward, "")])
+        copies.update(choice.renews)
+        read = [s for s in choice.tapes if (words_of(s), copies[words_of(s)]) in kept]
+        streams = choice.holds | choice.tapes.difference(read)
+        kept += [*((s, copies[s]) for s in streams), ("bytes", choice.keeps, f"{i} keeps")]
+        reading = [("bytes", chain.sizes[s], f"{s} is read") for s in read]
+        alive.append([*kept, *reading, ("bytes", choice.backward, "")])
     sizes = [
-        sum(chain.sizes[x[1]] if x[0] == "stream" else x[1] for x in set(moment))
-        for moment in alive
+        sum(x[1] if x[0] == "bytes" else chain.sizes[x[0]] for x in set(moment)) for moment in alive
     ]
     return chain.base + max(sizes)
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_the_search_finds_what_brute_force_finds(seed):
-    """All 3^10 assignments of ten steps, at twelve budgets."""
-    chain = chain_of(seed, 10)
-    found = [
-        evaluate(chain, choices) for choices in itertools.product(*(k.choices for k in chain.links))
-    ]
+    """All 3^8 assignments of eight steps, at twelve budgets."""
+    chain = chain_of(seed, 8)
+    found = [evaluate(chain, choices) for choices in assignments(chain)]
     least, most = min(o.peak for o in found), max(o.peak for o in found)
-    assert evaluate(chain, leanest(chain)).peak == least
+    lean = evaluate(chain, leanest(chain))
+    assert lean.peak == least
+    assert lean.cost == min(o.cost for o in found if o.peak == least)
     assert fastest(chain, least - 1) is None
     for k in range(12):
         budget = least + k * (most - least) // 11
@@ -88,8 +128,12 @@ def test_the_search_finds_what_brute_force_finds(seed):
 def test_the_peak_equals_a_list_of_live_tensors(seed):
     chain = chain_of(seed, 10)
     draw = random.Random(seed)
+    steps = [link for link in chain.links if link.name is not None]
     for _ in range(50):
-        choices = [draw.choice(link.choices) for link in chain.links]
+        modes = [draw.choice(link.choices).mode for link in steps]
+        choices = in_modes(chain, modes)
+        assert choices is not None
+        assert [c.mode for c in choices if c.mode] == modes
         assert evaluate(chain, choices).peak == peak_by_hand(chain, choices)
 
 

@@ -168,11 +168,11 @@ def test_times_come_from_the_clock(monkeypatch):
     """One millisecond per image and step in mode ``store``; more in the other modes."""
     monkeypatch.setattr(clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]))
     planner = Planner(model_of(), SHAPE)
-    steps = len(planner.chain.links) - 1
-    stored = sum(link.choices[0].cost for link in planner.chain.links[:steps])
-    assert stored == pytest.approx(1e6 * SHAPE[0] * steps, rel=0.001)
+    steps = [link for link in planner.chain.links if link.name is not None]
+    stored = sum(link.choices[0].cost for link in steps)
+    assert stored == pytest.approx(1e6 * SHAPE[0] * len(steps), rel=0.001)
     assert planner.pure("store").cost > stored  # the head's
-    assert 1.2 < planner.pure("exact").cost / planner.pure("store").cost < 1.7
+    assert 1.2 < planner.pure("exact").cost / planner.pure("store").cost < 1.8
 
 
 def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
@@ -180,9 +180,9 @@ def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     monkeypatch.setattr(
         clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]) + 0.1
     )
-    links = Planner(model_of(), SHAPE).chain.links[:-1]
-    stored = sum(link.choices[0].cost for link in links)
-    assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(links), rel=0.001)
+    steps = [link for link in Planner(model_of(), SHAPE).chain.links if link.name is not None]
+    stored = sum(link.choices[0].cost for link in steps)
+    assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(steps), rel=0.001)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -415,14 +415,11 @@ def test_the_optimisers_state():
     assert state_bytes(torch.optim.AdamW(model.parameters(), lr=1)) == 2 * trained + counters
 
 
-def test_few_traces_give_nearly_the_same_plan():
-    model = model_of()
-    full, few = (Planner(model, SHAPE, clock=False, recompute=r) for r in (True, False))
-    assert few.pure("store") == full.pure("store")
-    assert few.pure("exact") == pytest.approx(full.pure("exact"), rel=0.1)
-    budget = 2 * full.least
-    assert few.plan(budget).seconds <= 1.25 * full.plan(budget).seconds
-    assert "recompute" in few.plan(few.least + 2**18).values()  # the steps without an inverse
+def test_steps_without_an_inverse_are_recomputed_where_memory_is_short():
+    planner = Planner(model_of(), SHAPE, clock=False)
+    plan = planner.plan(planner.least + 2**18)
+    assert plan["stages.1.steps.0"] == "recompute"
+    assert "exact" in plan.values()
 
 
 @pytest.mark.parametrize("start", [1, 10, 500])

@@ -1,0 +1,120 @@
+"""Every assignment of modes to the steps of small networks, counted in real training steps.
+
+The planner knows a few training steps only. It must predict the others, and find the best.
+"""
+
+import functools
+import itertools
+
+import pytest
+import torch
+from torch import nn
+
+import revzoo
+from revzoo.profiling.audit import audit
+from revzoo.profiling.chain import evaluate, in_modes
+from revzoo.profiling.plan import Planner
+
+SHAPE = (64, 16, 16, 16)  # large: a real step also keeps random states and the guard's samples
+IMAGES = (16, 3, 32, 32)
+
+
+def branch(width):
+    norm, conv = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
+    return nn.Sequential(norm, nn.ReLU(), conv)
+
+
+def block():
+    return revzoo.ReversibleBlock(branch(8), branch(8))
+
+
+def two_blocks():
+    """The peak may lie after the last step, where the streams are merged."""
+    return revzoo.ReversibleSequence([block(), block()])
+
+
+def layers_between():
+    chains = [revzoo.ReversibleSequence([block()]) for _ in range(2)]
+    return nn.Sequential(chains[0], nn.MaxPool2d(2), nn.Tanh(), chains[1])
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.branch = branch(16)
+
+    def forward(self, x):
+        return x + self.branch(x)
+
+
+def plain_blocks():
+    """Three residual blocks that were made reversible."""
+    net = nn.Sequential(nn.Conv2d(16, 16, 1), *(Residual() for _ in range(3)))
+    return revzoo.make_reversible(net, bits=4)
+
+
+def revnet():
+    return revzoo.create_model("revnet38", units=(1, 1, 1))
+
+
+NETWORKS = {
+    "two blocks, invert": (two_blocks, SHAPE, "invert"),
+    "two blocks, exact": (two_blocks, SHAPE, "exact"),
+    "layers between, exact": (layers_between, SHAPE, "exact"),
+    "revnet, exact": (revnet, IMAGES, "exact"),
+    "plain blocks, exact": (plain_blocks, SHAPE, "exact"),
+}
+
+
+@functools.cache
+def brute_force(name):
+    """The planner of a network; the counted peak of each assignment, by modes."""
+    make, shape, inverting = NETWORKS[name]
+    torch.manual_seed(0)
+    model = make()
+    planner = Planner(model, shape, inverting=inverting, clock=False)
+    steps = [link for link in planner.chain.links if link.name]
+    peaks = {}
+    for modes in itertools.product(*({c.mode: 0 for c in link.choices} for link in steps)):
+        revzoo.set_memory(model, {step.name: m for step, m in zip(steps, modes, strict=True)})
+        peaks[modes] = audit(model, shape, modes=[], real=True).peak_bytes
+    return planner, peaks
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_assignment_peaks_lower_than_the_leanest_plan(name):
+    """The least budget of two blocks in ``exact`` was a seventh too high."""
+    planner, peaks = brute_force(name)
+    assert planner.leanest.peak_bytes == pytest.approx(min(peaks.values()), rel=0.002)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_the_peak_of_each_assignment_is_predicted(name):
+    planner, peaks = brute_force(name)
+    unknown = 0
+    for modes, peak in peaks.items():
+        if (choices := in_modes(planner.chain, modes)) is None:
+            unknown += 1
+            inverted = [mode == "exact" for mode in modes]
+            assert (True, False, True) in zip(inverted, inverted[1:], inverted[2:], strict=False)
+        else:
+            assert evaluate(planner.chain, choices).peak == pytest.approx(peak, rel=0.01)
+    assert unknown < len(peaks) / 5
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_assignment_that_fits_is_faster_than_the_plan(name):
+    planner, peaks = brute_force(name)
+    costs = {
+        modes: evaluate(planner.chain, choices).cost
+        for modes in peaks
+        if (choices := in_modes(planner.chain, modes)) is not None
+    }
+    least, most = min(peaks.values()), max(peaks.values())
+    for k in range(9):
+        goal = least + (most - least) * k // 8
+        plan = planner.plan(goal + planner.least - planner.leanest.peak_bytes)
+        assert plan.peak_bytes <= goal
+        assert plan.peak_bytes == pytest.approx(peaks[tuple(plan.values())], rel=0.01)
+        fitting = [modes for modes in costs if peaks[modes] <= goal]
+        assert plan.seconds * 1e9 <= min(costs[modes] for modes in fitting) * (1 + 1e-9)
