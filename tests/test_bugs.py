@@ -1180,8 +1180,24 @@ def in_eval_by_alias(norm, x):
 put, back = setattr, nn.Module.train
 
 
+def of_a_stack(norm, x):
+    return x * torch.func.stack_module_state([norm])[1]["running_var"][0]
+
+
+def in_eval_for_export(norm, x):
+    with torch.onnx.select_model_mode_for_export(norm, torch.onnx.TrainingMode.EVAL):
+        return norm(x)
+
+
+def by_an_import(norm, x):
+    from operator import attrgetter as get
+
+    return x * get("running_" + "var")(norm).clone()
+
+
 READERS = [in_eval, by_flag, of_a_copy, by_any_name, by_getter, from_attributes]
 READERS += [by_caller, by_setter, in_a_context, by_lookup, by_pattern, in_eval_by_alias]
+READERS += [of_a_stack, in_eval_for_export, by_an_import]
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
@@ -1269,6 +1285,16 @@ class WithASetter(OwnSwitches):
         self.mode = True
 
 
+class WithAGetter(OwnSwitches):
+    """No code names what the getters read."""
+
+    variance = property(operator.attrgetter("norm.running_var"))
+    mean = staticmethod(operator.attrgetter("running_mean"))
+
+    def forward(self, x):
+        return (self.norm(x) * self.variance - self.mean(self.norm)).tanh()
+
+
 class WithATwin(OwnSwitches):
     """An eval twin shares the statistics."""
 
@@ -1295,7 +1321,7 @@ class WithAnAlias(OwnSwitches):
 
 
 HELD = [WithBoundMethods, WithPartials, WithPartialMethods, WithSingleDispatch, WithASetter]
-HELD += [WithATwin, WithAnAlias]
+HELD += [WithAGetter, WithATwin, WithAnAlias]
 
 
 @pytest.mark.parametrize("mode", REPLAYED)

@@ -17,8 +17,11 @@ NOTE [ Copies of buffers ]
     lost: the replay raises an error with a remedy. A buffer that is replaced (``self.count =
     self.count + 1``) needs no copy.
 
-    If code of the step bypasses the version counters, we copy every buffer and reached tensor, and
-    treat it as changed. Large reached tensors and constants are compared with their copy instead.
+    Code that we do not know may pass a buffer to one of torch's kernels that change it without a
+    new version. So if the step runs such code, its replay starts from the copies of all small
+    buffers, changed or not. If the code names such a kernel or bypasses the version counters, we
+    also copy every large buffer and reached tensor, and treat it as changed. Large reached tensors
+    and constants are compared with their copy instead.
 """
 
 from __future__ import annotations
@@ -176,7 +179,7 @@ class Snapshot(NamedTuple):
 
 
 class Statistics(NamedTuple):
-    """A statistic that influences no output."""
+    """A statistic of one of torch's normalisation layers, which updates it in every pass."""
 
     owner: dict[str, Any]
     name: str
@@ -216,8 +219,8 @@ class Owned:
     )
 
     def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
-        self._key = key  # whether code reads statistics, then the training flag of each module
-        reads = key[0]
+        self._key = key  # whether buffers share memory, then the training flag of each module
+        shared = key[0]
         self.tables = _tables_of(modules)
         self.names = list(map(tuple, self.tables))
         # positions, not modules: the first module holds this object, a cycle otherwise
@@ -234,7 +237,8 @@ class Owned:
             if not m._buffers:
                 continue
             buffers = m._buffers.items()
-            if not has_unread_statistics(m, reads) or any(type(b) in _LAZY for _, b in buffers):
+            lazy = any(type(b) in _LAZY for _, b in buffers)
+            if lazy or shared or not updates_statistics(m):
                 self.buffered.append(i)
                 continue
             self.statistics += [
@@ -254,9 +258,9 @@ class Owned:
         self._scratch: list[Tensor] = []
 
     @staticmethod
-    def of(reach: Reach, modules: list[nn.Module], reads: bool) -> tuple[Owned, list[Tensor]]:
+    def of(reach: Reach, modules: list[nn.Module]) -> tuple[Owned, list[Tensor]]:
         """The places in ``modules`` and their present tensors; gathered once for ``reach``."""
-        key = [reads, *map(_training, modules)]
+        key = [reach.shares_buffers, *map(_training, modules)]
         owned: Owned | None = reach.owned
         tensors = None if owned is None else owned.tensors_if_same(modules, key)
         if owned is None or tensors is None:
@@ -337,12 +341,13 @@ def _absent_from(tables: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str
     return [(table, k) for table in tables for k, t in table.items() if t is None]
 
 
-def has_unread_statistics(m: nn.Module, reads: bool) -> bool:
-    """Whether the buffers of ``m`` are statistics that influence no output."""
-    # a subclass, a hook or other code of the step may read statistics in training
-    if not m.training or reads or type(m) not in _NORMS:
-        return False
-    return not (m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__)
+def _copy(t: Tensor) -> Tensor:
+    return t.detach().clone()
+
+
+def updates_statistics(m: nn.Module) -> bool:
+    """Whether the buffers of ``m`` are statistics that it updates in every pass."""
+    return m.training and type(m) in _NORMS
 
 
 def replaced(held: Held) -> bool:
@@ -400,6 +405,7 @@ class StepTensors:
     __slots__ = (
         "_absent",
         "_altered",
+        "_before",
         "_carried",
         "_carried_after",
         "_changes_unseen",
@@ -413,7 +419,7 @@ class StepTensors:
         "_updates_unseen",
         "_versions",
         "has_lazy_layers",
-        "reads_statistics",
+        "statistics_matter",
     )
 
     def __init__(
@@ -424,8 +430,11 @@ class StepTensors:
         context: Mapping[str, Any],
         training: bool,
     ) -> None:
-        # the search does not see hooks of all modules, which may read anything
-        self.reads_statistics = has_global_hooks() or any(r.reads_statistics for r in reaches)
+        # Whether statistics that layers update may influence the output. The search does not see
+        # hooks of all modules, which may read anything.
+        self.statistics_matter = has_global_hooks() or any(
+            r.runs_code or r.shares_buffers for r in reaches
+        )
         self._updates_unseen = any(reach.updates_unseen for reach in reaches)
         self._changes_unseen = any(reach.changes_unseen for reach in reaches)
         self._held = [
@@ -434,6 +443,7 @@ class StepTensors:
         self._altered: list[Held] = []  # parameters that the forward pass changed
         self.has_lazy_layers = False  # which create their tensors in the forward pass
         self._statistics: list[Statistics] = []
+        self._before: list[Tensor] = []  # values of the statistics, if they matter
         self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._carried_after: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -465,7 +475,7 @@ class StepTensors:
 
         Returns False if a tensor is no ordinary one; then it captures only the names in the tables.
         """
-        owned, tensors = Owned.of(reach, modules, self.reads_statistics)
+        owned, tensors = Owned.of(reach, modules)
         self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent
         if not owned.plain:
             return False
@@ -475,6 +485,8 @@ class StepTensors:
             return False
         self._owned, self._tensors = owned, tensors
         self._statistics += owned.statistics
+        if self.statistics_matter:
+            self._before = list(map(_copy, tensors[len(owned.places) :]))
         for i in owned.carrying:
             self._capture_carried(modules[i])
         for i in owned.buffered:
@@ -504,9 +516,9 @@ class StepTensors:
             self._carried.extend((m._buffers, name) for name in m.carried)
 
     def _capture_buffers(self, m: nn.Module) -> None:
-        unread = has_unread_statistics(m, self.reads_statistics)
+        unread = updates_statistics(m) and not self.statistics_matter
         # torch's kernels update statistics without a new version
-        unseen = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
+        updates = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
         for name, b in m._buffers.items():
             if b is None:
                 continue
@@ -515,9 +527,11 @@ class StepTensors:
             elif unread:
                 self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:  # NOTE [ Copies of buffers ]
-                large = b.numel() > _COPIED_SIZE and not unseen
-                skips = large and (name, m.training) in _unchanged_buffers.get(m, ())
-                before = None if skips else b.detach().clone()
+                small = b.numel() <= _COPIED_SIZE
+                unseen = updates or (small and self.statistics_matter)
+                known = _unchanged_buffers.get(m, ())
+                skips = not small and not unseen and (name, m.training) in known
+                before = None if skips else _copy(b)
                 held = Held.of(m._buffers, name, name, b)
                 self._snapshots.append(Snapshot(held, before, m, m.training, unseen))
 
@@ -535,7 +549,7 @@ class StepTensors:
         # functions seldom change tensors that they do not own: large ones are copied only if a
         # change may be unseen
         skips = t.numel() > _COPIED_SIZE and not self._updates_unseen
-        before = None if skips else t.detach().clone()
+        before = None if skips else _copy(t)
         self._snapshots.append(Snapshot(held, before, None, training, self._updates_unseen))
 
     @property
@@ -570,7 +584,7 @@ class StepTensors:
 
     def finish(self) -> None:
         """After the forward pass: note what it changed, drop copies of what it did not."""
-        self._carried_after = [(owner, k, owner[k].detach().clone()) for owner, k in self._carried]
+        self._carried_after = [(owner, k, _copy(owner[k])) for owner, k in self._carried]
         owned = self._owned
         if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):
             self._hold_each()
@@ -634,11 +648,13 @@ class StepTensors:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
         # ``_owned`` has scratch tensors for the first statistics; the others get copies
-        scratch = self._owned.scratch if self._owned is not None else ()
-        for (owner, name, *_), copy in zip(self._statistics, scratch, strict=False):
+        known = self._before or (self._owned.scratch if self._owned is not None else [])
+        if self._before:
+            known = list(map(_copy, known))
+        for (owner, name, *_), copy in zip(self._statistics, known, strict=False):
             swap(undo, owner, name, copy)
-        for owner, name, dtype, device in self._statistics[len(scratch) :]:
-            copy = owner[name].detach().clone()
+        for owner, name, dtype, device in self._statistics[len(known) :]:
+            copy = _copy(owner[name])
             if copy.dtype != dtype or copy.device != device:
                 copy = copy.to(device, dtype)
             swap(undo, owner, name, copy)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.fx import GraphModule
 from torch.nn.modules import module as all_modules
 from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parameter import is_lazy
@@ -33,7 +32,6 @@ from revzoo.core.places import (
 from revzoo.core.search import (
     ABOUT_CLASS,
     CACHE_KEY,
-    LOADS_ANY,
     MOST_ITEMS,
     PLAIN_TYPES,
     Search,
@@ -44,26 +42,13 @@ from revzoo.core.threads import locks_of
 
 # attributes that a replay must not restore
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
-# Names that switch layers between training and eval mode.
-_SWITCHES = frozenset(
-    ("train", "eval", "evaluation_mode", "setattr", "__setattr__", "methodcaller")
-)
-# Names that read running statistics: by name, by any name, or by a layer in eval mode or its copy.
-_READS_STATISTICS = frozenset(
-    (
-        *("running_mean", "running_var", "num_batches_tracked"),
-        *("buffers", "named_buffers", "_buffers", "state_dict", "get_buffer"),
-        *("attrgetter", "__getattr__", "__getattribute__", *LOADS_ANY),
-        *("deepcopy", *_SWITCHES),
-    )
-)
-# Names that change tensors without a new version: two bypass autograd; the others are functions of
-# torch that change buffers, or let a layer change them.
+# Names that change tensors without a new version: two bypass autograd, the others are kernels that
+# update statistics.
 _CHANGE_UNSEEN = frozenset(("data", "numpy"))
 _NORMALIZE = frozenset(
     ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats")
 )
-_UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE | _SWITCHES
+_UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
     "_modules",
@@ -90,15 +75,18 @@ _SILENT = frozenset(
 _DROPOUTS = frozenset((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
 
 
-def _is_silent(m: nn.Module) -> bool:
-    """Whether the layer ``m`` itself, without its submodules, draws nothing, or is a dropout.
+_OURS = ("revzoo.layers.", "revzoo.models.")
 
-    Functions that it holds may draw: see ``Reach.may_draw``.
-    """
+
+def _is_known(m: nn.Module) -> bool:
+    """Whether ``m`` is a layer of torch or of this package, with functions that we may not know."""
+    return type(m).__module__.startswith(("torch.nn.modules.", *_OURS))
+
+
+def _is_silent(m: nn.Module) -> bool:
+    """Whether the known layer ``m`` itself draws nothing, or is a dropout."""
     cls = type(m)
-    if cls in _SILENT or cls in _DROPOUTS:
-        return True
-    return cls.__module__.startswith(("revzoo.layers.", "revzoo.models."))
+    return cls in _SILENT or cls in _DROPOUTS or cls.__module__.startswith(_OURS)
 
 
 def has_global_hooks() -> bool:
@@ -162,8 +150,9 @@ class Reach:
         "names",
         "namespaces",
         "owned",
-        "reads_statistics",
+        "runs_code",
         "scripted",
+        "shares_buffers",
         "step",
         "tables",
         "tensors",
@@ -186,13 +175,11 @@ class Reach:
         spaces = {id(m.__dict__) for m in self._members} | set(map(id, self.namespaces))
         self._places = readers(p for p in search.plain if id(p[0]) not in spaces)
         names = search.names | search.loaded
-        self.reads_statistics = not _READS_STATISTICS.isdisjoint(names)
         self.updates_unseen = not _UPDATE_UNSEEN.isdisjoint(names)
         self.changes_unseen = not _CHANGE_UNSEEN.isdisjoint(names)
-        # its code is generated, may read and update any buffer, and the search does not read it
-        generated = any(isinstance(m, GraphModule) for m in self._members)
-        self.updates_unseen |= generated
-        self.reads_statistics |= generated or _share_memory(
+        # whether it runs code other than layers of torch and this package
+        self.runs_code = search.runs_code or not all(map(_is_known, self._members))
+        self.shares_buffers = _share_memory(
             [b for m in self._members for b in m._buffers.values()]
             + [place.get(key) for place, key, _ in self.tensors]
         )
@@ -200,7 +187,7 @@ class Reach:
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
-        self.may_draw = search.runs_code or not all(map(_is_silent, self._members))
+        self.may_draw = self.runs_code or not all(map(_is_silent, self._members))
         self.owned: Any = None  # parameters and buffers of the modules, see core/held.py
         self._nested = [m._modules for m in self._members]
         # compared by identity: a child that was replaced has other parameters

@@ -114,8 +114,8 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
         self._aside: SavedState | None = None
-        # code that reads running statistics needs the batch norm to compute them in the replay, too
-        self.notes: Notes | None = None if self.conditions.reads_statistics else {}
+        # code may read running statistics, so the batch norm has to update them in the replay, too
+        self.notes: Notes | None = None if self.conditions.statistics_matter else {}
         self.stops = stops and step.early_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 

@@ -27,10 +27,11 @@ NOTE [ What a replay restores ]
        treat every parameter like this. If the forward pass adds a parameter or buffer under a new
        name, the replay adds another one; afterwards the first one is back. A pass in which torch's
        lazy layers may create theirs is not replayed: it keeps its activations.
-    5. Buffers: in training, the statistics of torch's normalisation layers influence no output
-       unless code of the step reads them, so the replay updates temporary copies. Any other buffer
-       that the forward pass changed (spectral norm's vectors, a user's counter, statistics of a
-       subclass) gets back its value from before the forward pass. During an inversion,
+    5. Buffers: in training, the statistics of torch's normalisation layers influence no output if
+       the step consists of layers of torch and this package, so the replay updates temporary
+       copies. Any other buffer that the forward pass changed (spectral norm's vectors, a user's
+       counter, statistics that a user's code may read) gets back its value from before the forward
+       pass. During an inversion,
        ``Invertible.carried`` buffers have their value from after it. A buffer or keyword argument
        that was changed after the forward pass raises. Buffers that share memory share it in the
        replay, too.
@@ -148,9 +149,9 @@ class Conditions:
         self._random = RandomStates(sources)  # rule 1
 
     @property
-    def reads_statistics(self) -> bool:
-        """Whether code of the step reads statistics of normalisation layers."""
-        return self._tensors.reads_statistics
+    def statistics_matter(self) -> bool:
+        """Whether statistics of normalisation layers may influence the output, see rule 5."""
+        return self._tensors.statistics_matter
 
     @property
     def has_lazy_layers(self) -> bool:

@@ -584,9 +584,6 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
         # an imported name may get another one: from torch import batch_norm as norm
         elif instruction.opname in ("LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR", "IMPORT_FROM"):
             attributes.add(instruction.argval)
-        # module.training = False does what module.train(False) does
-        elif instruction.opname == "STORE_ATTR" and instruction.argval == "training":
-            attributes.add("train")
     # lambdas, comprehensions and inner functions are constants of the code around them
     for const in code.co_consts:
         if isinstance(const, types.CodeType):
