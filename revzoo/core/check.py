@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from revzoo.core.calls import refuse_changed_outputs, versions_of
@@ -117,6 +118,9 @@ def check_inverse(
         first = next((step for _, step in _atoms(net)), None)
         state = state if first is None else on_grid_of(first, state)
         given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
+        if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
+            with torch.no_grad(), torch.random.fork_rng(_devices(state)):
+                net(*state, **given)  # creates their weights
         try:
             # a step may return another type than it got
             rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, given)]

@@ -14,10 +14,12 @@ NOTE [ Neighbours of a step ]
         exact     every third: a coupling passes one of its streams on, so words outlive one step
                   that is not inverted, but not two
 
-    Each of these training steps begins one step later in the turn than the one before. Neighbours
-    that none of them shows are no choice: in ``exact``, a single step that could be inverted, but
-    is not, between two that are. A step that keeps its activations takes the same wherever it could
-    also be recomputed, so one training step in ``store`` is enough.
+    Each of these training steps begins one step later in the turn than the one before. For a
+    network of more than ``_MANY`` steps we leave the last one out: it has enough places to change
+    modes, and each training step takes a second. Neighbours that none of them shows are no choice:
+    in ``exact``, a single step that could be inverted, but is not, between two that are. A step
+    that keeps its activations takes the same wherever it could also be recomputed, so one training
+    step in ``store`` is enough.
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ import bisect
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 from torch import nn
 
 from revzoo._checks import check_choice
-from revzoo.core.invertible import Step, kind_of, leaves
+from revzoo.core.invertible import kind_of, leaves
 from revzoo.core.modes import INVERTING, assign_memory, mode_of, set_memory
 from revzoo.profiling.chain import Chain, Choice, Kind, Link, levels, words_of
 from revzoo.profiling.trace import (
@@ -46,6 +48,8 @@ from revzoo.profiling.trace import (
 from revzoo.profiling.twins import fake_twin, images_for
 
 log = logging.getLogger(__name__)
+
+_MANY = 24  # steps
 
 
 def measure(
@@ -83,7 +87,14 @@ def measure(
     if any(step.invertible for step in steps):
         modes.append(inverting)
         period = 2 if mode_of(inverting).grid is None else 3
-    traces = [trace_in_mode(model, shape, mode, device=device) for mode in modes]
+    # one copy for all training steps: making it takes a quarter of the time of a step
+    twin = fake_twin(model, device)
+    images = images_for(twin, shape)
+    traces = []
+    for mode in modes:
+        log.debug("counting a training step in mode %s", mode)
+        assign_memory([*leaves(twin).values()], mode)
+        traces.append(trace_step(twin, images))
     counts = Counter(call.name for call in traces[0].calls)
     if not counts:
         raise ValueError(
@@ -93,28 +104,12 @@ def measure(
         )
     # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
-    for first in range(period):
-        plan = dict.fromkeys(counts, inverting)
-        plan |= {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
-        traces.append(trace_in_mode(model, shape, plan, device=device))
+    for first in range(period - (len(single) > _MANY)):
+        log.debug("counting a training step in which modes take turns")
+        turns = {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
+        set_memory(twin, dict.fromkeys(counts, inverting) | turns)
+        traces.append(trace_step(twin, images))
     return traces
-
-
-def trace_in_mode(
-    model: nn.Module,
-    shape: Sequence[int],
-    mode: str | Mapping[str, str],
-    *,
-    device: torch.device | None = None,
-) -> Trace:
-    """One fake training step with every step in ``mode``, or in the modes of a plan."""
-    log.debug("counting a training step in %s", mode if isinstance(mode, str) else "mixed modes")
-    twin = fake_twin(model, device)
-    if isinstance(mode, str):
-        assign_memory([m for m in twin.modules() if isinstance(m, Step)], mode)
-    else:
-        set_memory(twin, mode)
-    return trace_step(twin, images_for(twin, shape))
 
 
 def chain_of(traces: Sequence[Trace]) -> Chain:

@@ -53,6 +53,9 @@ log = logging.getLogger(__name__)
 _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
 
+_GUESSES = 8
+"""Numbers that :func:`largest` tries before it bisects."""
+
 SLACK = 1.02
 """``auto`` may peak at this times the peak of the inverting mode."""
 
@@ -410,9 +413,9 @@ def largest(
 ) -> int | None:
     """The largest integer whose ``need`` is at most ``budget``.
 
-    First guesses assume that the need is proportional to ``number ** power``. Once a number does
-    not fit, guesses are at least as good as bisection. For an impossible number we take the need of
-    the next smaller possible one.
+    A guess lies on the line through the last two needs, over ``number ** power``; the second guess
+    on the line through zero. After ``_GUESSES`` guesses we bisect. For an impossible number we take
+    the need of the next smaller possible one.
 
     Args:
         need: bytes for a number, increasing; None for an impossible number. A call takes seconds.
@@ -426,24 +429,26 @@ def largest(
     """
     low, high = 0, most + 1  # low fits, high does not
     best: int | None = None
-    guess = start
+    guess, tries = start, 0
+    before = 0, 0  # the last number and its need
     while high - low > 1:
-        guess = min(max(guess, low + 1), high - 1)
-        at, bytes_ = guess, need(guess)
+        at = guess = min(max(guess, low + 1), high - 1)
+        bytes_ = need(guess)
         while bytes_ is None and at > low + 1:  # impossible: try the next smaller number
             at -= 1
             bytes_ = need(at)
         if bytes_ is None:  # no possible number between low and the guess
             low = guess
-            guess = (low + high) // 2 if high <= most else low + 1
         elif bytes_ <= budget:
             best, low = at, guess  # the numbers between them are impossible
-            growth = (budget / max(1, bytes_)) ** (1 / power)
-            guess = max(low + 1, int(at * growth))
-            if high <= most:  # a number did not fit: no further than the middle
-                guess = min(guess, (low + high + 1) // 2)
         else:
             high = at
-            shrunk = int(at * (budget / bytes_) ** (1 / power))
-            guess = max(shrunk, (low + high) // 2) if low else shrunk
+        guess = (low + high) // 2 if high <= most else 2 * low
+        tries += 1
+        if bytes_ is not None:
+            run, rise = at**power - before[0] ** power, bytes_ - before[1]
+            before = at, bytes_
+            if run * rise > 0 and tries < _GUESSES:
+                fits = at**power + (budget - bytes_) * run / rise
+                guess = int(max(0, fits) ** (1 / power))
     return best

@@ -250,6 +250,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run the operator and record its outputs."""
+        if func.namespace == "prim":  # asks a fake tensor for its device
+            return func(*args, **kwargs or {})
         self._set_gradients_aside((args, kwargs))
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()

@@ -9,6 +9,7 @@ from revzoo import (
     AdditiveCoupling,
     Invertible,
     NotInvertibleError,
+    ReversibleBlock,
     ReversibleSequence,
     Squeeze,
     Step,
@@ -190,3 +191,14 @@ def test_is_invertible_changes_nothing_and_raises_what_the_forward_pass_raises()
     assert torch.equal(state, torch.get_rng_state())
     with pytest.raises(ValueError, match="expected an even number of channels"):
         is_invertible(net, images(channels=7))
+
+
+def test_lazy_layers_get_their_weights_in_the_copy():
+    """torch's AttributeError said nothing."""
+    net = ReversibleSequence([ReversibleBlock(nn.LazyLinear(4))])
+    x = torch.randn(8, 8)
+    state = torch.get_rng_state()
+    assert check_inverse(net, x).worst(torch.float64) < 1e-12
+    assert is_invertible(net, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(isinstance(p, nn.UninitializedParameter) for p in net.parameters())
