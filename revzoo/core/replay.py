@@ -117,7 +117,7 @@ class Conditions:
         inputs = tuple(inputs)
         reach, modules = reached(module)  # rule 6
         if reach.scripted:
-            raise RuntimeError(
+            raise TypeError(
                 f"{type(module).__name__} holds a TorchScript module, whose buffers and flags a "
                 "replay cannot exchange; expected a plain module. Use torch.compile instead of "
                 "torch.jit, or memory='store' or 'offload' for this step"
