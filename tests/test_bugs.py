@@ -1331,6 +1331,103 @@ def test_running_statistics_that_a_module_switches_or_shares(mode, kind):
 
 
 @pytest.mark.parametrize("mode", REPLAYED)
+def test_layers_of_torch_that_share_statistics(mode):
+    """No code but torch's runs, and yet one layer reads what another one updates."""
+
+    def branch():
+        norms = nn.BatchNorm1d(4).eval(), nn.BatchNorm1d(4)
+        norms[0]._buffers = norms[1]._buffers
+        return nn.Sequential(*norms, nn.Tanh())
+
+    assert compared(lambda: [AdditiveCoupling(branch()) for _ in range(3)], mode) < 1e-12
+
+
+def by_name(*args):
+    return nn.functional.batch_norm(*args, training=True)
+
+
+def by_computed_name(*args):
+    return getattr(nn.functional, "batch_" + "norm")(*args, training=True)
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize(("width", "normalize"), [(4, by_computed_name), (20_000, by_name)])
+def test_buffers_that_a_kernel_changes_without_a_new_version(mode, width, normalize):
+    """A replay started from the changed ones."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(width))
+            self.register_buffer("var", torch.ones(width))
+
+        def forward(self, x):
+            return (normalize(x, self.mean, self.var) + self.mean.clone()).tanh()
+
+    assert compared(lambda: [AdditiveCoupling(Scaled())], mode, size=width) < 1e-12
+
+
+class Holder:
+    """Uses a norm that no attribute of the branch holds."""
+
+    def __init__(self, norm):
+        self.norm = norm
+
+
+def through_a_setter(norm):
+    def use(module, x):
+        module.result = norm(x)
+
+    return {"value": property(None, use), "forward": lambda self, x: set_value(self, x)}
+
+
+def set_value(module, x):
+    module.value = x
+    return module.result.tanh()
+
+
+def through_a_partial_method(norm):
+    def use(module, x):
+        return norm(x).tanh()
+
+    return {"use": functools.partialmethod(use), "forward": lambda self, x: self.use(x)}
+
+
+def through_single_dispatch(norm):
+    def use(module, x):
+        return norm(x).tanh()
+
+    method = functools.singledispatchmethod(use)
+    return {"use": method, "forward": lambda self, x: self.use(x)}
+
+
+def through_a_pattern(norm):
+    holder = Holder(norm)
+
+    def forward(self, x):
+        match holder:
+            case Holder(norm=found):
+                return found(x).tanh()
+
+    return {"forward": forward}
+
+
+WAYS = [through_a_setter, through_a_partial_method, through_single_dispatch, through_a_pattern]
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_replay_leaves_statistics_that_it_reaches_in_unusual_ways(mode, way):
+    """A replay counted the batch twice."""
+    norm = nn.BatchNorm1d(4).double()
+    branch = type("Branch", (nn.Module,), way(norm))()
+    net = ReversibleSequence([AdditiveCoupling(branch)], memory=mode).double()
+    x = torch.randn(5, 8, dtype=torch.float64, requires_grad=True)
+    net(*x.chunk(2, 1))[1].sum().backward()
+    assert norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("mode", REPLAYED)
 def test_running_statistics_that_a_hook_of_all_modules_reads(mode):
     def scale(module, inputs, y):
         return y * module.running_var.clone() if isinstance(module, nn.BatchNorm1d) else None

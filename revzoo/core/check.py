@@ -120,7 +120,7 @@ def check_inverse(
         given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
         if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
             with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-                net(*state, **given)  # creates their weights
+                net(*state, **given)  # creates the weights of lazy layers
         try:
             # a step may return another type than it got
             rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, given)]

@@ -198,15 +198,16 @@ _traits = attrgetter("__class__", "is_leaf", "requires_grad", "dtype", "layout",
 class Owned:
     """Where parameters and statistics are; see NOTE [ Gathered once ].
 
-    Its only tensors are scratch ones, which replays update instead of the statistics.
+    Its only tensors are scratch ones, which replays update instead of statistics that influence no
+    output.
     """
 
     __slots__ = (
         "_addresses",
-        "_key",
         "_pointers",
         "_scratch",
         "_shapes",
+        "_training",
         "absent",
         "buffered",
         "carrying",
@@ -218,9 +219,8 @@ class Owned:
         "traits",
     )
 
-    def __init__(self, modules: list[nn.Module], key: list[Any]) -> None:
-        self._key = key  # whether buffers share memory, then the training flag of each module
-        shared = key[0]
+    def __init__(self, modules: list[nn.Module], *, shared: bool) -> None:
+        self._training = list(map(_training, modules))
         self.tables = _tables_of(modules)
         self.names = list(map(tuple, self.tables))
         # positions, not modules: the first module holds this object, a cycle otherwise
@@ -260,11 +260,10 @@ class Owned:
     @staticmethod
     def of(reach: Reach, modules: list[nn.Module]) -> tuple[Owned, list[Tensor]]:
         """The places in ``modules`` and their present tensors; gathered once for ``reach``."""
-        key = [reach.shares_buffers, *map(_training, modules)]
         owned: Owned | None = reach.owned
-        tensors = None if owned is None else owned.tensors_if_same(modules, key)
+        tensors = None if owned is None else owned.tensors_if_same(modules)
         if owned is None or tensors is None:
-            reach.owned = owned = Owned(modules, key)
+            reach.owned = owned = Owned(modules, shared=reach.shares_buffers)
             tensors = owned.tensors()
         return owned, tensors
 
@@ -285,10 +284,12 @@ class Owned:
         found = [table.get(k) for table, k in self.places]
         return found + [s.owner.get(s.name) for s in self.statistics]
 
-    def tensors_if_same(self, modules: list[nn.Module], key: list[Any]) -> list[Tensor] | None:
+    def tensors_if_same(self, modules: list[nn.Module]) -> list[Tensor] | None:
         """The present tensors, if a new search of ``modules`` would find tensors like them."""
         tables = _tables_of(modules)
-        if key != self._key or not all(map(is_, tables, self.tables)):
+        if list(map(_training, modules)) != self._training:
+            return None
+        if not all(map(is_, tables, self.tables)):
             return None
         if list(map(tuple, tables)) != self.names:
             return None
@@ -419,7 +420,7 @@ class StepTensors:
         "_updates_unseen",
         "_versions",
         "has_lazy_layers",
-        "statistics_matter",
+        "restores_buffers",
     )
 
     def __init__(
@@ -430,9 +431,9 @@ class StepTensors:
         context: Mapping[str, Any],
         training: bool,
     ) -> None:
-        # Whether statistics that layers update may influence the output. The search does not see
-        # hooks of all modules, which may read anything.
-        self.statistics_matter = has_global_hooks() or any(
+        # Whether a replay starts from copies of all statistics and small buffers: unknown code may
+        # read them, or change them without a new version. Hooks of all modules are such code.
+        self.restores_buffers = has_global_hooks() or any(
             r.runs_code or r.shares_buffers for r in reaches
         )
         self._updates_unseen = any(reach.updates_unseen for reach in reaches)
@@ -443,7 +444,7 @@ class StepTensors:
         self._altered: list[Held] = []  # parameters that the forward pass changed
         self.has_lazy_layers = False  # which create their tensors in the forward pass
         self._statistics: list[Statistics] = []
-        self._before: list[Tensor] = []  # values of the statistics, if they matter
+        self._before: list[Tensor] = []  # the statistics' values, if the replay restores them
         self._snapshots: list[Snapshot] = []
         self._carried: list[tuple[dict[str, Any], str]] = []
         self._carried_after: list[tuple[dict[str, Any], str, Tensor]] = []
@@ -485,7 +486,7 @@ class StepTensors:
             return False
         self._owned, self._tensors = owned, tensors
         self._statistics += owned.statistics
-        if self.statistics_matter:
+        if self.restores_buffers:
             self._before = list(map(_copy, tensors[len(owned.places) :]))
         for i in owned.carrying:
             self._capture_carried(modules[i])
@@ -516,9 +517,10 @@ class StepTensors:
             self._carried.extend((m._buffers, name) for name in m.carried)
 
     def _capture_buffers(self, m: nn.Module) -> None:
-        unread = updates_statistics(m) and not self.statistics_matter
-        # torch's kernels update statistics without a new version
-        updates = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
+        unread = updates_statistics(m) and not self.restores_buffers
+        # torch's kernels update statistics without a new version; the second case is for large ones
+        by_kernels = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
+        unchanged = _unchanged_buffers.get(m, ())
         for name, b in m._buffers.items():
             if b is None:
                 continue
@@ -528,9 +530,8 @@ class StepTensors:
                 self._statistics.append(Statistics(m._buffers, name, b.dtype, b.device))
             else:  # NOTE [ Copies of buffers ]
                 small = b.numel() <= _COPIED_SIZE
-                unseen = updates or (small and self.statistics_matter)
-                known = _unchanged_buffers.get(m, ())
-                skips = not small and not unseen and (name, m.training) in known
+                unseen = by_kernels or (small and self.restores_buffers)
+                skips = not (small or by_kernels) and (name, m.training) in unchanged
                 before = None if skips else _copy(b)
                 held = Held.of(m._buffers, name, name, b)
                 self._snapshots.append(Snapshot(held, before, m, m.training, unseen))
@@ -647,10 +648,11 @@ class StepTensors:
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:
                 undo.append((tensor.requires_grad_, (tensor.requires_grad,)))
                 tensor.requires_grad_(held.requires_grad)
-        # ``_owned`` has scratch tensors for the first statistics; the others get copies
-        known = self._before or (self._owned.scratch if self._owned is not None else [])
-        if self._before:
-            known = list(map(_copy, known))
+        # values from before the forward pass, or scratch tensors; further statistics get copies
+        if self.restores_buffers:
+            known = list(map(_copy, self._before))
+        else:
+            known = self._owned.scratch if self._owned is not None else []
         for (owner, name, *_), copy in zip(self._statistics, known, strict=False):
             swap(undo, owner, name, copy)
         for owner, name, dtype, device in self._statistics[len(known) :]:

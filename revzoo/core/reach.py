@@ -73,13 +73,11 @@ _SILENT = frozenset(
 )
 # these draw only in training, with a positive probability: see draws_nothing
 _DROPOUTS = frozenset((nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d))
-
-
-_OURS = ("revzoo.layers.", "revzoo.models.")
+_OURS = ("revzoo.layers.", "revzoo.models.")  # modules with layers of this package
 
 
 def _is_known(m: nn.Module) -> bool:
-    """Whether ``m`` is a layer of torch or of this package, with functions that we may not know."""
+    """Whether ``m`` is a layer of torch or this package; functions that it holds may be unknown."""
     return type(m).__module__.startswith(("torch.nn.modules.", *_OURS))
 
 

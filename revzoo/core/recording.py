@@ -114,8 +114,8 @@ class Entry:
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
         self._aside: SavedState | None = None
-        # code may read running statistics, so the batch norm has to update them in the replay, too
-        self.notes: Notes | None = None if self.conditions.statistics_matter else {}
+        # if code may read running statistics, the batch norm must update them in the replay, too
+        self.notes: Notes | None = None if self.conditions.restores_buffers else {}
         self.stops = stops and step.early_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 

@@ -29,12 +29,12 @@ NOTE [ What a replay restores ]
        lazy layers may create theirs is not replayed: it keeps its activations.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output if
        the step consists of layers of torch and this package, so the replay updates temporary
-       copies. Any other buffer that the forward pass changed (spectral norm's vectors, a user's
-       counter, statistics that a user's code may read) gets back its value from before the forward
-       pass. During an inversion,
-       ``Invertible.carried`` buffers have their value from after it. A buffer or keyword argument
-       that was changed after the forward pass raises. Buffers that share memory share it in the
-       replay, too.
+       copies. If other code runs, the replay starts from the statistics and all other small buffers
+       as they were before the forward pass. So it does from any other buffer that the forward pass
+       changed (spectral norm's vectors, a large table). During an inversion,
+       ``Invertible.carried`` buffers have their value from after it. If another buffer or a keyword
+       argument was changed after the forward pass, the replay raises. Buffers that share memory
+       share it in the replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
        :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions,
        methods, classes, lists and modules that were replaced after the forward pass are put back
@@ -149,9 +149,9 @@ class Conditions:
         self._random = RandomStates(sources)  # rule 1
 
     @property
-    def statistics_matter(self) -> bool:
-        """Whether statistics of normalisation layers may influence the output, see rule 5."""
-        return self._tensors.statistics_matter
+    def restores_buffers(self) -> bool:
+        """Whether code may read statistics of normalisation layers, see rule 5."""
+        return self._tensors.restores_buffers
 
     @property
     def has_lazy_layers(self) -> bool:

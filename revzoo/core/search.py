@@ -92,8 +92,8 @@ _ENTRY_POINTS = frozenset(
     "recover",
 }
 _STEP_RUNNERS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
-LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
-_LOADS_ANY_MEMBER = LOADS_ANY | {
+_LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
+_LOADS_ANY_MEMBER = _LOADS_ANY | {
     "children",
     "modules",
     "named_children",
@@ -243,9 +243,7 @@ class Search:
             items = "maps" if isinstance(v, collections.ChainMap) else "data"
             self.value(getattr(v, items), vars(v), items, label)
         elif isinstance(v, type):
-            if _foreign(v.__module__):
-                self.loaded.add(v.__name__)
-            else:
+            if not _foreign(v.__module__):
                 self.watched.append((place, key, v))
                 self._class(v)
                 self._object({}, _methods(v))
@@ -330,7 +328,8 @@ class Search:
     def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
         # what a value is called in its library: the code may call it by another name
-        self.loaded.add(v.__name__ if isinstance(v, _FUNCTIONS) else type(v).__name__)
+        if isinstance(v, _FUNCTIONS):
+            self.loaded.add(v.__name__)
         if isinstance(v, types.FunctionType):
             self._function(v)
         elif isinstance(v, functools.partial):
@@ -384,7 +383,7 @@ class Search:
         place: Place | None = None,
         all_names: bool = False,
         watch_size: bool = True,
-        wildcards: frozenset[str] = LOADS_ANY,
+        wildcards: frozenset[str] = _LOADS_ANY,
     ) -> None:
         """Add a namespace to those that :meth:`run` follows; its place is itself by default."""
         if self.step is not None and attributes is self.step.__dict__:
@@ -431,7 +430,7 @@ class Search:
             self._object(f.__dict__, {})
         loaded, attributes = _loads(f.__code__)
         # globals are looked up in the function's module only, attributes in every object
-        self.names |= attributes | (loaded & LOADS_ANY)
+        self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
         for name in loaded:
             # not with _is_new: many functions share the globals, but load other names of them
@@ -452,8 +451,6 @@ _FUNCTIONS = (
     types.BuiltinFunctionType,
     types.MethodType,
     types.MethodDescriptorType,
-    types.WrapperDescriptorType,
-    types.MethodWrapperType,
 )
 
 
@@ -575,7 +572,7 @@ def _loads(code: types.CodeType) -> tuple[frozenset[str], frozenset[str]]:
     for instruction in dis.get_instructions(code):
         if instruction.opname == "LOAD_CONST":
             constant = instruction.argval
-        # its keywords are in a tuple: case BatchNorm1d(running_mean=mean)
+        # its keywords are in a tuple: case Scale(factor=f)
         elif instruction.opname == "MATCH_CLASS":
             attributes.update(constant)
         elif instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):

@@ -9,7 +9,8 @@ NOTE [ The peak of a chain ]
     links up to ``i`` keep. The peak is the maximum over all ``i`` of
 
         forward    K(i-1) + input streams that no link keeps + temporary bytes of link i
-        backward   K(i) + temporary bytes of link i's backward pass, with its replay
+        backward   K(i) + streams that link i reads from words + temporary bytes of its backward
+                   pass, with its replay
 
     A stream counts once, even if several links hold it. An inverted step keeps nothing of its own:
     what a run of them keeps is its last output, which the operators behind the run hold.
@@ -20,9 +21,9 @@ NOTE [ The peak of a chain ]
     The search drops only these, so it is exact. Times are integers, so equal sums compare equal.
 
 NOTE [ Choices depend on their neighbours ]
-    What a step takes depends on the steps before it: the first inverted step of a run starts a
-    tape, in mode ``exact`` it gets rounded copies of its streams, and a merge behind a step runs
-    like this step. So a step has several choices in one mode, and between two steps there is a link
+    The bytes and the time of a step depend on the step before it. The first inverted step of a run
+    starts a tape. In ``exact`` it rounds copies of its streams. A merge after a step runs in that
+    step's mode. So a step has several choices in one mode, and between two steps there is a link
     whose choices have no mode of their own: each fits certain neighbours.
 
 Source: Beaumont et al., "Optimal checkpointing for heterogeneous chains", 2019, arXiv 1911.13214,
@@ -47,13 +48,13 @@ class Choice:
 
     Attributes:
         mode: the memory mode of a step; empty for operators outside steps.
-        kind: what the next link may need to know: which steps are inverted, and which streams have
-            words.
-        follows: the kinds of choices that it can follow, the first link's choices ``()``.
+        kind: decides which choices of the next link can follow: which steps beside the link are
+            inverted, and which streams have words.
+        follows: the ``kind`` of the choice before it; ``()`` for the first link.
         holds: the streams that it keeps for the backward pass.
         tapes: the streams that it keeps to recompute from them. If a link before holds the words of
             such a stream (see :func:`words_of`), it keeps these instead, and reads them.
-        renews: the streams that it leaves as new tensors: what links before hold counts apart.
+        renews: the streams that leave it as new tensors; the old ones, if held, count in addition.
         keeps: other bytes that it keeps.
         forward: largest number of temporary bytes in the forward pass.
         backward: largest number of temporary bytes in the backward pass.
@@ -62,7 +63,7 @@ class Choice:
 
     mode: str
     kind: Kind = ()
-    follows: frozenset[Kind] = frozenset([()])
+    follows: Kind = ()
     holds: frozenset[int] = frozenset()
     tapes: frozenset[int] = frozenset()
     renews: frozenset[int] = frozenset()
@@ -71,7 +72,9 @@ class Choice:
     backward: int = 0
     cost: int = 0
 
-    def held_after(self, held: frozenset[int]) -> tuple[frozenset[int], ...]:
+    def held_after(
+        self, held: frozenset[int]
+    ) -> tuple[frozenset[int], frozenset[int], frozenset[int]]:
         """The streams held after the link, the new ones among them, and those read from words."""
         old = held - self.renews
         read = frozenset(s for s in self.tapes if words_of(s) in old)
@@ -86,12 +89,12 @@ def words_of(stream: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A step of the chain, or the operators between or after steps.
+    """A step of the chain, or the operators before, between or after steps.
 
     Attributes:
         name: the step's path; None for operators outside steps.
         inputs: the streams that enter, as keys of :attr:`Chain.sizes`.
-        choices: at least one.
+        choices: none if nothing fits.
     """
 
     name: str | None
@@ -113,6 +116,11 @@ class Chain:
     sizes: Mapping[int, int]
     base: int = 0
 
+    @property
+    def steps(self) -> list[Link]:
+        """The links that are steps."""
+        return [link for link in self.links if link.name is not None]
+
     def bytes_of(self, streams: Iterable[int]) -> int:
         """Size of a set of streams."""
         return sum(self.sizes[s] for s in streams)
@@ -128,7 +136,8 @@ class Outcome(NamedTuple):
 def levels(chain: Chain, choices: Sequence[Choice]) -> Iterator[tuple[int, int]]:
     """Bytes alive at the start of each link's forward pass, and of its backward pass.
 
-    They include the base and, in the forward pass, the link's input.
+    They include the base; in the forward pass the link's input; in the backward pass the streams
+    that it reads from words.
     """
     held: frozenset[int] = frozenset()
     kept = chain.base
@@ -167,7 +176,7 @@ class _Label(NamedTuple):
         return backwards[::-1]
 
 
-_State = tuple[Kind, frozenset[int]]  # of the last choice; streams held
+_State = tuple[Kind, frozenset[int]]  # kind of the last choice; streams held
 
 
 def fastest(chain: Chain, budget: int) -> list[Choice] | None:
@@ -181,7 +190,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
         for (kind, held), labels in states.items():
             entering = chain.bytes_of(frozenset(link.inputs) - held)
             for choice in link.choices:
-                if kind not in choice.follows:
+                if kind != choice.follows:
                     continue
                 now, new, read = choice.held_after(held)
                 added = choice.keeps + chain.bytes_of(new)
@@ -203,7 +212,7 @@ def fastest(chain: Chain, budget: int) -> list[Choice] | None:
 
 
 def in_modes(chain: Chain, modes: Sequence[str]) -> list[Choice] | None:
-    """The choices with these modes, one for each step in order; None if there are none."""
+    """The fastest choices whose steps have these modes, in order; None if there are none."""
     named = iter(modes)
     links = []
     for link in chain.links:
@@ -220,9 +229,7 @@ def leanest(chain: Chain) -> list[Choice]:
     Bisection over byte counts: choices that fit a budget fit every larger one.
     """
     free = Chain(_without_cost(chain.links), chain.sizes, chain.base)
-    first = fastest(free, _UNLIMITED)
-    assert first is not None
-    low, high = chain.base, evaluate(free, first).peak
+    low, high = chain.base, _UNLIMITED
     while low < high:
         middle = (low + high) // 2
         fitting = fastest(free, middle)
@@ -244,11 +251,13 @@ def _without_cost(links: Sequence[Link]) -> tuple[Link, ...]:
 
 
 def _mentioned(links: Sequence[Link]) -> frozenset[int]:
-    """The streams that enter links or that links hold, and their words."""
+    """The streams that enter links or that links hold, and the words that links may read."""
     streams: set[int] = set()
     for link in links:
-        streams.update(link.inputs, *(c.holds | c.tapes for c in link.choices))
-    return frozenset([*streams, *map(words_of, streams)])
+        streams.update(link.inputs)
+        for choice in link.choices:
+            streams.update(choice.holds, choice.tapes, map(words_of, choice.tapes))
+    return frozenset(streams)
 
 
 def _insert(front: list[_Label], label: _Label) -> None:

@@ -41,16 +41,15 @@ def timed(
     Operators outside steps, such as the head, get the mean factor of the steps.
 
     Args:
-        chain: see :func:`revzoo.profiling.measure.measure`.
+        chain: see :func:`revzoo.profiling.measure.chain_of`.
         model: the model of the chain.
         calls: the calls of its steps.
         rounds: timings of each step in each mode. The fastest counts: other programs only add time.
     """
     known: dict[object, _Rate] = {}
-    rates: list[_Rate] = []
+    scaled: list[Link] = []
     nominal = measured = 0
-    steps = [link for link in chain.links if link.name is not None]
-    for link, call in zip(steps, calls, strict=True):
+    for link, call in zip(chain.steps, calls, strict=True):
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
         # repr shows layers and their options: equal steps take equal time
@@ -64,12 +63,12 @@ def timed(
                 known[key] = _rate(step, call, link.choices, rounds, train=not model.training)
             except Exception as error:  # a user's step may fail in any way
                 raise ValueError(_not_timed(step, call, error)) from error
-        rates.append(known[key])
+        scaled.append(_scaled(link, known[key]))
         nominal += link.choices[0].cost
-        measured += _scaled(link, known[key]).choices[0].cost
+        measured += scaled[-1].choices[0].cost
     rest = _Rate(measured / max(1, nominal), {})
-    of_steps = iter(rates)
-    links = [_scaled(k, rest if k.name is None else next(of_steps)) for k in chain.links]
+    steps = iter(scaled)
+    links = [_scaled(k, rest) if k.name is None else next(steps) for k in chain.links]
     return replace(chain, links=tuple(links))
 
 

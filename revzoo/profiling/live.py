@@ -78,8 +78,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def operands(tree: Any) -> list[Tensor]:
     """The tensors among the arguments or outputs of an operator.
 
-    Like :func:`~revzoo.core.tensors.tensors_of`, five times as fast: it knows no other containers
-    than tuples, lists and dictionaries.
+    Like :func:`~revzoo.core.tensors.tensors_of`, but five times as fast, as it looks only into
+    tuples, lists and dictionaries.
     """
     if isinstance(tree, Tensor):
         return [tree]

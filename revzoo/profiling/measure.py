@@ -7,17 +7,17 @@ there, instead of deriving them from the definition of a mode.
 NOTE [ Neighbours of a step ]
     What a step takes depends on whether it is inverted, on whether the step before it is, and on
     which of its streams have words (:mod:`revzoo.core.fixedpoint`). The same holds for the
-    operators between two steps. One training step in each mode shows equal neighbours. In some more
-    the inverting mode and ``recompute`` take turns:
+    operators between two steps. One training step in each mode shows steps among neighbours of the
+    same mode. In further ones, the inverting mode and ``recompute`` take turns:
 
         invert    every second step is inverted
         exact     every third: a coupling passes one of its streams on, so words outlive one step
                   that is not inverted, but not two
 
-    Each of these training steps begins one step later in the turn than the one before. For a
-    network of more than ``_MANY`` steps we leave the last one out: it has enough places to change
-    modes, and each training step takes a second. Neighbours that none of them shows are no choice:
-    in ``exact``, a single step that could be inverted, but is not, between two that are. A step
+    Each of them shifts the turns by one step. For a network of more than ``_MANY`` steps the last
+    one is left out: the others show each change of modes in many places, and a training step takes
+    a second. The chain has no choice for neighbours that no training step shows. In ``exact`` this
+    leaves out a single step with an inverse that is not inverted between two inverted ones. A step
     that keeps its activations takes the same wherever it could also be recomputed, so one training
     step in ``store`` is enough.
 """
@@ -123,17 +123,17 @@ def chain_of(traces: Sequence[Trace]) -> Chain:
         name = calls[i // 2].name if i % 2 else None
         # A plan gives a step one mode, but its calls are separate links: leave no choice. The last
         # trace has such steps in the mode that keeps least.
-        repeated = name is not None and counts[name] > 1
-        modes = {c.mode for c in (measured[-1:] if repeated else measured)}
-        measured = tuple(c for c in measured if c.mode in modes)
+        if name is not None and counts[name] > 1:
+            measured = tuple(c for c in measured if c.mode == measured[-1].mode)
         links.append(Link(name, streams.inputs[i], tuple(_distinct(measured))))
     return Chain(tuple(links), streams.sizes, traces[0].base)
 
 
 def _distinct(measured: Sequence[Choice]) -> Iterable[Choice]:
     """The choices of a link, each once: the first trace counts."""
-    choices: dict[tuple[str, frozenset[Kind], Kind], Choice] = {}
-    # then, a mode that one trace shows follows where another one was measured, too (NOTE)
+    choices: dict[tuple[str, Kind, Kind], Choice] = {}
+    # a step that is not inverted takes the same wherever another such mode was measured
+    # (NOTE [ Neighbours of a step ])
     plain = [c for c in measured if not c.kind[0]]
     more = [
         replace(c, follows=other.follows, kind=other.kind)
@@ -146,7 +146,7 @@ def _distinct(measured: Sequence[Choice]) -> Iterable[Choice]:
 
 def _mode_of(call: StepCall) -> str:
     """The mode in which a step ran: an inverting mode recomputes steps without an inverse."""
-    return "recompute" if mode_of(call.mode).inverts and not call.joins else call.mode
+    return "recompute" if mode_of(call.mode).inverts and not call.inverted else call.mode
 
 
 def _with_words(call: StepCall, streams: Iterable[Allocation]) -> Iterator[bool]:
@@ -196,7 +196,7 @@ class _Pieces:
                 self.numbers[id(allocation)], streams.sizes[words] = words, allocation.size
         ends = itertools.chain.from_iterable((call.start, call.end) for call in self.calls)
         self.starts = [0, *ends, trace.turn]
-        plain = self._plain()
+        plain = self._without_peaks()
         # the chain tells what is alive when a link starts; the rest of the link's peak is temporary
         links = tuple(Link(None, entering, ()) for entering in streams.inputs)
         alive = levels(Chain(links, streams.sizes, trace.base), plain)
@@ -206,25 +206,26 @@ class _Pieces:
             for choice, (before, after), (top, back, cost) in zip(plain, alive, peaks, strict=True)
         ]
 
-    def _plain(self) -> list[Choice]:
-        """What each link keeps, and which choices it can follow."""
+    def _without_peaks(self) -> list[Choice]:
+        """What each link keeps, and which choice it follows."""
         saved, keeps = self._saved()
         choices: list[Choice] = []
         kind: Kind = ()
         for i, (holds, kept) in enumerate(zip(saved, keeps, strict=True)):
-            at = i // 2
-            follows = frozenset([kind])
+            at, follows = i // 2, kind
             if i % 2:
                 call = self.calls[at]
-                mode, kind = _mode_of(call), (call.joins, *_with_words(call, call.outputs))
+                mode, kind = _mode_of(call), (call.inverted, *_with_words(call, call.outputs))
                 tapes = self._kept_of(call, call.inputs) if mode == "recompute" else {}
-                choice = Choice(mode, kind, follows, frozenset(holds), frozenset(tapes))
+                choice = Choice(mode, kind, follows, frozenset(holds), frozenset(tapes), keeps=kept)
             else:
-                for call in self.calls[at : at + 1]:
-                    kind = (*kind, call.joins, *_with_words(call, call.inputs))
+                if at < len(self.calls):
+                    call = self.calls[at]
+                    kind = (*kind, call.inverted, *_with_words(call, call.inputs))
                 holds |= self._left_of_run(at)
-                choice = Choice("", kind, follows, frozenset(holds), renews=self._renewed(at))
-            choices.append(replace(choice, keeps=kept))
+                renewed = self._renewed(at)
+                choice = Choice("", kind, follows, frozenset(holds), renews=renewed, keeps=kept)
+            choices.append(choice)
         return choices
 
     def _saved(self) -> tuple[list[set[int]], list[int]]:
@@ -244,10 +245,9 @@ class _Pieces:
         return holds, keeps
 
     def _kept_of(self, call: StepCall, streams: Sequence[Allocation]) -> dict[int, int]:
-        """What outlives the forward pass of streams of a call: their words, if they have some.
+        """Number of each stream to the number of the tensor kept for it: its words, or itself.
 
-        Returns:
-            Stream to what is kept of it, itself or its words.
+        Streams of which nothing is kept are left out.
         """
         kept = ((t, call.words.get(id(t), t)) for t in streams)
         return {
@@ -256,14 +256,16 @@ class _Pieces:
 
     def _left_of_run(self, at: int) -> set[int]:
         """What a run of inverted steps keeps of its last output, if it ends before step ``at``."""
-        if not at or not self.calls[at - 1].joins:
+        if not at or not self.calls[at - 1].inverted:
             return set()
         last = self.calls[at - 1]
-        left = [*map(id, last.outputs)]
-        # the run goes on if the next step is inverted and takes these very tensors
-        if any(c.joins and [*map(id, c.inputs)] == left for c in self.calls[at : at + 1]):
-            return set()
-        return {*self._kept_of(last, last.outputs).values()}
+        held = {*self._kept_of(last, last.outputs).values()}
+        following = self.calls[at] if at < len(self.calls) else None
+        if following is not None and following.inverted:
+            # the run goes on if the next step takes these very tensors
+            goes_on = [*map(id, following.inputs)] == [*map(id, last.outputs)]
+            return set() if goes_on else held
+        return held
 
     def _renewed(self, at: int) -> frozenset[int]:
         """The streams that are copied between step ``at`` and the one before, and their words."""

@@ -12,7 +12,7 @@ only recompute from kept tensors; here a step can also be inverted.
 Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
 another step's branch keep their mode. In ``exact`` no plan keeps or recomputes a single step
-between two inverted ones, if it could be inverted, too.
+between two inverted ones, unless that step has no inverse.
 """
 
 from __future__ import annotations
@@ -173,8 +173,7 @@ class Planner:
             if clock:
                 chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + self.extra)
-        steps = [link for link in chain.links if link.name is not None]
-        self.modes = tuple(dict.fromkeys(c.mode for link in steps for c in link.choices))
+        self.modes = tuple(dict.fromkeys(c.mode for link in chain.steps for c in link.choices))
 
     @functools.cached_property
     def leanest(self) -> Plan:
@@ -195,7 +194,7 @@ class Planner:
         """
         limit = bytes_from(budget)
         room = goal = limit - self._margin
-        # The chain predicts the peak of mixed modes to about 0.2 %, so we count each plan, and
+        # The chain predicts the peak of mixed modes within 1 %, so we count each plan, and
         # search again with less room if it exceeds the goal.
         for _ in range(8):
             choices = fastest(self.chain, room)
@@ -246,7 +245,7 @@ class Planner:
 
     def _choices(self, mode: str) -> list[Choice]:
         """Every step in one mode, or in the mode nearest to it that fits."""
-        fitting = [{c.mode for c in k.choices} for k in self.chain.links if k.name is not None]
+        fitting = [{c.mode for c in link.choices} for link in self.chain.steps]
         wanted = mode, "recompute", self.inverting
         choices = in_modes(self.chain, [next(m for m in wanted if m in ms) for ms in fitting])
         assert choices is not None
@@ -413,9 +412,9 @@ def largest(
 ) -> int | None:
     """The largest integer whose ``need`` is at most ``budget``.
 
-    A guess lies on the line through the last two needs, over ``number ** power``; the second guess
-    on the line through zero. After ``_GUESSES`` guesses we bisect. For an impossible number we take
-    the need of the next smaller possible one.
+    We take the need as linear in ``number ** power``. A guess is where the line through the last
+    two needs reaches the budget; the first line starts at zero. After ``_GUESSES`` guesses we
+    bisect. For an impossible number we take the need of the next smaller possible one.
 
     Args:
         need: bytes for a number, increasing; None for an impossible number. A call takes seconds.

@@ -122,7 +122,7 @@ class StepCall:
     Attributes:
         name: its path in the model.
         mode: the memory mode in which it runs.
-        joins: whether it needs no state of its own in a run of such steps.
+        inverted: whether it is inverted: its mode inverts, and it has an inverse.
         layout: shape, strides, dtype and ``requires_grad`` of each input stream.
         context: the keyword arguments, with a :class:`Layout` in place of each tensor.
         inputs: storages of the input streams, in order; two streams may share one.
@@ -134,7 +134,7 @@ class StepCall:
 
     name: str
     mode: str
-    joins: bool
+    inverted: bool
     start: int
     layout: tuple[Layout, ...]
     context: dict[str, Any]
@@ -360,7 +360,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         index = self._current[-1]
         if index < 0 and isinstance(module, Step) and not is_container(module):
             state = [t for t in args if isinstance(t, Tensor)]
-            joins = mode_of(module.memory).inverts and module.invertible
+            inverted = mode_of(module.memory).inverts and module.invertible
             layout = tuple(map(Layout.of, state))
             # without the tensors: a reference from here would keep them alive
             context = tree_map_only(Tensor, Layout.of, kwargs)
@@ -368,7 +368,7 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
             if self.calls:
                 self._note_moved_words()
             self.calls.append(
-                StepCall(name, module.memory, joins, self.tick, layout, context, streams)
+                StepCall(name, module.memory, inverted, self.tick, layout, context, streams)
             )
             self._note_words(self.calls[-1], state)
             index = len(self.calls) - 1

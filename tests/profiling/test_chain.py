@@ -41,7 +41,7 @@ def chain_of(seed: int, length: int) -> Chain:
             Choice(
                 "",
                 kind,
-                frozenset([kind]),
+                kind,
                 holds=frozenset(draw.choice([outputs, map(words_of, outputs)]))
                 if kind == INVERTED
                 else frozenset(),
@@ -64,7 +64,7 @@ def _choice(draw, mode, after, inputs, outputs) -> Choice:
     return Choice(
         mode,
         INVERTED if mode == "invert" else PLAIN,
-        frozenset([after]),
+        after,
         holds=frozenset(draw.sample([*inputs, *outputs], draw.randint(0, 3)) if store else ()),
         tapes=frozenset(inputs if mode == "recompute" else ()),
         keeps=draw.randint(10, 60) if store else draw.randint(0, 2),
@@ -81,7 +81,7 @@ def assignments(chain: Chain, kind=()):
         return
     first, *rest = chain.links
     for choice in first.choices:
-        if kind in choice.follows:
+        if kind == choice.follows:
             for others in assignments(Chain(tuple(rest), chain.sizes), choice.kind):
                 yield [choice, *others]
 
@@ -128,7 +128,7 @@ def test_the_search_finds_what_brute_force_finds(seed):
 def test_the_peak_equals_a_list_of_live_tensors(seed):
     chain = chain_of(seed, 10)
     draw = random.Random(seed)
-    steps = [link for link in chain.links if link.name is not None]
+    steps = chain.steps
     for _ in range(50):
         modes = [draw.choice(link.choices).mode for link in steps]
         choices = in_modes(chain, modes)

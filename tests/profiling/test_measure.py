@@ -73,7 +73,7 @@ def brute_force(name):
     torch.manual_seed(0)
     model = make()
     planner = Planner(model, shape, inverting=inverting, clock=False)
-    steps = [link for link in planner.chain.links if link.name]
+    steps = planner.chain.steps
     peaks = {}
     for modes in itertools.product(*({c.mode: 0 for c in link.choices} for link in steps)):
         revzoo.set_memory(model, {step.name: m for step, m in zip(steps, modes, strict=True)})

@@ -168,7 +168,7 @@ def test_times_come_from_the_clock(monkeypatch):
     """One millisecond per image and step in mode ``store``; more in the other modes."""
     monkeypatch.setattr(clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]))
     planner = Planner(model_of(), SHAPE)
-    steps = [link for link in planner.chain.links if link.name is not None]
+    steps = planner.chain.steps
     stored = sum(link.choices[0].cost for link in steps)
     assert stored == pytest.approx(1e6 * SHAPE[0] * len(steps), rel=0.001)
     assert planner.pure("store").cost > stored  # the head's
@@ -180,7 +180,7 @@ def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     monkeypatch.setattr(
         clock, "_time", lambda step, sample, device: 1e-3 * len(sample.state[0]) + 0.1
     )
-    steps = [link for link in Planner(model_of(), SHAPE).chain.links if link.name is not None]
+    steps = Planner(model_of(), SHAPE).chain.steps
     stored = sum(link.choices[0].cost for link in steps)
     assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(steps), rel=0.001)
 
@@ -433,7 +433,7 @@ def test_the_largest_is_found_in_few_calls(start, power, budget):
 
     found = largest(need, budget, start=start, power=power)
     assert need(found) <= budget < need(found + 1)
-    assert len(calls) < 20
+    assert len(calls) <= 6  # two of them above
 
 
 def test_impossible_numbers_are_passed_over():

@@ -142,10 +142,9 @@ def _new_plan(
 
 
 def _summary(plan: Plan, planner: Planner) -> str:
-    modes = [plan[link.name] for link in planner.chain.links if link.name]
     pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}
     others = ", ".join(f"{m} {in_units(p.peak)}" for m, p in pure.items() if p is not None)
-    return f"steps: {count_modes(modes)}; peak {in_units(plan.peak_bytes)} ({others})"
+    return f"steps: {count_modes([*plan.values()])}; peak {in_units(plan.peak_bytes)} ({others})"
 
 
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
