@@ -1367,6 +1367,21 @@ def test_buffers_that_a_kernel_changes_without_a_new_version(mode, width, normal
     assert compared(lambda: [AdditiveCoupling(Scaled())], mode, size=width) < 1e-12
 
 
+@pytest.mark.parametrize("mode", REPLAYED)
+def test_buffers_that_require_gradient(mode):
+    """A replay used copies that require none, so it saved fewer tensors."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("scale", torch.ones(4, requires_grad=True))
+
+        def forward(self, x):
+            return (x * self.scale).tanh()
+
+    assert compared(lambda: [AdditiveCoupling(Scaled())], mode) < 1e-12
+
+
 class Holder:
     """Uses a norm that no attribute of the branch holds."""
 

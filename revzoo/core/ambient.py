@@ -68,8 +68,14 @@ class RandomStates:
             self._mark = threads.swaps.now()
             self._before = random_states(self.sources)
 
-    def finish(self) -> bool:
-        """End the forward pass: forget states that it left unchanged; returns whether it drew."""
+    def finish(self, draws: bool) -> bool:
+        """End the forward pass: forget states that it left unchanged.
+
+        Returns:
+            Whether it drew; ``draws`` if that is not known.
+        """
+        if not self.sources:
+            return draws
         before, after = self._before, random_states(self.sources)
         changed = {s: state for s, state in before.items() if not torch.equal(state, after[s])}
         # another thread's replay may have restored the state, which hides draws of this thread
@@ -107,6 +113,34 @@ class RandomStates:
                     "give each thread's branches their own torch.Generator, use processes, or "
                     "memory='store'"
                 )
+
+
+class CountedDraws(RandomStates):
+    """Stands for the random states of a step that computes only shapes.
+
+    A dispatch mode that follows the step counts the operators that would draw, in ``now``.
+    """
+
+    __slots__ = ("_draws", "_start")
+    now = 0
+
+    def __init__(self) -> None:
+        super().__init__(())
+        self._draws = self._start = 0
+
+    def begin(self, draws: bool) -> None:
+        self._start = CountedDraws.now
+
+    def finish(self, draws: bool) -> bool:
+        self._draws = CountedDraws.now - self._start
+        return draws
+
+    def to_repeat(self) -> States:
+        self._start = CountedDraws.now
+        return {}
+
+    def drawn(self) -> bool:
+        return CountedDraws.now - self._start >= self._draws
 
 
 def is_faked(inputs: Iterable[Tensor]) -> bool:

@@ -175,7 +175,7 @@ class Snapshot(NamedTuple):
                 "or replace the tensor instead of changing it (self.name = ...), or use "
                 "memory='store' for this step"
             )
-        return before.clone()
+        return before.clone().requires_grad_(held.requires_grad)
 
 
 class Statistics(NamedTuple):

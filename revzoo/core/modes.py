@@ -55,7 +55,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.replay import beside_replays
+from revzoo.core.replay import alone_in, beside_replays
 
 
 class Mode:
@@ -103,7 +103,9 @@ class _Recompute(Mode):
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
         # the inverting modes recompute steps without an inverse
         inverts = self.inverts and step.invertible
-        return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
+        # buffers are captured before the forward pass begins
+        with alone_in(step.subject):
+            return record(step, state, context, inverts=inverts, drift_limit=self.drift_limit(step))
 
 
 class _Invert(_Recompute):

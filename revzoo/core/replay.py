@@ -60,6 +60,7 @@ from revzoo.core import threads
 from revzoo.core.ambient import (
     CPU,
     HOST,
+    CountedDraws,
     RandomStates,
     Surroundings,
     is_captured,
@@ -142,11 +143,14 @@ class Conditions:
             and reach.draws_nothing
             and all(type(t) in (Tensor, nn.Parameter) for t in inputs)
         )
-        sources: tuple[Any, ...] = ()
-        if not draws_nothing and not is_faked(inputs) and not _captured_without_draws(reach):
+        # rule 1
+        if draws_nothing or _captured_without_draws(reach):
+            self._random = RandomStates(())
+        elif is_faked(inputs):
+            self._random = CountedDraws()
+        else:
             generators = (g for each in self._reaches for g in each.generators)
-            sources = (CPU, *accelerators, *generators)
-        self._random = RandomStates(sources)  # rule 1
+            self._random = RandomStates((CPU, *accelerators, *generators))
 
     @property
     def restores_buffers(self) -> bool:
@@ -179,8 +183,7 @@ class Conditions:
         try:
             if failure is None:
                 reach = self._reaches[0]
-                if self._random.sources:
-                    reach.draws = self._random.finish()
+                reach.draws = self._random.finish(reach.draws)
                 self._tensors.finish()
         finally:
             self._random.release()
@@ -349,7 +352,12 @@ class _Restored:
 
 def beside_replays(step: nn.Module) -> contextlib.AbstractContextManager[None]:
     """A context for a forward pass without recording: no other thread may swap its buffers."""
-    if torch.compiler.is_compiling() or threading.active_count() == 1 or not step.training:
+    return alone_in(step) if step.training else contextlib.nullcontext()
+
+
+def alone_in(step: nn.Module) -> contextlib.AbstractContextManager[None]:
+    """A context in which no other thread may swap or update the buffers of ``step``."""
+    if torch.compiler.is_compiling() or threading.active_count() == 1:
         return contextlib.nullcontext()
     return threads.exclusive(reached(step)[0].locks)
 

@@ -619,7 +619,8 @@ def _functions_of(value: Any) -> list[types.FunctionType]:
 @_cached
 def _slots_of(cls: type) -> tuple[str, ...]:
     """The slots that user-defined classes define."""
-    own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__)]
+    # types of C extensions have members, too, but no __slots__; some are read-only
+    own = [vars(c) for c in cls.__mro__ if not _foreign(c.__module__) and "__slots__" in vars(c)]
     kinds = types.MemberDescriptorType
     return tuple(name for names in own for name, m in names.items() if isinstance(m, kinds))
 

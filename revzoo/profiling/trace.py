@@ -49,10 +49,13 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import check_module, counts_of, shortened
+from revzoo.core.ambient import CountedDraws
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import COUNTED, MODES, mode_of
+from revzoo.core.reach import reached
 from revzoo.core.replay import is_replaying
+from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss
 from revzoo.profiling.live import LiveMemory, operands
@@ -252,6 +255,8 @@ class Trace(LiveMemory):  # type: ignore[no-untyped-call]
         """Run the operator and record its outputs."""
         if func.namespace == "prim":  # asks a fake tensor for its device
             return func(*args, **kwargs or {})
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            CountedDraws.now += 1
         self._set_gradients_aside((args, kwargs))
         # before the operator runs: _count, called inside, reads both
         self._operation, self._place = func.overloadpacket.__name__, self._where()
@@ -498,8 +503,9 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
-            "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
-            "set the memory modes by hand instead of planning them"
+            "tensors lack: expected one that depends on shapes alone. If only the first pass reads "
+            "values, as that of an ActNorm, run it before. Otherwise use audit(real=True), and set "
+            "the memory modes by hand instead of planning them"
         ) from error
 
 
@@ -508,6 +514,11 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Run under the conditions of a plain training step; keep the caller's random states."""
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # a forward pass may use them
+    # a copy of the model shares what its functions hold in closures and globals
+    shared = _reached_leaves(model)
+    gradients = [t.grad for t in shared]
+    changing = [t for t in shared if not isinstance(t, nn.Parameter) and has_values(t)]
+    values = [t.detach().clone() for t in changing]
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
@@ -520,6 +531,21 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
         finally:
             random.setstate(python)
             np.random.set_state(numpy)
+            for t, gradient in zip(shared, gradients, strict=True):
+                t.grad = gradient
+            for t, value in zip(changing, values, strict=True):
+                if not torch.equal(t, value):
+                    t.detach().copy_(value)
+
+
+def _reached_leaves(model: nn.Module) -> list[Tensor]:
+    """The leaf tensors that the model and its functions hold."""
+    reach, modules = reached(model)
+    found = [place.get(key) for place, key, _ in reach.tensors]
+    for m in modules:
+        found += [*m._parameters.values(), *m._buffers.values()]
+    leaves = (t for t in found if isinstance(t, Tensor) and t.is_leaf and not is_lazy(t))
+    return list({id(t): t for t in leaves}.values())
 
 
 def modes_on(devices: Iterable[torch.device]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, is_replaying, set_memory
 from revzoo.core import threads
+from revzoo.core.recording import Entry
 
 MODES = ["recompute", "invert"]
 
@@ -165,6 +166,43 @@ def test_one_model_in_several_threads(mode, recorded):
     run(train, *([train, train] if recorded else [watch]))
     assert all(a is b for a, b in zip(net.buffers(), before, strict=True))
     assert net[0].branch.norm.num_batches_tracked == (12 if recorded else 44)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_another_forward_pass_between_capture_and_forward_pass(mode, monkeypatch):
+    """The replay started from statistics that its forward pass had not read."""
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4).double()
+
+        def forward(self, x):
+            mean = self.norm.running_mean.clone()
+            if not is_replaying():
+                read.mean = mean
+            elif not torch.equal(mean, read.mean):
+                raise AssertionError
+            return self.norm(x)
+
+    def pausing(*args):
+        if not captured.is_set():
+            captured.set()
+            time.sleep(0.3)
+        return packer(*args)
+
+    captured, packer, read = threading.Event(), Entry.packer, threading.local()
+    monkeypatch.setattr(Entry, "packer", pausing)
+    net = ReversibleSequence([AdditiveCoupling(Reader())], memory=mode)
+
+    def train():
+        net(torch.randn(5, 8, dtype=torch.float64, requires_grad=True)).sum().backward()
+
+    def train_later():
+        assert captured.wait(5)
+        train()
+
+    run(train, train_later)
 
 
 def test_independent_models_in_threads_train_as_one_after_the_other():
