@@ -503,9 +503,9 @@ def _explained(model: nn.Module) -> Iterator[None]:
     except (DataDependentOutputException, DynamicOutputShapeException) as error:
         raise ValueError(
             f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
-            "tensors lack: expected one that depends on shapes alone. If only the first pass reads "
-            "values, as that of an ActNorm, run it before. Otherwise use audit(real=True), and set "
-            "the memory modes by hand instead of planning them"
+            "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
+            "set the memory modes by hand instead of planning them. If only the first pass reads "
+            "values, as that of an ActNorm, run one before"
         ) from error
 
 
