@@ -261,11 +261,13 @@ class _Pieces:
         last = self.calls[at - 1]
         held = {*self._kept_of(last, last.outputs).values()}
         following = self.calls[at] if at < len(self.calls) else None
-        if following is not None and following.inverted:
-            # the run goes on if the next step takes these very tensors
-            goes_on = [*map(id, following.inputs)] == [*map(id, last.outputs)]
-            return set() if goes_on else held
-        return held
+        # the run goes on if the next step is inverted too and takes these very tensors
+        goes_on = (
+            following is not None
+            and following.inverted
+            and [*map(id, following.inputs)] == [*map(id, last.outputs)]
+        )
+        return set() if goes_on else held
 
     def _renewed(self, at: int) -> frozenset[int]:
         """The streams that are copied between step ``at`` and the one before, and their words."""

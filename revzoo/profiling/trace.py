@@ -504,8 +504,8 @@ def _explained(model: nn.Module) -> Iterator[None]:
         raise ValueError(
             f"the forward pass of {type(model).__name__} reads values ({error}), which fake "
             "tensors lack: expected one that depends on shapes alone. Use audit(real=True), and "
-            "set the memory modes by hand instead of planning them. If only the first pass reads "
-            "values, as that of an ActNorm, run one before"
+            "set the memory modes by hand instead of planning them. An ActNorm reads "
+            "values in its first pass only: run that pass before planning"
         ) from error
 
 
