@@ -343,7 +343,7 @@ def _absent_from(tables: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str
 
 
 def _copy(t: Tensor) -> Tensor:
-    return t.detach().clone()
+    return t.detach().clone() if t.requires_grad else t.clone()
 
 
 def updates_statistics(m: nn.Module) -> bool:

@@ -2,8 +2,9 @@
 
 A step's time is a constant, which Python takes even for the smallest step, plus a part that is
 proportional to the counted work. The slope between two images and a sample of some milliseconds
-gives the second part, in mode ``store``; two images in each mode give the constants. Equal steps
-are timed once. We time copies of steps on random streams and keyword arguments, never the model.
+gives the second part, in mode ``store``; two images in each mode give the constants, unless they
+take so long that a constant does not count. Equal steps are timed once. We time copies of steps on
+random streams and keyword arguments, never the model.
 """
 
 from __future__ import annotations
@@ -28,14 +29,12 @@ from revzoo.profiling.twins import copied
 
 log = logging.getLogger(__name__)
 
-_ROUNDS = 3
+_LONG = 0.02  # seconds; a constant is at most a few per cent of it
 _SAMPLE = 1e7  # nominal nanoseconds of a sample's training step
 _FEW = 2  # images at least: BatchNorm refuses a single value
 
 
-def timed(
-    chain: Chain, model: nn.Module, calls: Sequence[StepCall], *, rounds: int = _ROUNDS
-) -> Chain:
+def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
     """The chain with measured costs instead of nominal ones.
 
     Operators outside steps, such as the head, get the mean factor of the steps.
@@ -44,7 +43,6 @@ def timed(
         chain: see :func:`revzoo.profiling.measure.chain_of`.
         model: the model of the chain.
         calls: the calls of its steps.
-        rounds: timings of each step in each mode. The fastest counts: other programs only add time.
     """
     known: dict[object, _Rate] = {}
     scaled: list[Link] = []
@@ -60,7 +58,7 @@ def timed(
         if key not in known:
             log.debug("timing %s", call.name)
             try:
-                known[key] = _rate(step, call, link.choices, rounds, train=not model.training)
+                known[key] = _rate(step, call, link.choices, train=not model.training)
             except Exception as error:  # a user's step may fail in any way
                 raise ValueError(_not_timed(step, call, error)) from error
         scaled.append(_scaled(link, known[key]))
@@ -96,16 +94,13 @@ def _scaled(link: Link, rate: _Rate) -> Link:
     return replace(link, choices=tuple(replace(c, cost=cost) for c, cost in pairs))
 
 
-def _rate(
-    step: Step, call: StepCall, choices: Sequence[Choice], rounds: int, *, train: bool
-) -> _Rate:
+def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool) -> _Rate:
     """Measure a step by training steps of a copy on a few images.
 
     Args:
         step: of the model.
         call: a call of it.
         choices: of its memory modes.
-        rounds: timings in each mode.
         train: set training mode; False keeps the modes of the step's modules.
     """
     layout = call.layout
@@ -129,14 +124,19 @@ def _rate(
 
     def fastest(mode: str, n: int) -> float:
         set_memory(replica, {"": mode})
-        # the first one also warms up
-        return 1e9 * min(_time(replica, inputs[n], device) for _ in range(rounds))
+        # the first one also warms up; other programs only add time
+        times = [_time(replica, inputs[n], device) for _ in range(2)]
+        if min(times) < _LONG:
+            times.append(_time(replica, inputs[n], device))
+        return 1e9 * min(times)
 
     stored = {n: fastest(plain.mode, n) for n in inputs}
     # the slope of a line through both: the constant part does not grow with the images
     rise = (stored[count] - stored[few]) / max(1, count - few)
     per_image = rise if rise > 0 else stored[count] / count
     factor = per_image * whole / max(1, plain.cost)
+    if count == few and stored[few] > 1e9 * _LONG:
+        return _Rate(factor, {})
     # few images: the constant part shows where the work is small
     small = {c.mode: fastest(c.mode, few) for c in others} | {plain.mode: stored[few]}
     work = {mode: factor * c.cost * few / whole for mode, c in modes.items()}

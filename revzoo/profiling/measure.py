@@ -14,12 +14,14 @@ NOTE [ Neighbours of a step ]
         exact     every third: a coupling passes one of its streams on, so words outlive one step
                   that is not inverted, but not two
 
-    Each of them shifts the turns by one step. For a network of more than ``_MANY`` steps the last
-    one is left out: the others show each change of modes in many places, and a training step takes
-    a second. The chain has no choice for neighbours that no training step shows. In ``exact`` this
-    leaves out a single step with an inverse that is not inverted between two inverted ones. A step
-    that keeps its activations takes the same wherever it could also be recomputed, so one training
-    step in ``store`` is enough.
+    Each of them shifts the turns by one step. The chain has no choice for neighbours that no
+    training step shows. In ``exact`` this leaves out a single step with an inverse that is not
+    inverted between two inverted ones. A step that keeps its activations takes the same wherever it
+    could also be recomputed, so one training step in ``store`` is enough.
+
+    A training step takes a second, so two are left out. In ``invert`` the turns show ``recompute``
+    at each step. In ``exact`` a network of more than ``_MANY`` steps does without the last turns:
+    the others show each change of modes in many places (``docs/experiments.md``, 2026-11-25).
 """
 
 from __future__ import annotations
@@ -31,8 +33,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
 from revzoo._checks import check_choice
 from revzoo.core.invertible import kind_of, leaves
@@ -45,66 +46,58 @@ from revzoo.profiling.trace import (
     modes_on,
     trace_step,
 )
-from revzoo.profiling.twins import fake_twin, images_for
 
 log = logging.getLogger(__name__)
 
 _MANY = 24  # steps
 
 
-def measure(
-    model: nn.Module,
-    shape: Sequence[int],
-    *,
-    inverting: str,
-    device: torch.device | None = None,
-) -> list[Trace]:
-    """Fake training steps of ``model``, with each mode that the planner may choose.
+def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
+    """Fake training steps of a model, with each mode that the planner may choose.
 
     The first one is in mode ``store`` (NOTE [ Neighbours of a step ]).
 
     Args:
-        model: real, or on the meta device.
-        shape: of its input, the batch first.
+        twin: the model's copy, see :func:`~revzoo.profiling.twins.fake_twin`; we change its modes.
+        images: its fake input.
         inverting: the mode for steps with an inverse, ``invert`` or ``exact``.
-        device: the device of the training; None for the model's.
 
     Raises:
         ValueError: the model has or calls no step, or nothing in it requires gradient;
             ``inverting`` does not fit.
     """
-    steps = leaves(model).values()
+    steps = [*leaves(twin).values()]
     if not steps:
         raise ValueError(
-            f"{kind_of(model)} has no step to plan: make its blocks reversible, "
+            f"{kind_of(twin)} has no step to plan: make its blocks reversible, "
             "revzoo.make_reversible(model) or --bits 4, or build it from ReversibleSequence, "
             "ReversibleBlock or your own Step"
         )
     check_choice("inverting", inverting, INVERTING)
-    devices = [device] if device is not None else [p.device for p in model.parameters()]
-    modes = [name for name in modes_on(devices) if not mode_of(name).inverts]
+    modes = modes_on(p.device for p in twin.parameters())
+    modes = [name for name in modes if not mode_of(name).inverts]
     period = 0
     if any(step.invertible for step in steps):
         modes.append(inverting)
         period = 2 if mode_of(inverting).grid is None else 3
-    # one copy for all training steps: making it takes a quarter of the time of a step
-    twin = fake_twin(model, device)
-    images = images_for(twin, shape)
+    if period == 2:
+        modes.remove("recompute")
     traces = []
     for mode in modes:
         log.debug("counting a training step in mode %s", mode)
-        assign_memory([*leaves(twin).values()], mode)
+        assign_memory(steps, mode)
         traces.append(trace_step(twin, images))
     counts = Counter(call.name for call in traces[0].calls)
     if not counts:
         raise ValueError(
-            f"the forward pass of {type(model).__name__} calls none of its {len(steps)} steps, so "
+            f"the forward pass of {type(twin).__name__} calls none of its {len(steps)} steps, so "
             "there is nothing to plan: expected a call such as self.steps(x), not "
             "self.steps.forward(x)"
         )
     # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
-    for first in range(period - (len(single) > _MANY)):
+    left_out = period == 3 and len(single) > _MANY
+    for first in range(period - left_out):
         log.debug("counting a training step in which modes take turns")
         turns = {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
         set_memory(twin, dict.fromkeys(counts, inverting) | turns)

@@ -32,14 +32,15 @@ from torch import nn
 from revzoo._checks import either
 from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import leaves
-from revzoo.core.modes import mode_of, set_memory
+from revzoo.core.modes import INVERTING, mode_of, set_memory
 from revzoo.models.network import ImageNetwork
-from revzoo.profiling.chain import Choice, Outcome, evaluate, fastest, in_modes, leanest
+from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
 from revzoo.profiling.clock import timed
 from revzoo.profiling.measure import chain_of, measure
 from revzoo.profiling.stages import stages_of
 from revzoo.profiling.trace import (
     StepCall,
+    Trace,
     checked_arguments,
     trace_step,
     uncounted_in,
@@ -165,10 +166,14 @@ class Planner:
     ) -> None:
         self.model = model
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
-        self.inverting, self.device = inverting or inverting_mode(model), device
+        self.inverting = inverting or inverting_mode(model)
         with undisturbed(model):
-            traces = measure(model, self.shape, inverting=self.inverting, device=device)
+            # one copy for all counted steps: making it takes a third of the time of one
+            self._twin = fake_twin(model, device)
+            self._images = images_for(self._twin, self.shape)
+            traces = measure(self._twin, self._images, inverting=self.inverting)
             chain, calls = chain_of(traces), traces[0].calls
+            self._nominal = chain  # not timed
             self._margin = sum(map(_uncounted, calls)) + 3 * 8 * SUMS * SUMMED  # while it samples
             if clock:
                 chain = timed(chain, model, calls)
@@ -220,16 +225,27 @@ class Planner:
     def pure(self, mode: str) -> Outcome | None:
         """Peak and nanoseconds with every step in one mode; None if the mode fits no step.
 
-        The inverting modes recompute steps without an inverse.
+        The inverting modes recompute steps without an inverse. The time of an inverting mode that
+        the plans do not use is estimated from the time of the one that they use.
         """
-        choices = self._choices(mode)
-        if all(choice.mode != mode for choice in choices):
+        measured = self.inverting if mode in INVERTING else mode
+        choices = self._choices(self.chain, measured)
+        if all(choice.mode != measured for choice in choices):
             return None
-        return evaluate(self.chain, choices)
+        outcome = evaluate(self.chain, choices)
+        if mode == measured:
+            return outcome
+        try:
+            trace = self._step_in({"": mode})
+        except ValueError:  # it does not fit every step
+            return None
+        nominal = evaluate(self._nominal, self._choices(self._nominal, measured)).cost
+        cost = sum(trace.costs) * outcome.cost / max(1, nominal)
+        return Outcome(trace.peak + self.extra, int(cost))
 
     def pures(self) -> dict[str, Outcome]:
-        """:meth:`pure` of each mode that the plan may use, by mode."""
-        outcomes = {mode: self.pure(mode) for mode in self.modes}
+        """:meth:`pure` of each mode that fits, by mode."""
+        outcomes = {mode: self.pure(mode) for mode in dict.fromkeys((*self.modes, *INVERTING))}
         return {mode: outcome for mode, outcome in outcomes.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
@@ -237,33 +253,36 @@ class Planner:
 
         A step that the forward pass calls several times is not stored.
         """
-        top = evaluate(self.chain, self._choices("store")).peak
+        top = evaluate(self.chain, self._choices(self.chain, "store")).peak
         low = self.least
         high = max(low, top + self._margin)
         steps = max(1, points - 1)
         return [self.plan(low + (high - low) * k // steps) for k in range(points)]
 
-    def _choices(self, mode: str) -> list[Choice]:
+    def _choices(self, chain: Chain, mode: str) -> list[Choice]:
         """Every step in one mode, or in the mode nearest to it that fits."""
-        fitting = [{c.mode for c in link.choices} for link in self.chain.steps]
+        fitting = [{c.mode for c in link.choices} for link in chain.steps]
         wanted = mode, "recompute", self.inverting
-        choices = in_modes(self.chain, [next(m for m in wanted if m in ms) for ms in fitting])
+        choices = in_modes(chain, [next(m for m in wanted if m in ms) for ms in fitting])
         assert choices is not None
         return choices
 
     def _counted(self, choices: Sequence[Choice], budget: int) -> Plan:
         """The plan; its peak is counted in a fake training step in these modes."""
-        log.debug("counting a training step of a plan")
         pairs = zip(self.chain.links, choices, strict=True)
         modes = {link.name: choice.mode for link, choice in pairs if link.name is not None}
-        with undisturbed(self.model):
-            twin = fake_twin(self.model, self.device)
-            set_memory(twin, modes)
-            trace = trace_step(twin, images_for(twin, self.shape))
+        trace = self._step_in(modes)
         inverting = self.inverting if self.inverting in self.modes else None
         seconds = evaluate(self.chain, choices).cost / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
         return Plan(modes, trace.peak + self.extra, seconds, budget, inverting, notes)
+
+    def _step_in(self, modes: Mapping[str, str]) -> Trace:
+        """Count a training step in these modes."""
+        log.debug("counting a training step of a plan")
+        with undisturbed(self.model):
+            set_memory(self._twin, modes)
+            return trace_step(self._twin, self._images)
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base

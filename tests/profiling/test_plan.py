@@ -1,6 +1,7 @@
 """The planner: plans stay within their budget, on models of every kind."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -185,6 +186,43 @@ def test_the_constant_part_of_a_step_does_not_grow_with_the_images(monkeypatch):
     steps = Planner(model_of(), SHAPE).chain.steps
     stored = sum(link.choices[0].cost for link in steps)
     assert stored == pytest.approx((1e6 * SHAPE[0] + 1e8) * len(steps), rel=0.001)
+
+
+def test_a_step_that_takes_long_is_timed_in_one_mode(monkeypatch):
+    """Timing each step of revnet104 in each mode took half of the planner's time."""
+    modes = []
+
+    def time(step, sample, device):
+        modes.append(step.memory)
+        return len(sample.state[0])  # seconds
+
+    monkeypatch.setattr(clock, "_time", time)
+    monkeypatch.setattr(clock, "_SAMPLE", 1)  # a few images do more work than this
+    planner = Planner(model_of(), SHAPE)
+    assert {*modes} == {"store"}
+    stored = sum(link.choices[0].cost for link in planner.chain.steps)
+    assert stored == pytest.approx(1e9 * SHAPE[0] * len(planner.chain.steps), rel=0.001)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+def test_the_other_inverting_mode_is_estimated(monkeypatch, factor):
+    """From one more counted step, with the measured time of the plan's mode."""
+
+    def timed(chain, *_):
+        links = [
+            replace(link, choices=tuple(replace(c, cost=factor * c.cost) for c in link.choices))
+            for link in chain.links
+        ]
+        return replace(chain, links=tuple(links))
+
+    monkeypatch.setattr("revzoo.profiling.plan.timed", timed)
+    planned, other = (Planner(model_of(), SHAPE, inverting=m) for m in ("exact", "invert"))
+    assert planned.pures().keys() == {"store", "recompute", "exact", "invert"}
+    assert planned.pures()["invert"] == other.pure("invert")
+    assert planned.pure("offload") is None
+    # without a step to invert there is nothing to estimate from
+    plain = Planner(model_of("resnet32", units=(2, 2, 2)), SHAPE, clock=False)
+    assert plain.pures().keys() == {"store", "recompute"}
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

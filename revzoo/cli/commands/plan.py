@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import functools
 import json
 import sys
@@ -78,7 +77,7 @@ def run(args: argparse.Namespace) -> None:
     with status_of(args.name):
         planner = Planner(model, shape, inverting=args.memory)
         plan = planner.plan(budget)
-        pures = _pures(planner)
+        pures = planner.pures()
     sys.stdout.write(f"{plan}\n\nfor comparison, every step in one mode\n")
     for mode, pure in pures.items():
         note = "" if mode in planner.modes else f"  (to plan with it: --memory {mode})"
@@ -90,22 +89,6 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.flush()  # the picture needs more plans
         with status_of(args.plot.name):
             draw(planner, plan, pures, args.plot)
-
-
-def _pures(planner: Planner) -> dict[str, Outcome]:
-    """Peak and time of each mode alone, also of an inverting mode that the plan does not use."""
-    from revzoo.core.modes import INVERTING
-    from revzoo.profiling.plan import Planner
-
-    pures = planner.pures()
-    others = [mode for mode in INVERTING if mode != planner.inverting]
-    # without a step to invert, the plan has no inverting mode, either
-    for mode in others if planner.inverting in pures else ():
-        with contextlib.suppress(ValueError):  # it does not fit every step
-            other = Planner(planner.model, planner.shape, inverting=mode)
-            if pure := other.pure(mode):
-                pures[mode] = pure
-    return pures
 
 
 def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
