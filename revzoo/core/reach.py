@@ -128,6 +128,7 @@ class Reach:
         "_flat",
         "_kinds",
         "_lengths",
+        "_may_draw",
         "_members",
         "_nested",
         "_objects",
@@ -144,7 +145,6 @@ class Reach:
         "generators",
         "lists",
         "locks",
-        "may_draw",
         "names",
         "namespaces",
         "owned",
@@ -185,7 +185,8 @@ class Reach:
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
-        self.may_draw = self.runs_code or not all(map(_is_silent, self._members))
+        # judged by its code and layers alone; ``draws`` is known from its passes
+        self._may_draw = self.runs_code or not all(map(_is_silent, self._members))
         self.owned: Any = None  # parameters and buffers of the modules, see core/held.py
         self._nested = [m._modules for m in self._members]
         # compared by identity: a child that was replaced has other parameters
@@ -283,7 +284,7 @@ class Reach:
     @property
     def draws_nothing(self) -> bool:
         """Whether the step holds only layers that draw no random numbers as they are now."""
-        if self.may_draw or has_global_hooks():
+        if self._may_draw or has_global_hooks():
             return False
         # a mode of the user may draw in any operator
         if torch._C._len_torch_function_stack() or torch._C._len_torch_dispatch_stack():

@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-PLANNED = "as set"
-"""The name of a setting in which steps have different modes."""
+_MIXED = "as set"  # the name of the present setting if its steps have different modes
 
 _SHOWN = 8  # rows of the largest tensors in the printed report
 _STAGES = 10  # colours in the picture
@@ -467,6 +466,6 @@ def audit(
 
 
 def present_mode(model: nn.Module) -> str:
-    """The mode of all steps, :data:`PLANNED` if they differ, ``store`` without steps."""
+    """The mode of all steps, ``as set`` if they differ, ``store`` without steps."""
     modes = modes_in(model)
-    return "store" if not modes else modes.pop() if len(modes) == 1 else PLANNED
+    return "store" if not modes else modes.pop() if len(modes) == 1 else _MIXED

@@ -108,7 +108,7 @@ def _measured(
 ) -> Measured:
     first = next(iter(seconds.values()))
     # by round: both times of a ratio come from the same seconds on the machine
-    ratios = [own / base for own, base in zip(seconds[mode], first, strict=True)]
+    ratios = [time / base for time, base in zip(seconds[mode], first, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     median = statistics.median(seconds[mode])
     return Measured(name, mode, median, middle, low, high, batch / median, peak)

@@ -2,9 +2,10 @@
 
 A step's time is a constant, which Python takes even for the smallest step, plus a part that is
 proportional to the counted work. The slope between two images and a sample of some milliseconds
-gives the second part, in mode ``store``; two images in each mode give the constants, unless they
-take so long that a constant does not count. Equal steps are timed once. We time copies of steps on
-random streams and keyword arguments, never the model.
+gives the second part, in mode ``store``; two images in each mode give the constants. If two images
+are more than the sample, and take longer than ``_LONG``, we time them in ``store`` only and take no
+constant. Equal steps are timed once. We time copies of steps on random streams and keyword
+arguments, never the model.
 """
 
 from __future__ import annotations
@@ -95,7 +96,7 @@ def _scaled(link: Link, rate: _Rate) -> Link:
 
 
 def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool) -> _Rate:
-    """Measure a step by training steps of a copy on a few images.
+    """Measure the rate of a step: train a copy of it on a few images.
 
     Args:
         step: of the model.
@@ -118,13 +119,12 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool)
     replica = _replica(step, device)
     if train:
         replica.train()
-    if replica.streams != len(layout):  # a block of a converted network has one or two
-        replica.streams = len(layout)
+    replica.streams = len(layout)  # a block of a converted network has one or two
     inputs = {n: _Sample.of(call, n, device) for n in (few, count)}
 
     def fastest(mode: str, n: int) -> float:
         set_memory(replica, {"": mode})
-        # the first one also warms up; other programs only add time
+        # the first one also warms up, and other programs only add time; two of a long step suffice
         times = [_time(replica, inputs[n], device) for _ in range(2)]
         if min(times) < _LONG:
             times.append(_time(replica, inputs[n], device))
@@ -135,6 +135,7 @@ def _rate(step: Step, call: StepCall, choices: Sequence[Choice], *, train: bool)
     rise = (stored[count] - stored[few]) / max(1, count - few)
     per_image = rise if rise > 0 else stored[count] / count
     factor = per_image * whole / max(1, plain.cost)
+    # one sample gives no slope, and beside its time the constants do not count
     if count == few and stored[few] > 1e9 * _LONG:
         return _Rate(factor, {})
     # few images: the constant part shows where the work is small

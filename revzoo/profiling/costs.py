@@ -58,10 +58,10 @@ def forward_flops(model: nn.Module, images: Tensor) -> int:
 
 
 def activation_bytes(model: nn.Module, images: Tensor) -> int:
-    """Peak bytes of all tensors alive during a training step, per image.
+    """Peak bytes of the tensors that a training step creates, per image.
 
-    Counted, not sampled (see :mod:`revzoo.profiling.live`), so equal on every machine. Without
-    weights and gradients.
+    Counted, not sampled (see :mod:`revzoo.profiling.live`), so equal on every machine. Weights,
+    their gradients and the input exist before the step and do not count.
 
     Args:
         model: maps images (B, C, H, W) to logits (B, classes), in its memory mode.

@@ -7,8 +7,8 @@ there, instead of deriving them from the definition of a mode.
 NOTE [ Neighbours of a step ]
     What a step takes depends on whether it is inverted, on whether the step before it is, and on
     which of its streams have words (:mod:`revzoo.core.fixedpoint`). The same holds for the
-    operators between two steps. One training step in each mode shows steps among neighbours of the
-    same mode. In further ones, the inverting mode and ``recompute`` take turns:
+    operators between two steps. Training steps in one mode show steps among neighbours of the same
+    mode. In further ones, the inverting mode and ``recompute`` take turns:
 
         invert    every second step is inverted
         exact     every third: a coupling passes one of its streams on, so words outlive one step
@@ -19,9 +19,12 @@ NOTE [ Neighbours of a step ]
     inverted between two inverted ones. A step that keeps its activations takes the same wherever it
     could also be recomputed, so one training step in ``store`` is enough.
 
-    A training step takes a second, so two are left out. In ``invert`` the turns show ``recompute``
-    at each step. In ``exact`` a network of more than ``_MANY`` steps does without the last turns:
-    the others show each change of modes in many places (``docs/experiments.md``, 2026-11-25).
+    Each training step takes a second, so we leave out one:
+
+        invert    the one in ``recompute``: the turns show this mode at every step
+        exact     the last turns, in a network of more than ``_MANY`` steps: the others show each
+                  change of modes in many places, though no run of inverted steps can begin or end
+                  at every third step (``docs/experiments.md``, 2026-11-25)
 """
 
 from __future__ import annotations
@@ -76,12 +79,12 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
     check_choice("inverting", inverting, INVERTING)
     modes = modes_on(p.device for p in twin.parameters())
     modes = [name for name in modes if not mode_of(name).inverts]
-    period = 0
-    if any(step.invertible for step in steps):
+    inverts = any(step.invertible for step in steps)
+    exact = mode_of(inverting).grid is not None
+    if inverts:
         modes.append(inverting)
-        period = 2 if mode_of(inverting).grid is None else 3
-    if period == 2:
-        modes.remove("recompute")
+        if not exact:
+            modes.remove("recompute")
     traces = []
     for mode in modes:
         log.debug("counting a training step in mode %s", mode)
@@ -94,10 +97,13 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
             "there is nothing to plan: expected a call such as self.steps(x), not "
             "self.steps.forward(x)"
         )
+    if not inverts:
+        return traces
     # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
-    left_out = period == 3 and len(single) > _MANY
-    for first in range(period - left_out):
+    period = 3 if exact else 2
+    shifts = period - 1 if exact and len(single) > _MANY else period
+    for first in range(shifts):
         log.debug("counting a training step in which modes take turns")
         turns = {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
         set_memory(twin, dict.fromkeys(counts, inverting) | turns)
@@ -168,6 +174,12 @@ class _Streams:
         for call in calls:
             self.inputs += [tuple(map(number, call.inputs)), tuple(map(number, call.outputs))]
 
+    def number_words(self, stream: int, words: Allocation) -> int:
+        """The number of a stream's words; adds their size to ``sizes``."""
+        key = words_of(stream)
+        self.sizes[key] = words.size
+        return key
+
 
 class _Pieces:
     """A trace, cut into its links (NOTE [ Links of a trace ] in :mod:`revzoo.profiling.trace`).
@@ -185,8 +197,8 @@ class _Pieces:
             self.numbers.update(zip(map(id, call.outputs), after, strict=True))
         for call in self.calls:
             for stream, allocation in call.words.items():
-                words = words_of(self.numbers[stream])
-                self.numbers[id(allocation)], streams.sizes[words] = words, allocation.size
+                words = streams.number_words(self.numbers[stream], allocation)
+                self.numbers[id(allocation)] = words
         ends = itertools.chain.from_iterable((call.start, call.end) for call in self.calls)
         self.starts = [0, *ends, trace.turn]
         plain = self._without_peaks()
@@ -254,13 +266,13 @@ class _Pieces:
         last = self.calls[at - 1]
         held = {*self._kept_of(last, last.outputs).values()}
         following = self.calls[at] if at < len(self.calls) else None
-        # the run goes on if the next step is inverted too and takes these very tensors
-        goes_on = (
+        # the run continues if the next step is inverted, too, and takes these very tensors
+        continues = (
             following is not None
             and following.inverted
             and [*map(id, following.inputs)] == [*map(id, last.outputs)]
         )
-        return set() if goes_on else held
+        return set() if continues else held
 
     def _renewed(self, at: int) -> frozenset[int]:
         """The streams that are copied between step ``at`` and the one before, and their words."""

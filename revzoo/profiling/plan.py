@@ -11,8 +11,9 @@ only recompute from kept tensors; here a step can also be inverted.
 
 Known limits: we do not count memory that a kernel frees before it returns, nor the allocator's
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
-another step's branch keep their mode. In ``exact`` no plan keeps or recomputes a single step
-between two inverted ones, unless that step has no inverse.
+another step's branch get the mode of that step. In ``exact`` no plan keeps or recomputes a single
+step between two inverted ones, unless that step has no inverse; in a network of more than 24 steps,
+no run of inverted steps begins or ends at every third step.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ _GUESSES = 8
 """Numbers that :func:`largest` tries before it bisects."""
 
 SLACK = 1.02
-"""``auto`` may peak at this times the peak of the inverting mode."""
+"""The largest peak of ``auto``, as a multiple of the inverting mode's peak."""
 
 
 class BudgetError(ValueError):
@@ -76,7 +77,8 @@ class Plan(Mapping[str, str]):
         seconds: predicted time of forward and backward pass.
         budget: the budget of the plan, in bytes.
         inverting: the mode in which steps with an inverse could be inverted, ``exact`` or
-            ``invert``; None if no step has an inverse. :func:`plan_memory` takes another one.
+            ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
+            :func:`plan_memory`.
         uncounted: what takes memory that the peak does not count, and why; mostly empty.
     """
 
@@ -150,8 +152,8 @@ class Planner:
     Raises:
         TypeError: the model is no module, or TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape or ``extra`` is not valid; a layer is lazy, or a tensor
-            sparse.
+            cannot be timed; the shape or ``extra`` is not valid; ``inverting`` is unknown or does
+            not fit; a layer is lazy, or a tensor sparse.
     """
 
     def __init__(
@@ -168,13 +170,14 @@ class Planner:
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting = inverting or inverting_mode(model)
         with undisturbed(model):
-            # one copy for all counted steps: making it takes a third of the time of one
+            # for all counted steps: a copy takes about a third of the time of a counted step
             self._twin = fake_twin(model, device)
             self._images = images_for(self._twin, self.shape)
             traces = measure(self._twin, self._images, inverting=self.inverting)
             chain, calls = chain_of(traces), traces[0].calls
             self._nominal = chain  # not timed
-            self._margin = sum(map(_uncounted, calls)) + 3 * 8 * SUMS * SUMMED  # while it samples
+            # the second term: float64 values that the guard holds while it samples
+            self._reserve = sum(map(_reserve_of, calls)) + 3 * 8 * SUMS * SUMMED
             if clock:
                 chain = timed(chain, model, calls)
         self.chain = replace(chain, base=chain.base + self.extra)
@@ -188,7 +191,7 @@ class Planner:
     @property
     def least(self) -> int:
         """The smallest possible budget, in bytes."""
-        return self.leanest.peak_bytes + self._margin
+        return self.leanest.peak_bytes + self._reserve
 
     def plan(self, budget: int | str) -> Plan:
         """The fastest plan within ``budget`` bytes.
@@ -198,7 +201,7 @@ class Planner:
             ValueError: the budget is no number of bytes.
         """
         limit = bytes_from(budget)
-        room = goal = limit - self._margin
+        room = goal = limit - self._reserve
         # The chain predicts the peak of mixed modes within 1 %, so we count each plan, and
         # search again with less room if it exceeds the goal.
         for _ in range(8):
@@ -214,34 +217,45 @@ class Planner:
         return replace(self.leanest, budget=limit)
 
     def auto(self) -> Plan:
-        """The fastest plan whose peak is at most 2 % above the inverting mode's."""
+        """The fastest plan whose peak is at most :data:`SLACK` times the inverting mode's.
+
+        The leanest plan if there is none.
+        """
         least = self.pure(self.inverting) or self.pure("recompute")
         assert least is not None
+        budget = int(SLACK * least.peak) + self._reserve
         try:
-            return self.plan(int(SLACK * least.peak) + self._margin)
+            return self.plan(budget)
         except BudgetError:  # even the leanest plan peaks higher than the chain predicted
-            return self.leanest
+            return replace(self.leanest, budget=budget)
 
     def pure(self, mode: str) -> Outcome | None:
-        """Peak and nanoseconds with every step in one mode; None if the mode fits no step.
+        """Peak and nanoseconds with every step in one mode; None if the mode does not fit.
 
-        The inverting modes recompute steps without an inverse. The time of an inverting mode that
-        the plans do not use is estimated from the time of the one that they use.
+        The inverting modes recompute steps without an inverse.
         """
-        measured = self.inverting if mode in INVERTING else mode
-        choices = self._choices(self.chain, measured)
-        if all(choice.mode != measured for choice in choices):
+        if mode in INVERTING and mode != self.inverting:
+            return self._estimated(mode)
+        choices = self._choices(self.chain, mode)
+        if all(choice.mode != mode for choice in choices):
             return None
-        outcome = evaluate(self.chain, choices)
-        if mode == measured:
-            return outcome
+        return evaluate(self.chain, choices)
+
+    def _estimated(self, mode: str) -> Outcome | None:
+        """:meth:`pure` of the inverting mode that the plans do not use.
+
+        A counted training step gives its peak and its nominal time. We multiply this time by the
+        measured over the nominal time of the inverting mode that the plans use.
+        """
+        used = self.pure(self.inverting)
+        if used is None:
+            return None
         try:
             trace = self._step_in({"": mode})
         except ValueError:  # it does not fit every step
             return None
-        nominal = evaluate(self._nominal, self._choices(self._nominal, measured)).cost
-        cost = sum(trace.costs) * outcome.cost / max(1, nominal)
-        return Outcome(trace.peak + self.extra, int(cost))
+        nominal = evaluate(self._nominal, self._choices(self._nominal, self.inverting)).cost
+        return Outcome(trace.peak + self.extra, sum(trace.costs) * used.cost // nominal)
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that fits, by mode."""
@@ -255,9 +269,9 @@ class Planner:
         """
         top = evaluate(self.chain, self._choices(self.chain, "store")).peak
         low = self.least
-        high = max(low, top + self._margin)
-        steps = max(1, points - 1)
-        return [self.plan(low + (high - low) * k // steps) for k in range(points)]
+        high = max(low, top + self._reserve)
+        intervals = max(1, points - 1)
+        return [self.plan(low + (high - low) * k // intervals) for k in range(points)]
 
     def _choices(self, chain: Chain, mode: str) -> list[Choice]:
         """Every step in one mode, or in the mode nearest to it that fits."""
@@ -298,7 +312,7 @@ class Planner:
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients{extra}, and {in_units(self._margin)} a reserve for random "
+            f"parameters, gradients{extra}, and {in_units(self._reserve)} a reserve for random "
             f"states and the guard; use {either(remedies)}"
         )
 
@@ -319,7 +333,7 @@ class Planner:
         return fitting if 4 * fitting >= side else 0
 
 
-def _uncounted(call: StepCall) -> int:
+def _reserve_of(call: StepCall) -> int:
     """Bytes of a step that fake tensors do not show: random states and the guard's samples.
 
     The guard compares two rows of float64 figures of a stream: sums, and a few values per channel.
@@ -359,8 +373,8 @@ def plan_memory(
         BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
         TypeError: the model is no module, or TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
-            cannot be timed; the shape, the budget or ``extra`` is not valid; a layer is lazy, or a
-            tensor sparse.
+            cannot be timed; the shape, the budget or ``extra`` is not valid; ``inverting`` is
+            unknown or does not fit; a layer is lazy, or a tensor sparse.
 
     Example:
         >>> model = revzoo.create_model("revnet38")

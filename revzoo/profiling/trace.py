@@ -105,7 +105,7 @@ class Allocation:
 
 
 class Layout(NamedTuple):
-    """A stream's shape, strides, type, and whether it requires gradient."""
+    """A tensor's shape, strides and dtype, and whether it requires gradient."""
 
     shape: torch.Size
     stride: tuple[int, ...]
@@ -126,7 +126,7 @@ class StepCall:
         name: its path in the model.
         mode: the memory mode in which it runs.
         inverted: whether it is inverted: its mode inverts, and it has an inverse.
-        layout: shape, strides, dtype and ``requires_grad`` of each input stream.
+        layout: of each input stream.
         context: the keyword arguments, with a :class:`Layout` in place of each tensor.
         inputs: storages of the input streams, in order; two streams may share one.
         outputs: storages of the output streams, likewise.
@@ -511,7 +511,10 @@ def _explained(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed(model: nn.Module) -> Iterator[None]:
-    """Run under the conditions of a plain training step; keep the caller's random states."""
+    """Run under the conditions of a plain training step, then undo its effects.
+
+    They are on the random states, and on tensors that a copy shares with the model.
+    """
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
     python, numpy = random.getstate(), np.random.get_state()  # a forward pass may use them
     # a copy of the model shares what its functions hold in closures and globals

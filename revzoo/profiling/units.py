@@ -16,20 +16,20 @@ _UNITS = {
 }
 
 
-def bytes_from(budget: int | str, *, name: str = "budget", least: int = 1) -> int:
+def bytes_from(value: int | str, *, name: str = "budget", least: int = 1) -> int:
     """Parse a number, or a string such as ``4GiB`` (4 * 2**30) or ``4GB`` (4 * 10**9).
 
     Raises:
-        ValueError: it is no number of bytes, or less than ``least``, 0 or 1.
+        ValueError: it is no number of bytes, or less than ``least``, which is 0 or 1.
     """
-    count: Any = budget
-    if isinstance(budget, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]i?b|b|)\s*", budget.lower())
+    count: Any = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([kmgtp]i?b|b|)\s*", value.lower())
         count = float(match[1]) * _UNITS[match[2]] if match else None
     if is_number(count) and least <= count < 2**63:
         return int(count)
     raise ValueError(
-        f"{name}={budget!r}: expected {'a positive' if least else '0 or a positive'} number of "
+        f"{name}={value!r}: expected {'a positive' if least else '0 or a positive'} number of "
         "bytes, such as 2**32, '4GiB' or '500MB'"
     )
 

@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -119,24 +118,23 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     from revzoo.profiling.plan import largest
     from revzoo.profiling.units import in_units
 
-    # `need` is None for values that the model refuses; the search skips them
-    start, uncached = _needs(args, shape)
-    needs: dict[int, int] = {}  # of the values that the model takes
+    start, least_of = _needs(args, shape)
+    needs: dict[int, int | None] = {}
 
-    @functools.cache  # a call takes seconds, the last value is needed twice
     def need(value: int) -> int | None:
-        if (count := uncached(value)) is not None:
-            needs[value] = count
-        return count
+        if value not in needs:  # a call takes seconds
+            needs[value] = least_of(value)
+        return needs[value]
 
     # inverted steps keep so little that thousands may fit; planning those takes hours
     most = DEEPEST * start if args.fit == "depth" else 2**20
     power = 2 if args.fit == "image" else 1
     value = largest(need, budget, start=start, power=power, most=most)
+    taken = {v: count for v, count in needs.items() if count is not None}
     if value is None:
-        smallest = min(needs, default=None)
+        smallest = min(taken, default=None)
         tried = (
-            f"the smallest tried, {_shown(args, smallest)}, needs {in_units(needs[smallest])}"
+            f"the smallest tried, {_shown(args, smallest)}, needs {in_units(taken[smallest])}"
             if smallest is not None
             else "the model takes none of the values tried"
         )
@@ -144,17 +142,19 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
             f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
-    least = in_units(need(value) or 0)
     return (
         f"the largest {args.fit} of {args.name} in {in_units(budget)}: "
-        f"{_shown(args, value)}{' or more' * (value == most)}, needs {least}"
+        f"{_shown(args, value)}{' or more' * (value == most)}, needs {in_units(taken[value])}"
     )
 
 
 def _needs(
     args: argparse.Namespace, shape: Sequence[int]
 ) -> tuple[int, Callable[[int], int | None]]:
-    """The first value of the search, and a function: the least peak of a value, None if wrong."""
+    """The first value of the search, and a function from a value to its smallest budget.
+
+    None if the model refuses the value; the search skips it.
+    """
     import torch
 
     from revzoo.models import create_model
@@ -177,9 +177,9 @@ def _needs(
             check_side(changed, pixels, "--image")
         except ValueError:
             return None
-        shape = (images, channels, pixels, pixels)
+        batch_shape = (images, channels, pixels, pixels)
         # clock=False: only bytes matter, so no step is timed
-        return Planner(changed, shape, inverting=args.memory, clock=False).least
+        return Planner(changed, batch_shape, inverting=args.memory, clock=False).least
 
     if fit == "depth":
         return row.depth if hasattr(row, "depth") else max(row.units), least
