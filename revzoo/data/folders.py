@@ -69,7 +69,10 @@ def scan(root: Path) -> Tree:
 def no_training(root: Path) -> DataError:
     """The error for a folder without training images."""
     names = shortened(sorted(path.name for path in root.iterdir()), 8)
-    return DataError(f"no folder {root.absolute() / 'train'} (found: {names}): {_LAYOUT}")
+    absolute = root.absolute()
+    # the folder of a split instead of the folder above it
+    meant = f"; did you mean {absolute.parent}?" if absolute.name in SPLITS else ""
+    return DataError(f"no folder {absolute / 'train'} (found: {names}): {_LAYOUT}{meant}")
 
 
 def _class_names(folder: Path) -> list[str]:

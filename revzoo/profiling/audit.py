@@ -246,7 +246,10 @@ class Report:
             axes.stackplot(range(length), rows, labels=stacked, step="post")
             axes.axvline(turn, color="#7d858d", lw=1, ls=":")
             peak = in_units(audit.activation_bytes)
-            axes.set(title=f"{audit.mode}, peak {peak}", xlabel="operator (dotted: backward)")
+            axes.set(
+                title=f"{audit.mode}: activations peak at {peak}",
+                xlabel="operator (dotted: backward)",
+            )
             axes.spines[["top", "right"]].set_visible(False)
         panels[0][0].set_ylabel("activations, MiB")
         shape = "x".join(map(str, self.input_shape))

@@ -47,7 +47,7 @@ def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
     """
     known: dict[object, _Rate] = {}
     scaled: list[Link] = []
-    nominal = measured = 0
+    nominal = work = 0.0
     for link, call in zip(chain.steps, calls, strict=True):
         step = model.get_submodule(call.name)
         assert isinstance(step, Step)
@@ -64,8 +64,8 @@ def timed(chain: Chain, model: nn.Module, calls: Sequence[StepCall]) -> Chain:
                 raise ValueError(_not_timed(step, call, error)) from error
         scaled.append(_scaled(link, known[key]))
         nominal += link.choices[0].cost
-        measured += scaled[-1].choices[0].cost
-    rest = _Rate(measured / max(1, nominal), {})
+        work += link.choices[0].cost * known[key].factor
+    rest = _Rate(work / max(1, nominal), {})
     steps = iter(scaled)
     links = [_scaled(k, rest) if k.name is None else next(steps) for k in chain.links]
     return replace(chain, links=tuple(links))

@@ -85,11 +85,15 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
         modes.append(inverting)
         if not exact:
             modes.remove("recompute")
-    traces = []
+    traces: list[Trace] = []
     for mode in modes:
         log.debug("counting a training step in mode %s", mode)
         assign_memory(steps, mode)
         traces.append(trace_step(twin, images))
+    if traces[1].base != traces[0].base:
+        # the first forward pass left tensors in the model, such as features: count a later one
+        assign_memory(steps, modes[0])
+        traces[0] = trace_step(twin, images)
     counts = Counter(call.name for call in traces[0].calls)
     if not counts:
         raise ValueError(
@@ -97,18 +101,30 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
             "there is nothing to plan: expected a call such as self.steps(x), not "
             "self.steps.forward(x)"
         )
-    if not inverts:
-        return traces
     # steps that are called several times cannot take turns; chain_of() leaves them no choice
     single = [name for name, count in counts.items() if count == 1]
     period = 3 if exact else 2
     shifts = period - 1 if exact and len(single) > _MANY else period
-    for first in range(shifts):
+    for first in range(shifts if inverts else 0):
         log.debug("counting a training step in which modes take turns")
         turns = {name: "recompute" for i, name in enumerate(single) if (i - first) % period}
         set_memory(twin, dict.fromkeys(counts, inverting) | turns)
         traces.append(trace_step(twin, images))
+    _check_calls(twin, traces)
     return traces
+
+
+def _check_calls(twin: nn.Module, traces: Sequence[Trace]) -> None:
+    rows = [[call.name for call in trace.calls] for trace in traces]
+    for number, names in enumerate(itertools.zip_longest(*rows, fillvalue="missing"), start=1):
+        if len({*names}) > 1:
+            one, other = [*dict.fromkeys(names)][:2]
+            raise ValueError(
+                f"the forward pass of {type(twin).__name__} does not call the same steps each time "
+                f"(call {number} is {one} in one pass, {other} in another): expected the same "
+                "calls in every pass. Set the memory modes by hand, as with "
+                "revzoo.set_memory(model, 'recompute')"
+            )
 
 
 def chain_of(traces: Sequence[Trace]) -> Chain:

@@ -33,7 +33,7 @@ from torch import nn
 from revzoo._checks import either
 from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import leaves
-from revzoo.core.modes import INVERTING, mode_of, set_memory
+from revzoo.core.modes import INVERTING, default_mode, mode_of, set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
 from revzoo.profiling.clock import timed
@@ -137,13 +137,15 @@ def count_modes(modes: Sequence[str]) -> str:
 class Planner:
     """Plans for one model and one shape of input. Measures first, which takes seconds.
 
+    If the model's parameters change, make a new one.
+
     Args:
         model: a module that holds steps and takes one floating-point tensor; may be on the meta
             device.
         input_shape: of the batch, e.g. ``(64, 3, 32, 32)``.
         inverting: the mode for steps that have an inverse: ``invert``, which is faster, or
             ``exact``, which is free of drift; None for the present inverting mode of the model's
-            steps, otherwise ``invert``. The models of this package begin in ``exact`` if it fits.
+            steps; if none inverts, ``exact`` where it fits each of them, otherwise ``invert``.
         clock: measure times, on a few images. False: assume a nominal processor, which gives the
             same plan on every machine and in every process.
         extra: bytes to add, such as an optimiser's state; a number, or a string as for a budget.
@@ -169,6 +171,7 @@ class Planner:
         self.model = model
         self.shape, self.extra = checked_arguments(model, input_shape, extra)
         self.inverting = inverting or inverting_mode(model)
+        self._parameters = _parameters_of(model)
         with undisturbed(model):
             # for all counted steps: a copy takes about a third of the time of a counted step
             self._twin = fake_twin(model, device)
@@ -234,28 +237,34 @@ class Planner:
 
         The inverting modes recompute steps without an inverse.
         """
-        if mode in INVERTING and mode != self.inverting:
-            return self._estimated(mode)
-        choices = self._choices(self.chain, mode)
-        if all(choice.mode != mode for choice in choices):
+        nearest = self.inverting if mode in INVERTING else mode
+        choices = self._choices(self.chain, nearest)
+        used = {choice.mode for choice in choices} - {""}
+        if nearest not in used:
             return None
-        return evaluate(self.chain, choices)
-
-    def _estimated(self, mode: str) -> Outcome | None:
-        """:meth:`pure` of the inverting mode that the plans do not use.
-
-        A counted training step gives its peak and its nominal time. We multiply this time by the
-        measured over the nominal time of the inverting mode that the plans use.
-        """
-        used = self.pure(self.inverting)
-        if used is None:
-            return None
+        outcome = evaluate(self.chain, choices)
+        allowed = {mode, "recompute"} if mode in INVERTING else {mode}
+        if used <= allowed:
+            return outcome
+        # the plans do not use this mode, or not in a step that is called several times
         try:
             trace = self._step_in({"": mode})
         except ValueError:  # it does not fit every step
             return None
-        nominal = evaluate(self._nominal, self._choices(self._nominal, self.inverting)).cost
-        return Outcome(trace.peak + self.extra, sum(trace.costs) * used.cost // nominal)
+        more = (
+            sum(trace.costs) - evaluate(self._nominal, self._choices(self._nominal, nearest)).cost
+        )
+        return Outcome(trace.peak + self.extra, outcome.cost + int(more * self._factor))
+
+    @property
+    def _factor(self) -> float:
+        """Measured over nominal time of the operators outside steps."""
+        outside = [k for k, link in enumerate(self.chain.links) if link.name is None]
+        measured, nominal = (
+            sum(chain.links[k].choices[0].cost for k in outside)
+            for chain in (self.chain, self._nominal)
+        )
+        return measured / max(1, nominal)
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that fits, by mode."""
@@ -294,20 +303,26 @@ class Planner:
     def _step_in(self, modes: Mapping[str, str]) -> Trace:
         """Count a training step in these modes."""
         log.debug("counting a training step of a plan")
+        if _parameters_of(self.model) != self._parameters:
+            raise ValueError(
+                f"{type(self.model).__name__} has other parameters than when Planner() measured "
+                "it: expected the same names, shapes, dtypes and requires_grad. Make a new Planner"
+            )
         with undisturbed(self.model):
             set_memory(self._twin, modes)
             return trace_step(self._twin, self._images)
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base
-        remedies = ["a smaller model"]
+        unit = " with a unit, such as 500MiB" if limit < 2**20 else ""
+        remedies = [f"a larger budget{unit}", "a smaller model"]
         if limit > fixed:
             # the share of the activations that fits; they grow with the images' number and area
             share = (limit - fixed) / max(1, need - fixed)
             if side := self._smaller_side(share):
-                remedies.insert(0, f"images of {side} x {side} pixels")
+                remedies.insert(1, f"images of {side} x {side} pixels")
             if fits := int(self.shape[0] * share):
-                remedies.insert(0, f"a batch of about {fits}")
+                remedies.insert(1, f"a batch of about {fits}")
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
             f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
@@ -331,6 +346,10 @@ class Planner:
         except ValueError:  # feature maps of unknown size, or a model of one size
             return 0
         return fitting if 4 * fitting >= side else 0
+
+
+def _parameters_of(model: nn.Module) -> list[tuple[str, torch.Size, torch.dtype, bool]]:
+    return [(name, p.shape, p.dtype, p.requires_grad) for name, p in model.named_parameters()]
 
 
 def _reserve_of(call: StepCall) -> int:
@@ -420,10 +439,10 @@ PLANNED: Mapping[str, PlannedMode] = {mode.name: mode for mode in (PlannedMode()
 
 
 def inverting_mode(model: nn.Module) -> str:
-    """The present inverting mode of ``model``'s steps; by default ``exact`` if steps need it."""
-    steps = leaves(model).values()
-    default = "exact" if any(step.needs_words for step in steps) else "invert"
-    return next((step.memory for step in steps if mode_of(step.memory).inverts), default)
+    """The present inverting mode of ``model``'s steps; if none inverts, ``exact`` where it fits."""
+    steps = [*leaves(model).values()]
+    present = (step.memory for step in steps if mode_of(step.memory).inverts)
+    return next(present, default_mode(steps))
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> int:

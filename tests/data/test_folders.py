@@ -40,6 +40,14 @@ def test_missing_train_folder_lists_the_existing_folders(make_folder: MakeFolder
         scan(root)
 
 
+def test_the_folder_of_a_split_is_not_the_root(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": _TWO})
+    with pytest.raises(
+        DataError, match=rf"no folder .*/train .*; did you mean {root.absolute()}\?"
+    ):
+        scan(root / "train")
+
+
 def test_no_class_folders(tmp_path: Path) -> None:
     (tmp_path / "train").mkdir()
     with pytest.raises(DataError, match=r"no class folders in .*/train: expected ROOT"):

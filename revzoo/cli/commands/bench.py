@@ -80,6 +80,14 @@ def run(args: argparse.Namespace) -> None:
     for mode in chosen:
         check_choice("--memory", mode, [*MODES, *plans])
     names = [name for family in args.names for name in with_depths(family, args.depths)]
+    for name in names:  # before the first one is measured
+        if name in (*MODES, *plans):
+            raise ValueError(
+                f"{name} is a memory mode, not a model: separate modes by commas, as in "
+                "--memory store,invert"
+            )
+        with torch.device("meta"):
+            shape_for(args, model_for(args, name))
     rows: list[Measured] = []
     for name in names:
         # the same weights and images at each call of the program

@@ -75,6 +75,11 @@ def run(args: argparse.Namespace) -> None:
         return
     with status_of(args.name):
         planner = Planner(model, shape, inverting=args.memory)
+        if args.memory not in (None, *planner.modes):
+            raise ValueError(
+                f"--memory {args.memory}: no step of {args.name} has an inverse; leave it out, or "
+                "make the network reversible with --bits 4"
+            )
         plan = planner.plan(budget)
         pures = planner.pures()
     sys.stdout.write(f"{plan}\n\nfor comparison, every step in one mode\n")
@@ -142,10 +147,10 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
             f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
-    return (
-        f"the largest {args.fit} of {args.name} in {in_units(budget)}: "
-        f"{_shown(args, value)}{' or more' * (value == most)}, needs {in_units(taken[value])}"
-    )
+    shown, needed = _shown(args, value), in_units(taken[value])
+    if value == most:
+        return f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
+    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {shown}, needs {needed}"
 
 
 def _needs(

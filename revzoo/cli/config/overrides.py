@@ -147,6 +147,8 @@ def check_key(override: Override, base: DictConfig, groups: Sequence[str], folde
 
 def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder: Path) -> str:
     """How to write the key that is meant; the first guess that applies."""
+    if key == "resume":
+        return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, section) if section else None
     # callbacks.ema.decay=0.9 while callbacks.ema is null

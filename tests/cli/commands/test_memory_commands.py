@@ -97,7 +97,10 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
     """It went on for hours: inverted, thousands of units fit."""
     monkeypatch.setattr(plan, "DEEPEST", 1)
     main(["plan", *SMALL, "--budget", "1GiB", "--fit", "depth"])
-    assert ": units=(3, 3, 3) or more, needs" in capsys.readouterr().out
+    assert (
+        "units=(3, 3, 3), the largest depth of revnet38 that was tried, needs"
+        in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,6 +145,11 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
             "resnet18 has no step to plan: make its blocks reversible",
         ),
         (["bench", *SMALL, "--rounds", "1"], "expected 2 or more"),
+        (["bench", *SMALL, "--memory", "store", "invert"], "separate modes by commas"),
+        (
+            ["plan", "resnet32", "--budget", "1GiB", "--memory", "exact"],
+            "no step .* has an inverse",
+        ),
     ],
 )
 def test_wrong_arguments_end_with_a_message(arguments, message):
@@ -195,6 +203,12 @@ def test_a_status_line_says_what_is_counted(capsys, monkeypatch):
     assert "\r\033[Krevnet38, 0 s: counting a training step in mode store ..." in printed.err
     assert printed.err.endswith("\r\033[K")
     assert "counting" not in printed.out
+
+
+def test_bench_checks_all_names_before_it_measures(capsys):
+    with pytest.raises(SystemExit, match="there is no model 'revnet39'"):
+        main(["bench", *SMALL, "revnet39", "--rounds", "2"])
+    assert not capsys.readouterr().out
 
 
 def test_bench_takes_the_modes_of_a_run():

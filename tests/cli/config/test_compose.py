@@ -51,6 +51,7 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.schedule.warmpu=0.1", r"did you mean 'optim\.schedule\.warmup'"),
         ("+foo=1", r"\+foo=1: there is no key 'foo'"),
         ("++sede=1", "did you mean 'seed'"),
+        ("resume=outputs/run", "to continue a run: --resume outputs/run$"),
         ("+optm.lr=1", r"did you mean 'optim\.lr'"),
         ("optim.learning_rate=1", r"\(there is name, lr, .*\); \+optim\.learning_rate=VALUE adds"),
         ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds another"),
