@@ -6,6 +6,7 @@ misspelt word. All floors share these checks.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
@@ -220,6 +221,13 @@ def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) ->
     check_names(options, names, where=where)
     check_types(options, get_type_hints(kind), where=where)
     return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in options.items()})
+
+
+def in_section(where: str, error: ValueError) -> ValueError:
+    """A constructor's error under an option's whole name: ``data.batch_size=0: expected ...``."""
+    # constructors write "option=value: expected ...", or another text
+    joint = "." if re.match(r"[\w.]+=", str(error)) else ": "
+    return ValueError(f"{where}{joint}{error}")
 
 
 def keyword_names(function: Callable[..., Any]) -> list[str]:

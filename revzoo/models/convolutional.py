@@ -44,10 +44,11 @@ class ConvolutionalClassifier(ImageNetwork):
     def check_size(self, height: int, width: int) -> None:
         multiple = self.size_multiple
         if height < 1 or width < 1 or height % multiple or width % multiple:
+            near = max(multiple, round(height / multiple) * multiple)
             raise ValueError(
                 f"Got images of {height}x{width} pixels; this model {self.size_reason} and expects "
                 f"height and width to be positive multiples of {multiple}. Resize or pad the "
-                "images."
+                f"images (a folder of images: data.image_size={near})."
             )
 
     def _activated(self, z: Tensor) -> Tensor:

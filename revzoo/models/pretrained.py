@@ -94,9 +94,15 @@ def find_source(
             weights_address(text)  # raises if the library has none
         return Source(text)
     else:
+        shelf = SHIPPED if table is None else table
         try:
-            entry = (SHIPPED if table is None else table).find(text)
+            entry = shelf.find(text)
         except UnknownWeightsError as error:
+            if text in known and not shelf.names(text):
+                raise UnknownWeightsError(
+                    f"there are no weights for {text}: use pretrained=False, or checkpoint_path "
+                    "for a file of your own; list_models(pretrained=True) lists all weights"
+                ) from None
             hint = "" if is_known else library_hint(text)
             raise UnknownWeightsError(f"{error}{hint}") from None
     return Source(entry.architecture, entry, entry.options)

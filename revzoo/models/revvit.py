@@ -240,7 +240,8 @@ class RevViT(ImageNetwork):
         if (height, width) != (size, size):  # each patch has a learned position
             raise ValueError(
                 f"Got images of {height}x{width} pixels; this model was created for {size}x{size}. "
-                f"Resize them, or create it with img_size={height} (model.img_size={height})"
+                f"Resize them (a folder of images: data.image_size={size}), or create it with "
+                f"img_size={height} (model.img_size={height})"
                 + (" (images must be square)." if height != width else ".")
             )
 

@@ -313,7 +313,7 @@ class Report:
             yield ""
             yield f"{present.mode}: the largest kept tensors, and what keeps them"
         for row in present.rows[:_SHOWN]:
-            by = "autograd" if row.saved else "tape"
+            by = "autograd" if row.saved else "revzoo"
             source = f"{row.module or OUTSIDE} {row.operation}"
             tensor = f"{row.shape or 'scalar'} {row.dtype}"
             yield _indented(sized(row.bytes), f"{tensor}, {by}: {source}")

@@ -82,13 +82,16 @@ class WeightsTable:
                 f"{name} is a run or its checkpoint, not weights: revzoo export CKPT --format "
                 "safetensors writes its weights; Classifier.load_from_checkpoint(CKPT) loads it"
             )
-        known = [e.name for e in candidates] or list(self.entries)
+        known = [e.name for e in candidates]
+        listed = (
+            f"Known for {architecture}: {', '.join(known)}"
+            if known
+            else "list_models(pretrained=True) lists all weights"
+        )
+        nearest = did_you_mean(name, known or self.entries) or "."
         raise UnknownWeightsError(
-            f"there are no weights {name!r}"
-            + (did_you_mean(name, known) or ".")
-            + f" Known for {architecture}: {', '.join(e.name for e in candidates) or 'none'}; "
-            "list_models(pretrained=True) gives all. Use pretrained=False, or checkpoint_path for "
-            "a file of your own"
+            f"there are no weights, file or folder {name!r}{nearest} {listed}. Use "
+            "pretrained=False, or checkpoint_path for a file of your own"
         )
 
     def _files(self) -> Iterable[Path]:
@@ -112,8 +115,8 @@ def check_source(source: str | Path) -> None:
     if "/" in text or Path(source).suffix in FILES:
         raise UnknownWeightsError(f"there is no checkpoint {text}: expected the path of a file")
     raise UnknownWeightsError(
-        f"there are no weights {text!r}{did_you_mean(text, names) or '.'} Known are "
-        f"{', '.join(names)}; or give the path of a .ckpt file"
+        f"there are no weights, file or folder {text!r}{did_you_mean(text, names) or '.'} "
+        f"Known are {', '.join(names)}; or give the path of a .ckpt file"
     )
 
 

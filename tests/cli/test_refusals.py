@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,7 @@ WITHOUT_TORCH = {
     "train trainer.max_epochs=0": "expected a whole number >= 1",
     "train trainer.accelerator=cuda0": "did you mean 'cuda'",
     "train precision.trainer=bf16": "did you mean 'bf16-mixed'",
-    "train data=imagefolder": "data.root is needed",
+    "train data=imagefolder": "data.root is needed: give data.root=DIR, the folder above train",
     "train callbacks.ema={decey:0.9}": "did you mean 'decay'",
     "train callbacks.private={epsilonn:8}": "did you mean 'epsilon'",
     "train +callbacks.drift.every=1": "did you mean 'every_n_steps'",
@@ -37,6 +38,7 @@ WITHOUT_TORCH = {
     "train +logger.projekt=x": "logger.projekt: no such option",
     "train logger.kind=tensorbord": "did you mean 'tensorboard'",
     "train --resume nowhere": "there is no",
+    "eval data=cifar10": "ckpt is needed",
     "predict revnet38.cifr10 .": "did you mean 'revnet38.cifar10'",
     "eval ckpt=nowhere.ckpt": "there is no checkpoint nowhere.ckpt",
 }
@@ -68,7 +70,10 @@ for line in sys.argv[2:]:
 )
 def test_slow_libraries_are_not_imported(lines: dict[str, str], slow: str, tmp_path: Path) -> None:
     command = [sys.executable, "-c", RUN, slow, *lines]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    wide = os.environ | {"COLUMNS": "1000"}  # an answer is one line
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=wide, check=False
+    )
     assert done.returncode == 0, done.stderr
     for answer, (line, expected) in zip(done.stdout.splitlines(), lines.items(), strict=True):
         assert expected in answer, line

@@ -99,7 +99,7 @@ def test_modes_are_counted_side_by_side():
     assert report.kept_bytes == kept["recompute"]
     text = str(report)
     assert "stages.0" in text
-    assert ", tape: " in text
+    assert ", revzoo: " in text
 
 
 def test_an_audit_changes_nothing():

@@ -47,9 +47,9 @@ def test_an_unknown_tag_is_refused_with_the_nearest(folder):
         WeightsTable(folder).find("revnet38.smal")
 
 
-def test_an_empty_table_is_named_in_the_error():
-    with pytest.raises(UnknownWeightsError, match="Known for revnet110: none"):
-        WeightsTable().find("revnet110")
+def test_a_name_without_weights_may_have_meant_a_file_or_folder():
+    with pytest.raises(UnknownWeightsError, match="no weights, file or folder 'my_folder'"):
+        WeightsTable().find("my_folder")
 
 
 def test_names_need_no_reading_but_use_does(folder):

@@ -128,7 +128,10 @@ def check_side(model: ImageNetwork, side: int, option: str) -> None:
     """
     from revzoo.cli.config.sizes import try_image
 
-    model.check_size(side, side)
+    try:
+        model.check_size(side, side)
+    except ValueError as error:
+        raise ValueError(f"{option}={side}: {error}") from None
     if side != model.image_size:
         try_image(model, side, model.in_chans, remedy=f": try {option} {{size}}")
 

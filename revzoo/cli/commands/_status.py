@@ -1,6 +1,6 @@
-"""A line on the terminal that says what a command computes, until there is something to print.
+"""What a command says beside its result: what it computes meanwhile, and the files it has written.
 
-It goes to standard error, and only to a terminal: standard output may go into a file.
+Both go to standard error, since standard output may go into a file.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 def show_status(text: str) -> None:
-    """Show the current computation; the next call replaces the line, an empty text clears it."""
+    """Show the current computation on a terminal; the next call replaces it, "" clears it."""
     if sys.stderr.isatty():
         # a line that wraps could not be cleared; 4 columns for the dots
         shown = f"{text[: shutil.get_terminal_size().columns - 5]} ..." if text else ""
         # back to the first column, and clear the line
         sys.stderr.write(f"\r\033[K{shown}")
         sys.stderr.flush()
+
+
+def show_written(*paths: Path | None) -> None:
+    """Name the files that a command has written, on standard error; None was not asked for."""
+    for path in paths:
+        if path is not None:
+            sys.stderr.write(f"wrote {path}\n")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.commands._status import status_of
+from revzoo.cli.commands._status import show_written, status_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -66,3 +66,4 @@ def run(args: argparse.Namespace) -> None:
         report.plot(args.plot)
     if args.tensorboard:
         report.to_tensorboard(args.tensorboard)
+    show_written(args.csv, args.plot, args.tensorboard)

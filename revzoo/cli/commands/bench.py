@@ -31,7 +31,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.commands._status import status_of
+from revzoo.cli.commands._status import show_written, status_of
 
 if TYPE_CHECKING:
     from revzoo.models.network import ImageNetwork
@@ -120,6 +120,7 @@ def run(args: argparse.Namespace) -> None:
             writer.writerows(map(asdict, rows))
     if args.plot:
         draw(rows, args.plot)
+    show_written(args.csv, args.plot)
 
 
 def default_modes(model: ImageNetwork) -> list[str]:

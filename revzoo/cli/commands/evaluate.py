@@ -35,10 +35,8 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from omegaconf import MISSING
-
     from revzoo.cli.config.compose import CONFIGS, Source, compose_checked, to_plain
-    from revzoo.cli.config.quick import EVAL_KEYS
+    from revzoo.cli.config.quick import EVAL_KEYS, check_evaluated
     from revzoo.cli.config.yaml_files import run_of
 
     # on standard error: standard output has only the figures
@@ -61,9 +59,9 @@ def run(args: argparse.Namespace) -> None:
         if "=" not in override and not override.startswith("~"):
             raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")
     config = to_plain(compose_checked(args.overrides, Source("eval")))
-    if config["ckpt"] not in (None, "", MISSING):
-        # a wrong name or path is refused before torch is imported
-        check_source(str(config["ckpt"]))
+    # wrong keys and names are refused before torch is imported
+    check_evaluated(config)
+    check_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate
     from revzoo.training.advice import quiet

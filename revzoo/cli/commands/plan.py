@@ -26,7 +26,7 @@ from revzoo.cli.commands._models import (
     model_for,
     shape_for,
 )
-from revzoo.cli.commands._status import status_of
+from revzoo.cli.commands._status import show_written, status_of
 
 if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
@@ -93,6 +93,7 @@ def run(args: argparse.Namespace) -> None:
         sys.stdout.flush()  # the picture needs more plans
         with status_of(args.plot.name):
             draw(planner, plan, pures, args.plot)
+    show_written(args.save, args.plot)
 
 
 def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
@@ -115,7 +116,7 @@ def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
-    """A sentence with the largest batch, image or depth that has a plan.
+    """A sentence with the largest batch, image or depth that has a plan, and how to see the plan.
 
     Raises:
         ValueError: none fits.
@@ -150,7 +151,13 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     shown, needed = _shown(args, value), in_units(taken[value])
     if value == most:
         return f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
-    return f"the largest {args.fit} of {args.name} in {in_units(budget)}: {shown}, needs {needed}"
+    found = f"the largest {args.fit} of {args.name} in {in_units(budget)}: {shown}, needs {needed}"
+    if args.fit == "depth":
+        return found
+    given = {"batch": shape[0], "image": shape[2], args.fit: value}
+    given |= {name: getattr(args, name) for name in ("classes", "bits", "memory")}
+    options = " ".join(f"--{name} {v}" for name, v in given.items() if v is not None)
+    return f"{found}\nits plan: revzoo plan {args.name} --budget {args.budget} {options}"
 
 
 def _needs(

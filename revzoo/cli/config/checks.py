@@ -16,7 +16,14 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.accelerators import CUDAAccelerator, MPSAccelerator
 
-from revzoo._checks import check_choice, check_names, check_types, did_you_mean, keyword_names
+from revzoo._checks import (
+    check_choice,
+    check_names,
+    check_types,
+    did_you_mean,
+    in_section,
+    keyword_names,
+)
 from revzoo.cli.config.build import PROFILERS, build_data
 from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.quick import (
@@ -128,7 +135,10 @@ def check_data(data: Mapping[str, Any]) -> None:
     hints = {n: hint for kind in kinds for n, hint in get_type_hints(kind.__init__).items()}
     check_types(options, hints, where="data")
     # the constructor checks the values; it reads no files
-    build_data(data)
+    try:
+        build_data(data)
+    except ValueError as error:
+        raise in_section("data", error) from error
 
 
 def check_trainer(trainer: Mapping[str, Any]) -> None:

@@ -92,6 +92,16 @@ def check_quickly(config: Mapping[str, Any]) -> None:
         check_model(config)
 
 
+def check_evaluated(config: Mapping[str, Any]) -> None:
+    """Check the keys of an evaluation, and that it names a checkpoint or weights."""
+    check_names(config, EVAL_KEYS, where="config")
+    if config["ckpt"] in (None, "", MISSING):
+        raise ConfigError(
+            "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
+            "ckpt=revnet38.cifar10"
+        )
+
+
 @contextmanager
 def type_errors_explained() -> Iterator[None]:
     """Explain in one line what Python raises for a value of another type (a list for a name).
@@ -143,7 +153,8 @@ def check_data_complete(data: Mapping[str, Any]) -> None:
     """Check that no option of the data is missing."""
     for key, value in data.items():
         if value == MISSING:
-            raise ConfigError(f"data.{key} is needed: give data.{key}=...")
+            example = "DIR, the folder above train/CLASS/*.jpg" if key == "root" else "..."
+            raise ConfigError(f"data.{key} is needed: give data.{key}={example}")
 
 
 def check_names_by_source(config: Mapping[str, Any]) -> None:

@@ -6,13 +6,11 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import MISSING
-
-from revzoo._checks import check_choice, check_count, check_names
+from revzoo._checks import check_choice, check_count
 from revzoo.cli.config.build import apply_precision, build_data, make_trainer
 from revzoo.cli.config.checks import check_data, check_precision, check_trainer, device_kind
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.config.quick import EVAL_KEYS
+from revzoo.cli.config.quick import check_evaluated
 from revzoo.cli.config.yaml_files import CONFIG_FILE, recorded_config, run_of
 from revzoo.cli.run.folder import errors_naming
 from revzoo.data import DataError
@@ -100,12 +98,7 @@ def check_eval(config: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: naming the option.
     """
-    check_names(config, EVAL_KEYS, where="config")
-    if config["ckpt"] in (None, "", MISSING):
-        raise ConfigError(
-            "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
-            "ckpt=revnet38.cifar10"
-        )
+    check_evaluated(config)
     check_choice("split", config["split"], SPLITS)
     if config["batch_size"] is not None:
         check_count("batch_size", config["batch_size"])

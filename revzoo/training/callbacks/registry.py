@@ -7,7 +7,6 @@ it has a positional parameter, it gets the run's folder there.
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Mapping
 from inspect import signature
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any, get_type_hints
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
 
-from revzoo._checks import check_count, check_types, keyword_names
+from revzoo._checks import check_count, check_types, in_section, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
 from revzoo.training.callbacks.compile import CompiledBranches
@@ -167,10 +166,8 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
     takes_folder = any(p.kind is not p.KEYWORD_ONLY for p in parameters)
     try:
         return factory(*[run_dir] * takes_folder, **options)
-    except ValueError as error:  # constructors write "option=value: expected ..."
-        # callbacks.ema.decay=2: expected ..., or callbacks.ema: another text
-        joint = "." if re.match(r"\w+=", str(error)) else ": "
-        raise ValueError(f"callbacks.{name}{joint}{error}") from error
+    except ValueError as error:
+        raise in_section(f"callbacks.{name}", error) from error
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:

@@ -310,7 +310,7 @@ def test_weights_refuse_other_classes(tmp_path: Path) -> None:
     [
         (ENTRY.name, "give data=NAME"),
         ("irevnet13.digit", "did you mean 'irevnet13.digits'"),
-        ("resnet164", "there are no weights 'resnet164'"),
+        ("resnet164", "there are no weights, file or folder 'resnet164'"),
         ("nothing.safetensors", "there is no checkpoint"),
     ],
 )
@@ -431,5 +431,5 @@ def test_a_name_is_exported(
     assert (tmp_path / "torchvision-resnet18.safetensors").is_file()  # no colon
     with pytest.raises(SystemExit, match=r"there is no checkpoint nowhere\.ckpt"):
         main(["export", "nowhere.ckpt", "--format", "pt2"])
-    with pytest.raises(SystemExit, match="there are no weights 'revnet83'"):
+    with pytest.raises(SystemExit, match="there are no weights, file or folder 'revnet83'"):
         main(["export", "revnet83", "--format", "pt2"])

@@ -60,7 +60,8 @@ def test_audit_of_one_mode_with_real_steps(capsys):
 def test_plan_is_printed_and_saved(capsys, tmp_path):
     file = tmp_path / "plan.json"
     main(["plan", *SMALL, "--budget", "12MiB", "--save", str(file)])
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert told.endswith(f"wrote {file}\n")
     assert "of 12.00 MiB" in printed
     assert "stages.1" in printed
     assert "inverting mode: exact\n" in printed
@@ -78,7 +79,9 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
 
 def test_the_largest_batch_that_fits(capsys):
     main(["plan", *SMALL, "--budget", "20MiB", "--fit", "batch"])
-    batch = int(capsys.readouterr().out.split(": ")[1].split(",")[0])
+    found, plan_of_it = capsys.readouterr().out.splitlines()
+    batch = int(found.split(": ")[1].split(",")[0])
+    assert plan_of_it.endswith(f"revzoo plan revnet38 --budget 20MiB --batch {batch} --image 32")
     model = revzoo.create_model("revnet38")
     peaks = [audit(model, (n, 3, 32, 32), modes=[]).peak_bytes for n in (batch, batch + 1)]
     # a plan leaves some kilobytes of each step to random states and the guard
@@ -121,7 +124,7 @@ def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     ("arguments", "message"),
     [
         (["audit", "revnet38", "--batch", "0"], "expected a whole number >= 1"),
-        (["audit", "revnet38", "--image", "33"], "33"),
+        (["audit", "revnet38", "--image", "33"], "--image=33: Got images of 33x33"),
         (["audit", "revnet38", "--image", "0"], "--image=0: expected a whole number >= 1"),
         (["info", "revnet38", "--size", "0"], "--size=0: expected a whole number >= 1"),
         (
