@@ -16,7 +16,7 @@ extensions = [
     "sphinx.ext.viewcode",
     "reference",  # docs/_ext
 ]
-exclude_patterns = ["_build", "_ext", "guide/README.md"]
+exclude_patterns = ["_build", "_ext"]
 
 html_theme = "pydata_sphinx_theme"
 html_title = "revzoo"

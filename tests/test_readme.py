@@ -120,12 +120,6 @@ def test_relative_links_lead_to_files(page: Path) -> None:
     assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-def test_the_index_has_every_page() -> None:
-    """A page that no index names is not found."""
-    named = {link for link in LINK.findall((GUIDE / "README.md").read_text()) if "/" not in link}
-    assert named == {page.name for page in GUIDE.glob("*.md")} - {"README.md"}
-
-
 def test_the_readme_is_short() -> None:
     """A newcomer reads at most 1,200 words, tables included; the rest is in the guide."""
     assert len(README.read_text().split()) <= 1200
