@@ -13,7 +13,8 @@ NOTE [ What counts as reached ]
     2. A user's class may have many attributes. Of an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So a method of a large object
        does not bring in what only other methods use. A function that calls ``getattr`` may load
-       any attribute. Operators call special methods without naming them, so these count as called.
+       any attribute. Operators call special methods without naming them, so these count as called,
+       and so do methods that override one of torch's or revzoo's.
     3. A module encloses the step if it contains the step, or if one of the module's methods is
        running and may have called ``invertible_checkpoint`` or ``checkpoint``. The other parts of
        an enclosing module belong to other steps. So the search follows only the submodules,
@@ -84,13 +85,7 @@ _STEP_OPTIONS = frozenset(Step.__annotations__)
 # methods that are called without a name in the user's code
 _ENTRY_POINTS = frozenset(
     name for c in (Step, Invertible) for name in vars(c) if name[0] != "_"
-) | {
-    "forward",
-    "__call__",
-    "combine",
-    "uncombine",
-    "recover",
-}
+) | {"forward", "__call__"}
 _STEP_RUNNERS = frozenset(("invertible_checkpoint", "checkpoint"))  # functions that run a step
 _LOADS_ANY = frozenset(("getattr", "vars", "__dict__"))
 _LOADS_ANY_MEMBER = _LOADS_ANY | {
@@ -145,6 +140,7 @@ class _Object(NamedTuple):
     skipped: frozenset[str]  # attributes that are never followed
     all_names: bool  # whether to follow attributes that no function loads by name, too
     wildcards: frozenset[str]  # names that load any attribute
+    called: frozenset[str]  # methods that code of the class's bases may call, which is not searched
 
 
 class Search:
@@ -189,7 +185,8 @@ class Search:
 
     def _expand(self, thing: _Object) -> None:
         for name, functions in thing.methods.items():
-            if name in self.names or (name[:2] == "__" and name not in _NO_OPERATORS):
+            is_operator = name[:2] == "__" and name not in _NO_OPERATORS
+            if name in self.names or name in thing.called or is_operator:
                 for f in functions:
                     self._function(f)
         follows_all = thing.all_names or not thing.wildcards.isdisjoint(self.names)
@@ -384,6 +381,7 @@ class Search:
         all_names: bool = False,
         watch_size: bool = True,
         wildcards: frozenset[str] = _LOADS_ANY,
+        called: frozenset[str] = frozenset(),
     ) -> None:
         """Add a namespace to those that :meth:`run` follows; its place is itself by default."""
         if self.step is not None and attributes is self.step.__dict__:
@@ -392,7 +390,8 @@ class Search:
             place, watch_size = Attributes(self.step), False
         elif place is None:
             place = attributes
-        self._objects.append(_Object(attributes, place, methods, skipped, all_names, wildcards))
+        thing = _Object(attributes, place, methods, skipped, all_names, wildcards, called)
+        self._objects.append(thing)
         if watch_size:
             self.sized.append(attributes)
 
@@ -401,7 +400,9 @@ class Search:
             return
         cls = type(m)
         skipped = _STANDARD | _STEP_OPTIONS if isinstance(m, Step) else _STANDARD
-        self._object(m.__dict__, _methods(cls), skipped, all_names=_inherits_code(cls))
+        called = _named_by_bases(cls)
+        # code that is not searched may load any attribute
+        self._object(m.__dict__, _methods(cls), skipped, all_names=bool(called), called=called)
         self._class(cls)
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             self.sized.append(hooks)
@@ -626,8 +627,9 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 @_cached
-def _inherits_code(cls: type) -> bool:
-    """Whether the class inherits code that is not searched and may load any attribute."""
+def _named_by_bases(cls: type) -> frozenset[str]:
+    """The names that the bases of ``cls`` in torch and revzoo define; empty without such bases."""
     bare = (object, nn.Module, Step, Invertible)
-    roots = [c.__module__.partition(".")[0] for c in cls.__mro__ if c not in bare]
-    return "torch" in roots or "revzoo" in roots
+    bases = [c for c in cls.__mro__ if c not in bare]
+    searched = [c for c in bases if c.__module__.partition(".")[0] in ("torch", "revzoo")]
+    return frozenset(name for c in searched for name in vars(c) if name[:2] != "__")

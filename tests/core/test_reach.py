@@ -15,6 +15,7 @@ from compare import error
 from torch import nn
 
 from revzoo import (
+    ActNorm,
     AdditiveCoupling,
     Invertible,
     ReversibleSequence,
@@ -256,6 +257,43 @@ def test_a_generator_of_its_own_is_drawn_from_again(mode, way):
             found += torch.autograd.grad(net(*x, **context)[1].square().sum(), x)
         results.append([*found, torch.rand(3, generator=given)])
     assert error(*results) < 1e-12
+
+
+def overriding(base, name, **arguments):
+    """A module whose override of one of torch's or revzoo's methods draws from a generator."""
+    generator = torch.Generator().manual_seed(1)
+
+    def override(self, x, *rest):
+        noise = torch.rand(x.shape, dtype=torch.float64, generator=generator)
+        return getattr(base, name)(self, x + noise, *rest)
+
+    return type("Override", (base,), {name: override})(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("base", "name", "arguments"),
+    [
+        (
+            nn.Conv1d,
+            "_conv_forward",
+            {"in_channels": 5, "out_channels": 5, "kernel_size": 3, "padding": 1},
+        ),
+        (ActNorm, "transform", {"channels": 5, "streams": 1}),
+    ],
+)
+def test_an_override_that_only_library_code_calls_is_searched(base, name, arguments):
+    """No code of the user loads its name, so its generator was not found."""
+    results = []
+    for m in ("recompute", "store"):
+        branch = nn.Sequential(overriding(base, name, **arguments).double(), nn.Tanh())
+        net = ReversibleSequence([AdditiveCoupling(branch)], memory=m).eval()
+        torch.manual_seed(0)
+        for p in net.parameters():
+            nn.init.normal_(p)
+        x = vectors(2, 2, 5, 4)
+        net(*x)[1].square().sum().backward()
+        results.append(x.grad)
+    assert error([results[0]], [results[1]]) < 1e-12
 
 
 def test_a_hook_of_a_submodule_does_not_hide_the_submodule():
