@@ -14,7 +14,7 @@ import argparse
 import torch
 
 import revzoo
-from revzoo.core.modes import COUNTED
+from revzoo.core.modes import DEVICE_MODES
 from revzoo.profiling.costs import activation_bytes, forward_flops
 
 VARIANTS = "*_memcnn"
@@ -28,10 +28,10 @@ def row(name: str) -> str:
     size = model.image_size
     images = torch.randn(2 if size > 64 else 8, in_chans, size, size)
     peaks: dict[str, float] = {}
-    for mode in COUNTED if model.default_memory != "store" else ["store", "recompute"]:
+    for mode in DEVICE_MODES if model.default_memory != "store" else ["store", "recompute"]:
         revzoo.set_memory(model, mode)
         peaks[mode] = activation_bytes(model, images) / 2**20
-    cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in COUNTED]
+    cells = [f"{peaks[mode]:,.2f}" if mode in peaks else "-" for mode in DEVICE_MODES]
     gain = f"{peaks['store'] / peaks['invert']:.1f}x" if "invert" in peaks else "-"
     parameters = sum(p.numel() for p in model.parameters())
     flops = forward_flops(model, images) / 1e9
@@ -50,7 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="NAME", help="default: all but MemCNN's")
     args = parser.parse_args()
-    heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in COUNTED)]
+    heads = ["model", "image", "parameters", "GFLOPs", *(f"`{m}`, MiB" for m in DEVICE_MODES)]
     print(f"| {' | '.join(heads)} | `store` over `invert` |")
     print("|---" * (len(heads) + 1) + "|")
     for name in args.models or sorted(

@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 from revzoo.core import threads
 
 CPU = torch.device("cpu")
-HOST = ("cpu", "meta")  # devices without their own random state
+HOST = ("cpu", "meta")  # no accelerators: the CPU's random state is always kept, meta has none
 Source = torch.device | Generator
 States = dict[Source, Tensor]
 
@@ -224,8 +224,8 @@ def autocast_state(device_types: Iterable[str]) -> AutocastState:
 
 
 @functools.cache
-def with_autocast(devices: frozenset[torch.device]) -> list[str]:
-    """The device types of the CPU and ``devices`` that have autocast, in a fixed order."""
+def autocast_device_types(devices: frozenset[torch.device]) -> list[str]:
+    """The device types with autocast among the CPU's and those of ``devices``, in a fixed order."""
     # the CPU always: branches may compute there, whatever the inputs' device
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]
@@ -233,7 +233,7 @@ def with_autocast(devices: frozenset[torch.device]) -> list[str]:
 
 def autocast_dtypes(*devices: torch.device) -> list[torch.dtype]:
     """The dtypes of autocast on the CPU and ``devices``; empty if it is off on all of them."""
-    kinds = with_autocast(frozenset(devices))
+    kinds = autocast_device_types(frozenset(devices))
     return [torch.get_autocast_dtype(d) for d in kinds if torch.is_autocast_enabled(d)]
 
 
@@ -254,7 +254,7 @@ class Surroundings:
 
     def __init__(self, devices: frozenset[torch.device]) -> None:
         self.autocast_dtypes = autocast_dtypes(*devices)
-        self._kinds = with_autocast(devices)
+        self._kinds = autocast_device_types(devices)
         self._autocast = autocast_state(self._kinds)
         self._ambient = ambient()
 

@@ -1,7 +1,7 @@
-"""Calls a step and its inverse, and refuses whatever would make them disagree.
+"""Calls of a step and its inverse, and checks that the two agree.
 
-The words of fixed-point streams move with the values. An inverse undoes neither a hook that changes
-a stream nor a change in place.
+On a grid, the integer words of the streams move with the float values. A hook that changes a
+stream, or a change in place, raises: the inverse would not undo it.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from revzoo.core.fixedpoint import (
     within,
 )
 from revzoo.core.invertible import Invertible, State, Step, as_state, name_of, plain_call
+from revzoo.core.reach import has_global_hooks
 from revzoo.core.tensors import address, as_dense, version_of
 
 
@@ -135,7 +136,7 @@ class _Watch(NamedTuple):
     """A step whose ``forward`` is wrapped while calls of one or more threads run."""
 
     users: list[int]  # number of running calls
-    own: bool  # whether ``forward`` was an attribute of the step, not only of its class
+    on_instance: bool  # whether ``forward`` was an attribute of the step, not only of its class
     forward: Callable[..., Any]
 
 
@@ -171,7 +172,7 @@ def _watched(step: Step) -> Iterator[list[list[Any]]]:
             watch.users[0] -= 1
             if not watch.users[0]:
                 del _watches[id(step)]
-                if watch.own:
+                if watch.on_instance:
                     step.forward = watch.forward
                 else:
                     # deleted, not assigned: as an attribute it would hold the step in a cycle
@@ -188,8 +189,7 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
 
 def hooked(layer: nn.Module) -> bool:
     """Whether forward hooks run on the layer, its own or global ones."""
-    own = layer._forward_hooks or layer._forward_pre_hooks
-    return bool(own or module._global_forward_hooks or module._global_forward_pre_hooks)
+    return bool(layer._forward_hooks or layer._forward_pre_hooks) or has_global_hooks()
 
 
 def calls_only_forward(layer: nn.Module) -> bool:
@@ -211,7 +211,7 @@ def _identity(state: tuple[Any, ...]) -> list[Any]:
     ]
 
 
-class explained:
+class explain_transforms:
     """Add a remedy to torch's error for ``torch.func`` transforms under our hooks."""
 
     __slots__ = ("_step",)

@@ -72,7 +72,7 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
     return handle
 
 
-def waiting(module: nn.Module, on_gradient: OnGradient) -> int:
+def pending_calls(module: nn.Module, on_gradient: OnGradient) -> int:
     """Number of captured calls of ``module`` that this backward pass may still reach.
 
     Counts calls for ``on_gradient`` with a live graph, including the running one.

@@ -92,7 +92,8 @@ def check_inverse(
         **context: keyword arguments of every step; floating-point tensors among them are cast, too.
 
     Raises:
-        ValueError: an inverse returns another number or other shapes of streams than its step took.
+        ValueError: an inverse returns another number or other shapes of streams than its step took,
+            or ``dtypes`` is empty.
         NotInvertibleError: the module or one of its steps has no inverse.
 
     Example:
@@ -107,9 +108,9 @@ def check_inverse(
         parts = [path for path, part in module.named_modules() if path and _has_inverse(part)]
         hint = f"; its part {parts[0]} has one: pass such a part, and its input" if parts else ""
         raise NotInvertibleError(f"{type(module).__name__} has no inverse to check{hint}")
-    rows: list[StepError] = []
     if not dtypes:
-        raise ValueError(f"dtypes={dtypes}: expected a type")
+        raise ValueError(f"dtypes={dtypes}: expected at least one, such as (torch.float32,)")
+    rows: list[StepError] = []
     skipped: dict[torch.dtype, str] = {}
     for dtype in dtypes:
         # a copy for each dtype: a cast back from bfloat16 would not restore the weights
@@ -117,13 +118,13 @@ def check_inverse(
         state = tuple(x.detach().to(dtype) for x in inputs)
         first = next((step for _, step in _atoms(net)), None)
         state = state if first is None else on_grid_of(first, state)
-        given = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
+        cast_context = tree_map_only(Tensor, lambda t: _cast(t, dtype), context)  # noqa: B023
         if any(map(is_lazy, (*net.parameters(), *net.buffers()))):
             with torch.no_grad(), torch.random.fork_rng(_devices(state)):
-                net(*state, **given)  # creates the weights of lazy layers
+                net(*state, **cast_context)  # creates the weights of lazy layers
         try:
             # a step may return another type than it got
-            rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, given)]
+            rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, cast_context)]
         except RuntimeError as error:  # operators without a kernel for the dtype raise it
             skipped[dtype] = str(error).splitlines()[0]
             if len(skipped) == len(dtypes):
@@ -147,7 +148,7 @@ def is_invertible(
         **context: keyword arguments of every step.
 
     Raises:
-        Exception: any error of the forward pass.
+        Exception: any error of the forward pass, except a RangeError: then the result is False.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Conv2d(2, 2, 1))
@@ -161,11 +162,11 @@ def is_invertible(
     if not inputs:
         return True
     net = copy.deepcopy(module).double()
-    given = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
+    cast_context = tree_map_only(Tensor, lambda t: _cast(t, torch.float64), context)
     state = tuple(_cast(x, torch.float64) for x in inputs)
     with torch.no_grad(), torch.random.fork_rng(_devices(state)):
         try:
-            net(*state, **given)  # raises its own errors
+            net(*state, **cast_context)  # raises its own errors
         except RangeError:  # a stream beyond its range cannot be recovered
             return False
     try:
@@ -184,9 +185,9 @@ def _devices(state: State) -> list[torch.device]:
     return list({t.device for t in state if t.device.type == "cuda"})
 
 
-def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> list[StepError]:
+def _round_trips(net: Invertible, state: State, cast_context: Mapping[str, Any]) -> list[StepError]:
     with torch.no_grad():
-        rows = [_round_trip("whole", net, state, given)[0]]
+        rows = [_round_trip("whole", net, state, cast_context)[0]]
         if len(state) == 1 and net.streams == 2:
             (x,), dim, parts = state, getattr(net, "dim", 1), getattr(net, "split", (1, 1))
             sizes = [x.shape[dim] // sum(parts) * n for n in parts]
@@ -194,7 +195,7 @@ def _round_trips(net: Invertible, state: State, given: Mapping[str, Any]) -> lis
                 lambda x: [piece.clone() for piece in torch.split(x, sizes, dim=dim)], state
             )
         for name, step in _atoms(net):
-            row, state = _round_trip(name, step, state, given)
+            row, state = _round_trip(name, step, state, cast_context)
             rows.append(row)
     return rows
 

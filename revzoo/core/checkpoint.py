@@ -72,12 +72,12 @@ from torch import Tensor
 from torch.autograd import forward_ad, profiler
 
 from revzoo.core.ambient import is_captured, runs_eagerly
-from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explained
+from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explain_transforms
 from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
 from revzoo.core.guard import COMPARED, Guard, note_peaks
 from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
 from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
-from revzoo.core.replay import beside_replays, is_replaying, parameters_of
+from revzoo.core.replay import is_replaying, parameters_of
 from revzoo.core.slots import (
     Recording,
     SavedState,
@@ -86,11 +86,11 @@ from revzoo.core.slots import (
     graph_is_kept,
     outside_recordings,
     unpack,
-    use_notes,
+    use_memos,
 )
 from revzoo.core.tensors import tensors_of, version_of
 
-LAZY = (
+_LAZY_WARNING = (
     "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
     "as with memory='store'. If memory is short, call the model on a batch under torch.no_grad() "
     "first, and remove layers that no pass calls"
@@ -127,30 +127,34 @@ def record(
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     # rule 10: in floating point a reconstructed step runs to the end, for the guard
     stops = not tape.entries and (not inverts or not drift_limit)
-    entry = Entry(step, state, context, drift_limit, stops=stops)
+    entry = Entry(step, state, context, drift_limit, inverts=inverts, stops=stops)
     if entry.conditions.has_lazy_layers:
-        warnings.warn(LAZY, UserWarning, stacklevel=2)
-        with beside_replays(step):
-            return call_on_grid(plain_call, step, state, context)
+        warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)
+        return call_on_grid(plain_call, step, state, context)
     tape.close()  # steps inside this one must not join this chain
     # the index that append() below gives the entry
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
-    asided = collect_asides(aside if inverts else None)
     # a recomputed step repeats a hook's change; an inverse would not undo it
     call = call_without_changing_hooks if inverts else plain_call
     try:
-        with entry.conditions, packed, explained(step), asided, use_notes(entry.notes):
+        with (
+            entry.conditions,
+            packed,
+            explain_transforms(step),
+            collect_asides(aside if inverts else None),
+            use_memos(entry.memos),
+        ):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
         if entry.witness is not None:
-            entry.witness.take()  # a tensor whose graph holds the hook that holds the witness
+            entry.witness.take()  # empty it: its tensors' graph holds the hook that holds it
         raise
     # after the call, outside its hooks: the outer step saves these, if there is one (rule 9)
     entry.keep_aside(aside)
     outputs = streams_of(returned, step)
     streams = as_fixed(outputs)
-    entry.observe(as_fixed(state), streams, inverts=inverts)
+    entry.observe(as_fixed(state), streams)
     tape.append(entry, outputs if inverts else None, streams)
     return returned
 
@@ -162,7 +166,10 @@ def _joins(step: Step, state: State) -> bool:
 
 
 def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
-    """Whether autograd records the call, outside transforms and captured graphs."""
+    """Whether autograd records the call and hooks of saved tensors can run.
+
+    They cannot in transforms, captured graphs and forward-mode AD.
+    """
     # torch.func refuses saved-tensor hooks; a captured graph has no Python objects such as slots,
     # and its compiler decides what to keep
     if not torch.is_grad_enabled() or not runs_eagerly():
@@ -319,7 +326,7 @@ class Tape:
         self._move_to(index, inputs, state)
 
     def _nearest(self, index: int) -> tuple[int, Streams]:
-        """The nearest known state behind entry ``index``; at its input for rule 7."""
+        """Where a walk to entry ``index`` starts: the nearest known state, at best its input."""
         if self._cursor is not None and self._cursor[0] >= index:
             return self._cursor
         for landmark in self._landmarks:  # rule 8; the first one behind the entry is the nearest

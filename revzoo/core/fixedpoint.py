@@ -62,7 +62,7 @@ EXTRA_BITS = 29  # of float64 streams
 _TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _EXPECTED_RANGE = 8.0  # inputs below this have DEFAULT_BITS
 _LARGEST_RANGE = 2.0**116  # also of an infinite input: the end of the range must be a float32
-# the fractional bits of that range: each doubling beyond half of the expected one costs a bit
+# the fewest bits that grid="auto" chooses: each doubling of the input above 4 costs one
 COARSEST_BITS = DEFAULT_BITS - int(math.log2(_LARGEST_RANGE / (_EXPECTED_RANGE / 2)))
 _CHUNK = 2**16  # values; the operations of one sum stay in a CPU core's cache
 _CHUNK_OF_DEVICES = 2**22  # values; temporary tensors of 16 MB instead of a stream
@@ -245,8 +245,8 @@ def counting_changes() -> AbstractContextManager[Any]:
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
 
 
-def check_bits(grid: Grid) -> Grid:
-    """Return ``grid``, or raise a ValueError that says what a grid may be."""
+def check_bits(grid: Grid) -> None:
+    """Raise a ValueError unless ``grid`` is valid."""
     whole = isinstance(grid, int) and not isinstance(grid, bool)
     if grid != AUTO and not (whole and 0 <= int(grid) <= MOST_BITS):
         raise ValueError(
@@ -254,7 +254,6 @@ def check_bits(grid: Grid) -> Grid:
             f"({DEFAULT_BITS}: resolution 2**-{DEFAULT_BITS}, range +-{2 ** (30 - DEFAULT_BITS)}), "
             f"or {AUTO!r}: {DEFAULT_BITS}, fewer where the input is large"
         )
-    return grid
 
 
 def can_have_words(state: Iterable[Tensor]) -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from revzoo._checks import check_callable
-from revzoo.core.invertible import Invertible, State
-from revzoo.core.modes import run_step
+from revzoo.core.invertible import Invertible, State, as_state
+from revzoo.core.modes import run_in_mode
 
 
 def invertible_checkpoint(
@@ -51,8 +51,8 @@ def invertible_checkpoint(
             "that the inverse reconstructs by position, the rest by keyword"
         )
     step = _Function(fn, inverse, args)
-    outputs = run_step(step, state, **kwargs)
-    return outputs[0] if step.bare else outputs
+    outputs = run_in_mode(step, state, kwargs)
+    return outputs if isinstance(outputs, Tensor) else as_state(outputs, step)
 
 
 class _Function(Invertible):
@@ -66,17 +66,13 @@ class _Function(Invertible):
     ) -> None:
         super().__init__()
         self.streams = sum(isinstance(a, Tensor) for a in args)
-        self.bare = False  # whether fn returns its tensor without a tuple
         self._fn, self._inverse = fn, inverse
         self._places = tuple(isinstance(a, Tensor) for a in args)
         self._others = tuple(a for a in args if not isinstance(a, Tensor))
 
     def forward(self, *state: Tensor, **context: Any) -> Tensor | State:
         tensors, others = iter(state), iter(self._others)
-        outputs = self._fn(*(next(tensors if p else others) for p in self._places), **context)
-        # set by each call, since the tape always works with tuples
-        self.bare = isinstance(outputs, Tensor)
-        return outputs
+        return self._fn(*(next(tensors if p else others) for p in self._places), **context)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
         return self._inverse(*state, *self._others, **context)

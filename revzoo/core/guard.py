@@ -81,16 +81,16 @@ from revzoo.core.tensors import address, has_values
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need
 # little memory.
 SUMS = 64  # most sums compared per stream
-FEWEST_SUMS = 8  # of a stream with as many values
-SUMMED = 64  # values in a sum, fewer if these are not 8 sums
-OPERAND = 32  # values that show the size of an operand
+FEWEST_SUMS = 8  # of a stream, unless it has fewer values
+SUMMED = 64  # values in a sum; fewer in a small stream
+OPERAND = 32  # values sampled of an operand, to know its size
 PER_CHANNEL = 4  # values compared per channel
 CHANNELS = 128  # most channels compared per stream; other ones in other training steps
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
-VARIANTS = 4  # sets of places in channels; each step draws one
-_FAST = 32  # torch's kernels reduce rows of a multiple of this 2 to 20 times faster on a CPU
-_FEWEST_UNITS = 1024  # of a grid in the largest value of a chain; fewer lose what the guard finds
-_FEWEST = 4  # smallest channel that is compared: the spread of fewer values means little
+VARIANTS = 4  # choices of places in channels, made in advance; each forward pass takes one
+_ROW = 32  # torch's CPU kernels reduce rows of a multiple of this 2 to 20 times faster
+_FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid
+_SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
 
 _draw = random.Random(0)  # draws places without using the caller's random numbers
 
@@ -154,8 +154,8 @@ class Samples(NamedTuple):
     scale: Scale | None = None  # of words
 
 
-class _Drift:
-    """The sampled values of one reconstructed stream."""
+class _Comparison:
+    """The sampled values of one reconstructed stream, to compare with the forward pass's."""
 
     __slots__ = (
         "actual",
@@ -292,8 +292,8 @@ def _values_at(t: Tensor, places: Tensor) -> Tensor:
 def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
     """The smallest and the largest value of each channel."""
     rows = t.movedim(dim, -1)
-    count = _FAST // math.gcd(_FAST, t.shape[dim])  # of pixels in a row
-    if t.device.type == "cpu" and rows.is_contiguous() and rows.numel() % (_FAST * count) == 0:
+    count = _ROW // math.gcd(_ROW, t.shape[dim])  # of pixels in a row
+    if t.device.type == "cpu" and rows.is_contiguous() and rows.numel() % (_ROW * count) == 0:
         pixels = rows.view(-1, count, t.shape[dim])
         return pixels.amin(0).amin(0), pixels.amax(0).amax(0)
     others = [d for d in range(t.dim()) if d != dim]
@@ -336,7 +336,7 @@ def _singles(
     """VARIANTS choices of places in channels, for streams of this shape; None without channels."""
     # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
     dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
-    dims = [d for d in dims if shape.numel() // shape[d] >= _FEWEST]
+    dims = [d for d in dims if shape.numel() // shape[d] >= _SMALLEST_CHANNEL]
     if not dims:
         return [None]
     choices: list[tuple[Tensor, tuple[_Channels, ...]] | None] = []
@@ -373,15 +373,15 @@ class Guard:
     def __init__(self) -> None:
         self._task = -1
         self._start: list[Tensor] = []
-        self._drifts: list[_Drift] = []
-        self._waiting: list[tuple[int, _Drift]] = []  # not yet used, by address
+        self._comparisons: list[_Comparison] = []
+        self._waiting: list[tuple[int, _Comparison]] = []  # not yet used, by address
 
     def begin(self, state: Streams) -> None:
         """Record the state that a backward pass starts from; no effect later in the same pass."""
         # drops figures of a backward pass that an exception ended
         task: int = torch._C._current_graph_task_id()
         if task != self._task:
-            self._task, self._drifts, self._waiting = task, [], []
+            self._task, self._comparisons, self._waiting = task, [], []
             # -1 outside a backward pass, as when a user reads a saved tensor: then nothing calls
             # check()
             if task != -1:
@@ -410,10 +410,10 @@ class Guard:
         for sampled in samples:
             if (t := computed[sampled.stream]) is None:
                 continue
-            drift = _Drift(step, name, limit, sampled, t, half=half, inverts=inverts)
-            self._drifts.append(drift)
+            comparison = _Comparison(step, name, limit, sampled, t, half=half, inverts=inverts)
+            self._comparisons.append(comparison)
             if isinstance(t, Tensor):
-                self._waiting.append((address(t), drift))
+                self._waiting.append((address(t), comparison))
 
     def note_uses(self, used: Sequence[Tensor], state: Streams) -> None:
         """Record the streams that a replay read; the next replay starts from ``state``.
@@ -424,15 +424,15 @@ class Guard:
             return
         addresses = {address(t) for t in used}
         # by address: the next replay reads the reconstructed stream itself or an alias
-        for at, drift in self._waiting:
-            drift.used |= at in addresses
+        for at, comparison in self._waiting:
+            comparison.used |= at in addresses
         addresses = {address(t) for t in state if isinstance(t, Tensor)}
         self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
 
-    def pop_figures(self) -> tuple[list[Tensor], list[_Drift]]:
-        """Return and clear the figures: sizes at the start, drifts."""
-        figures = self._start, self._drifts
-        self._task, self._start, self._drifts, self._waiting = -1, [], [], []
+    def pop_figures(self) -> tuple[list[Tensor], list[_Comparison]]:
+        """Return and clear the figures: sizes at the start, comparisons."""
+        figures = self._start, self._comparisons
+        self._task, self._start, self._comparisons, self._waiting = -1, [], [], []
         return figures
 
 
@@ -482,21 +482,23 @@ class _Pass:
         _warn_of_coarse_grids(magnitudes)
         # one transfer for all chains
         sizes = iter(_read([size for start, _ in figures for size in start]))
-        drifts: list[_Drift] = []
+        comparisons: list[_Comparison] = []
         for start, of_chain in figures:
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
-                if any(drift.half for drift in of_chain):  # NOTE [ Streams that overflow ]
+                if any(
+                    comparison.half for comparison in of_chain
+                ):  # NOTE [ Streams that overflow ]
                     continue
-                for drift in of_chain:
-                    drift.overflowed = True
-            drifts += of_chain
+                for comparison in of_chain:
+                    comparison.overflowed = True
+            comparisons += of_chain
         if beyond is not None:  # NOTE [ Streams that overflow ]
-            floating = [drift for drift in drifts if drift.step.grid is None]
-            if len(floating) < len(drifts) and not beyond[0].half:
+            floating = [comparison for comparison in comparisons if comparison.step.grid is None]
+            if len(floating) < len(comparisons) and not beyond[0].half:
                 _warn_of_peak(*beyond)
-            drifts = floating
+            comparisons = floating
         try:
-            _check_drifts(drifts)
+            _check_comparisons(comparisons)
         except DriftError:
             if found is not None and beyond is None:  # the cause, in a step without a guard
                 raise _range_error(*found) from None
@@ -673,27 +675,29 @@ def _range_error(peak: Peak, value: float) -> RangeError:
     return error
 
 
-def _check_drifts(drifts: list[_Drift]) -> None:
-    errors: dict[_Drift, float] = {}
-    lost: dict[_Drift, float] = {}
+def _check_comparisons(comparisons: list[_Comparison]) -> None:
+    errors: dict[_Comparison, float] = {}
+    lost: dict[_Comparison, float] = {}
     # one stack for all streams of one kind: a transfer for each would stall the device each time
-    for alike in _grouped(drifts):
+    for alike in _grouped(comparisons):
         _measure(alike, errors, lost)
     of_step: dict[Step, float] = {}
-    for drift in drifts:
-        of_step[drift.step] = max(of_step.get(drift.step, 0.0), errors[drift])
+    for comparison in comparisons:
+        of_step[comparison.step] = max(of_step.get(comparison.step, 0.0), errors[comparison])
     for step, error in of_step.items():
         step.drift = error
-    if overflowed := [drift for drift in drifts if drift.overflowed]:
+    if overflowed := [comparison for comparison in comparisons if comparison.overflowed]:
         _warn_of_overflow(overflowed)
     # not <=, so that NaN raises, too
-    for drift in drifts:
-        if not errors[drift] <= drift.limit:
-            raise _failure(drift, _explain(drift, errors[drift], max(errors.values())))
-    for drift in drifts:
+    for comparison in comparisons:
+        if not errors[comparison] <= comparison.limit:
+            raise _failure(
+                comparison, _explain(comparison, errors[comparison], max(errors.values()))
+            )
+    for comparison in comparisons:
         # a channel must keep half as many digits as the limit demands of the stream
-        if drift.used and not lost[drift] <= math.sqrt(drift.limit):
-            raise _failure(drift, _explain_lost(drift, lost[drift]))
+        if comparison.used and not lost[comparison] <= math.sqrt(comparison.limit):
+            raise _failure(comparison, _explain_lost(comparison, lost[comparison]))
 
 
 def _warn_of_peak(peak: Peak, value: float) -> None:
@@ -703,9 +707,13 @@ def _warn_of_peak(peak: Peak, value: float) -> None:
     )
 
 
-def _warn_of_overflow(drifts: list[_Drift]) -> None:
+def _warn_of_overflow(comparisons: list[_Comparison]) -> None:
     # in forward order, the last replay being of the first step; the samples are of its input
-    finite = [drift for drift in reversed(drifts) if drift.samples.figures.isfinite().all()]
+    finite = [
+        comparison
+        for comparison in reversed(comparisons)
+        if comparison.samples.figures.isfinite().all()
+    ]
     where = f"finite up to the input of {finite[-1].name}" if finite else "not finite at its start"
     what = f"a chain of steps ends in values that are not finite; as far as sampled, it is {where}"
     _warn(what, "as in plain training")
@@ -720,16 +728,16 @@ def _warn(what: str, where_else: str) -> None:
     )
 
 
-def _failure(drift: _Drift, message: str) -> DriftError:
+def _failure(comparison: _Comparison, message: str) -> DriftError:
     error = DriftError(message)
-    error.step = drift.step
+    error.step = comparison.step
     return error
 
 
-def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
+def _grouped(comparisons: list[_Comparison]) -> list[list[_Comparison]]:
     """Groups of streams with one shape and device, which are compared together."""
-    groups: dict[tuple[object, ...], list[_Drift]] = {}
-    for d in drifts:
+    groups: dict[tuple[object, ...], list[_Comparison]] = {}
+    for d in comparisons:
         plan = d.samples.plan
         kinds = [(c.dim, c.size) for c in plan.channels]
         # by type, since a stack of words and floats would round the words
@@ -739,27 +747,29 @@ def _grouped(drifts: list[_Drift]) -> list[list[_Drift]]:
     return list(groups.values())
 
 
-def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drift, float]) -> None:
+def _measure(
+    comparisons: list[_Comparison], errors: dict[_Comparison, float], lost: dict[_Comparison, float]
+) -> None:
     """Measure errors relative to the stream, and to the spread of the worst channel."""
-    plans = [d.samples.plan for d in drifts]
-    expected = torch.stack([d.samples.figures for d in drifts]).cpu().double()
-    operand = torch.stack([d.samples.operand for d in drifts]).cpu().double()
-    actual = torch.stack([d.actual for d in drifts]).cpu().double()
+    plans = [d.samples.plan for d in comparisons]
+    expected = torch.stack([d.samples.figures for d in comparisons]).cpu().double()
+    operand = torch.stack([d.samples.operand for d in comparisons]).cpu().double()
+    actual = torch.stack([d.actual for d in comparisons]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
     total = _weights(expected.device, each, torch.float64).sum()
     for figures in (expected, actual):
         figures[:, -sums:] /= total
-    overflowed = torch.tensor([[d.overflowed] for d in drifts], device="cpu")
+    overflowed = torch.tensor([[d.overflowed] for d in comparisons], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
     lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
     difference = (actual - expected).masked_fill(lost_values, 0).abs().nan_to_num(nan=math.inf)
     # not relative to each value: rounding errors have the size of the largest summand
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
-    worst, at = torch.zeros(len(drifts), dtype=torch.float64, device="cpu"), 0
+    worst, at = torch.zeros(len(comparisons), dtype=torch.float64, device="cpu"), 0
     for k, channels in enumerate(plans[0].channels):
-        ends = [torch.stack([d.ranges[k][i] for d in drifts]).cpu().double() for i in (0, 1)]
+        ends = [torch.stack([d.ranges[k][i] for d in comparisons]).cpu().double() for i in (0, 1)]
         spread = ends[1] - ends[0]
         if channels.chosen is not None:
             index = torch.tensor([p.channels[k].chosen for p in plans], device="cpu")
@@ -769,24 +779,25 @@ def _measure(drifts: list[_Drift], errors: dict[_Drift, float], lost: dict[_Drif
         # spread 0: the whole channel is shifted by a constant, which no norm amplifies
         ratio = torch.where(spread > 0, of_channel / spread, 0)
         worst, at = torch.maximum(worst, ratio.amax(1)), at + count
-    errors.update(zip(drifts, relative.tolist(), strict=True))
-    lost.update(zip(drifts, worst.tolist(), strict=True))
+    errors.update(zip(comparisons, relative.tolist(), strict=True))
+    lost.update(zip(comparisons, worst.tolist(), strict=True))
 
 
-def _explain(drift: _Drift, error: float, worst: float) -> str:
+def _explain(comparison: _Comparison, error: float, worst: float) -> str:
     found = (
-        f"{drift.name}: a recomputed stream is off by {error:.2g} of its size (limit "
-        f"{drift.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are wrong. "
+        f"{comparison.name}: a recomputed stream is off by {error:.2g} of its size (limit "
+        f"{comparison.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are "
+        "wrong. "
     )
-    if not drift.inverts:
+    if not comparison.inverts:
         remedy = (
             "It was computed again from the same inputs, so it is not deterministic, or reads "
-            f"values that changed since: {drift.step.instead}"
+            f"values that changed since: {comparison.step.instead}"
         )
-    elif drift.limit == 0:
+    elif comparison.limit == 0:
         remedy = (
             "On a grid it must be equal, so the step is not deterministic, or its output was "
-            f"changed around autograd (y.data, y.numpy()): {drift.step.instead}"
+            f"changed around autograd (y.data, y.numpy()): {comparison.step.instead}"
         )
     else:
         remedy = (
@@ -794,18 +805,18 @@ def _explain(drift: _Drift, error: float, worst: float) -> str:
             "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
             "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
             "(see revzoo.check_inverse()). Remedy: "
-            f"{drift.step.instead_of_inverse}"
+            f"{comparison.step.instead_of_inverse}"
         )
     return found + remedy
 
 
-def _explain_lost(drift: _Drift, ratio: float) -> str:
+def _explain_lost(comparison: _Comparison, ratio: float) -> str:
     return (
-        f"{drift.name}: a channel of recomputed stream {drift.samples.stream} is off by "
-        f"{ratio:.2g} of its spread (limit {math.sqrt(drift.limit):.2g}). It is nearly constant in "
-        "the forward pass, so recomputed it is mostly rounding errors, which a normalisation "
+        f"{comparison.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
+        f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g}). It is nearly "
+        "constant in the forward pass, so recomputed it is mostly rounding errors, which a normalisation "
         "amplifies: the gradients are wrong. Causes: pruned filters, dead channels, streams of "
-        f"zeros. Remedy: {drift.step.instead_of_inverse}"
+        f"zeros. Remedy: {comparison.step.instead_of_inverse}"
     )
 
 

@@ -83,6 +83,15 @@ class Held(NamedTuple):
         now = self.owner.get(self.key)
         return now is (self.tensor if self.original is None else self.original())
 
+    def replaced(self) -> bool:
+        """Whether another tensor is in its place. FSDP2's gathered shards do not count."""
+        if self.still_there():
+            return False
+        assert self.owner is not None
+        now = self.owner.get(self.key)
+        gathered = is_sharded(self.tensor) and not is_sharded(now)
+        return not gathered
+
     def check(self) -> None:
         t = self.tensor
         if (now := version_of(t)) != self.version:
@@ -138,11 +147,6 @@ class Snapshot(NamedTuple):
     module: nn.Module | None  # of a buffer
     training: bool
     unseen: bool  # whether code may change it without a new version
-
-    @property
-    def replaced(self) -> bool:
-        """Whether another tensor is in its place."""
-        return not self.held.still_there()
 
     @property
     def written(self) -> bool:
@@ -350,16 +354,6 @@ def _copy(t: Tensor) -> Tensor:
 def updates_statistics(m: nn.Module) -> bool:
     """Whether the buffers of ``m`` are statistics that it updates in every pass."""
     return m.training and type(m) in _NORMS
-
-
-def replaced(held: Held) -> bool:
-    """Whether another tensor is in its place. FSDP2's gathered shards do not count."""
-    if held.still_there():
-        return False
-    assert held.owner is not None
-    now = held.owner.get(held.key)
-    gathered = is_sharded(held.tensor) and not is_sharded(now)
-    return not gathered
 
 
 def sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
@@ -609,7 +603,7 @@ class StepTensors:
         written = {address(s.held.tensor) for s in snapshots if s.written}
         for s in snapshots:
             overwritten = bool(written) and address(s.held.tensor) in written
-            changed = overwritten or s.replaced
+            changed = overwritten or not s.held.still_there()
             if not changed:
                 self._held.append(s.held)
             elif overwritten and s.before is None:
@@ -648,7 +642,7 @@ class StepTensors:
                 swap(undo, table, name, None)
         for held in self._held:
             owner, tensor = held.owner, held.tensor
-            if owner is not None and owner.get(held.key) is not tensor and replaced(held):
+            if owner is not None and held.replaced():
                 swap(undo, owner, held.key, tensor)
             # requires_grad decides which tensors autograd saves
             if tensor.requires_grad != held.requires_grad and tensor.is_leaf:

@@ -94,11 +94,12 @@ class Step(nn.Module):
     :func:`revzoo.set_memory` changes it."""
 
     exact: bool = False
-    """Whether the step fits mode ``exact``: ``forward`` and ``inverse`` only move values, so they
-    work on integers, too."""
+    """Whether the step fits mode ``exact``: it only moves values, so it works on integers, too, or
+    it adds to its streams (``sums``)."""
 
     sums: bool = False
-    """Whether an exact step instead adds to its streams, by :func:`revzoo.core.fixedpoint.add`."""
+    """Whether an exact step adds to its streams, by :func:`revzoo.core.fixedpoint.add`, instead of
+    only moving values."""
 
     needs_words: bool = False
     """Whether the inverse works only in fixed point; in floating point the step is recomputed."""
@@ -151,11 +152,11 @@ class Step(nn.Module):
 
         A container replaces this by ``nn.Module.__call__``: its members run in their own modes.
         """
-        from revzoo.core.modes import run_by_hand  # imports this module
+        from revzoo.core.modes import run_alone  # imports this module
 
         if not all(isinstance(t, Tensor) for t in state):
             return plain_call(self, *state, **context)
-        return run_by_hand(self, state, context)
+        return run_alone(self, state, context)
 
     def _get_name(self) -> str:
         """The class name in ``repr``, with the memory mode; without it for a container."""
@@ -273,7 +274,7 @@ def is_container(module: nn.Module) -> TypeGuard[Step]:
     return module.delegates or type(module).__call__ is nn.Module.__call__
 
 
-def leaves(module: nn.Module) -> dict[str, Step]:
+def steps_in(module: nn.Module) -> dict[str, Step]:
     """The steps of ``module`` that run in a memory mode, by path; containers do not."""
     return {
         path: m for path, m in module.named_modules() if isinstance(m, Step) and not is_container(m)

@@ -27,7 +27,7 @@ from revzoo._checks import check_module, did_you_mean
 from revzoo.core.calls import (
     call_on_grid,
     explain_streams,
-    explained,
+    explain_transforms,
     refuse_changed_inputs,
     versions_of,
 )
@@ -49,9 +49,9 @@ from revzoo.core.invertible import (
     as_state,
     is_container,
     kind_of,
-    leaves,
     name_of,
     plain_call,
+    steps_in,
     streams_of,
 )
 from revzoo.core.offload import offloaded
@@ -66,8 +66,8 @@ class Mode:
     costs = "nothing"
     inverts = False
     """Whether it recovers a step's inputs from the outputs."""
-    elsewhere = False
-    """Whether it keeps as much as ``store``, but in another memory."""
+    on_host = False
+    """Whether it keeps as much as ``store``, but in host memory."""
     grid: Grid | None = None
     """The default grid of the streams; None for floating-point streams."""
 
@@ -88,10 +88,10 @@ class _Offload(Mode):
     name = "offload"
     keeps = "every activation, in host memory"
     costs = "transfers"
-    elsewhere = True
+    on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
-        with beside_replays(step), offloaded(step), explained(step):
+        with beside_replays(step), offloaded(step), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)
 
 
@@ -135,20 +135,17 @@ MODES: Mapping[str, Mode] = {
     mode.name: mode for mode in (Mode(), _Offload(), _Recompute(), _Invert(), _Exact())
 }
 
-COUNTED = tuple(name for name, mode in MODES.items() if not mode.elsewhere)
-"""The modes that keep different numbers of bytes on the device."""
+DEVICE_MODES = tuple(name for name, mode in MODES.items() if not mode.on_host)
+"""The modes whose activations stay on the device."""
 
 INVERTING = tuple(name for name, mode in MODES.items() if mode.inverts)
 """The modes that recover a step's inputs from its outputs."""
-
-PLANS = ("auto", "budget")
-"""Values of ``memory.mode`` of a run for which it makes a plan: no modes of a step."""
 
 
 def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
     if name not in MODES:
-        if name in PLANS:
+        if name in ("auto", "budget"):  # revzoo.profiling.plan.PLANNED, on a higher floor
             raise ValueError(
                 f"memory mode {name!r} is a plan, with a mode for each step: make one, "
                 "plan = revzoo.plan_memory(model, input_shape, budget='4GiB'), and pass it, "
@@ -172,11 +169,11 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
         RuntimeError: the step changed its input in place, or a hook on it changed its streams.
         ValueError: the step takes another number of streams, or needs integers to be inverted.
     """
-    return as_state(run_alone(step, state, context), step)
+    return as_state(run_in_mode(step, state, context), step)
 
 
-def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    """Like :func:`run_step`, but a single tensor stays bare if the step returned it bare."""
+def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    """:func:`run_step` without the conversion to a tuple: returns what the step returned."""
     if len(state) != step.streams:
         raise ValueError(
             f"{name_of(step)} got {len(state)} streams, expected {step.streams}: pass that many, "
@@ -203,10 +200,10 @@ def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     return outputs
 
 
-def run_by_hand(step: Step, state: State, context: Mapping[str, Any]) -> Any:
-    """:func:`run_alone` for a step that no sequence runs."""
+def run_alone(step: Step, state: State, context: Mapping[str, Any]) -> Any:
+    """Run a step that no sequence runs: renews its words and checks its range."""
     renew_words(state)
-    outputs = run_alone(step, state, context)
+    outputs = run_in_mode(step, state, context)
     if step.grid is not None:
         check_forward_range(step, streams_of(outputs, step))
     return outputs
@@ -263,16 +260,14 @@ def set_memory(
     for each, steps in chosen:
         if isinstance(mode, str):
             each.check(module, steps)
-        if (bits := each.grid if grid is None else grid) is not None:
-            _check_grid(bits, steps)
-        _check_words(each.name, bits, steps)
+        _check_fit(each, grid, steps)
     # after all checks, so that an error changes nothing
     for each, steps in chosen:
         assign_memory(steps, each.name, grid=grid)
     if not isinstance(mode, str):
         for container in filter(is_container, module.modules()):
             # the container splits and merges its streams in the mode of its first step
-            if first := next(iter(leaves(container).values()), None):
+            if first := next(iter(steps_in(container).values()), None):
                 container.memory, container.grid = first.memory, first.grid
 
 
@@ -283,7 +278,7 @@ def modes_in(module: nn.Module) -> set[str]:
     ``memory_options`` names these attributes.
     """
     others: Iterable[Any] = (m for m in module.modules() if hasattr(m, "memory_options"))
-    return {step.memory for step in leaves(module).values()} | {m.memory for m in others}
+    return {step.memory for step in steps_in(module).values()} | {m.memory for m in others}
 
 
 def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
@@ -298,10 +293,11 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
         ) from None
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
-        for path, m in part.named_modules():
+        for inner, m in part.named_modules():
+            # modules of revzoo.compat.memcnn: they have a mode, but are no steps
             if options := getattr(m, "memory_options", None):
                 raise ValueError(
-                    f"{path} {type(m).__name__}".strip()
+                    f"{inner} {type(m).__name__}".strip()
                     + f" has no memory mode to set to {mode!r}: "
                     f"set its {options} instead, or build the model from ReversibleSequence and "
                     "ReversibleBlock"
@@ -325,22 +321,24 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
     Raises:
         ValueError: as :func:`set_memory`.
     """
-    grid = mode_of(mode).grid if grid is None else grid
-    if grid is not None:
-        _check_grid(grid, steps)
-    _check_words(mode, grid, steps)
+    chosen = mode_of(mode)
+    _check_fit(chosen, grid, steps)
+    grid = chosen.grid if grid is None else grid
     for step in steps:
         step.memory = mode
         # a step without inverse is recomputed from its inputs, which need no grid
         step.grid = grid if step.invertible else None
 
 
-def _check_words(mode: str, grid: Grid | None, steps: Sequence[Step]) -> None:
-    if grid is not None or not mode_of(mode).inverts:
-        return
-    for step in steps:
-        if step.needs_words:
-            raise ValueError(_needs_words(step, mode))
+def _check_fit(mode: Mode, grid: Grid | None, steps: Sequence[Step]) -> None:
+    """Raise a ValueError if a step cannot run in ``mode`` on ``grid``; None: on the mode's."""
+    grid = mode.grid if grid is None else grid
+    if grid is not None:
+        _check_grid(grid, steps)
+    elif mode.inverts:
+        for step in steps:
+            if step.needs_words:
+                raise ValueError(_needs_words(step, mode.name))
 
 
 def _needs_words(step: Step, mode: str) -> str:

@@ -40,7 +40,7 @@ from revzoo.core.search import (
 from revzoo.core.tensors import address
 from revzoo.core.threads import locks_of
 
-# attributes that a replay must not restore
+# ours: the result of the search, the forward that calls.py wraps, and the guard's figure
 NOT_RESTORED = frozenset((CACHE_KEY, "forward", "drift"))
 # Names that change tensors without a new version: two bypass autograd, the others are kernels that
 # update statistics.

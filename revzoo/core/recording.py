@@ -38,7 +38,7 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.replay import Conditions
-from revzoo.core.slots import Notes, Recording, Resident, SavedState, Slot, SlotTape, use_notes
+from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, use_memos
 from revzoo.core.tensors import (
     address,
     bytes_of,
@@ -52,9 +52,9 @@ class ReplayMismatchError(RuntimeError):
     """A replay saved other tensors than the forward pass: the step is not deterministic."""
 
 
-# Storages of at most 1/_SMALL_SHARE of the bytes of a step's input are kept, not replayed. In a
-# chain they may fill _MOST_SMALL/_SMALL_SHARE of it: its memory must not grow with its depth.
-_SMALL_SHARE, _MOST_SMALL = 512, 16
+# A saved storage of at most 1/512 of the bytes of the step's input stays in the graph, without a
+# slot. In a chain at most 16 times as many bytes do: its memory must not grow with its depth.
+_SMALL_SHARE, _SMALL_PER_CHAIN = 512, 16
 
 
 class Entry:
@@ -67,9 +67,9 @@ class Entry:
         "dtypes",
         "inverts",
         "limit",
+        "memos",
         "name",
         "needs",
-        "notes",
         "samples",
         "saved",
         "small",
@@ -86,6 +86,7 @@ class Entry:
         context: Mapping[str, Any],
         drift_limit: float | None,
         *,
+        inverts: bool = False,
         stops: bool = False,
     ) -> None:
         """Capture before the forward pass.
@@ -95,6 +96,7 @@ class Entry:
             inputs: its streams.
             context: its keyword arguments.
             drift_limit: largest relative error of what a replay recomputes; None: not compared.
+            inverts: whether the tape recovers the inputs from the outputs.
             stops: whether a replay may stop after the last tensor that it records.
         """
         self.step = step
@@ -109,13 +111,13 @@ class Entry:
         self.context = tree_map_only(Tensor, _leaf, dict(context)) if context else {}
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
-        self.inverts = False
+        self.inverts = inverts
         # weak (rule 1): the graph decides how long slots live; None for resident tensors
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
         self._aside: SavedState | None = None
         # if code may read running statistics, the batch norm must update them in the replay, too
-        self.notes: Notes | None = None if self.conditions.restores_buffers else {}
+        self.memos: Memos | None = None if self.conditions.restores_buffers else {}
         self.stops = stops and step.early_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 
@@ -129,20 +131,16 @@ class Entry:
         """The tensors that the step has put aside."""
         return () if self._aside is None else backing_tensors(self._aside.state(self.name))
 
-    def observe(self, taken: Streams, returned: Streams, *, inverts: bool) -> None:
+    def observe(self, taken: Streams, returned: Streams) -> None:
         """Sample the streams that a replay will recompute, for the guard."""
-        self.inverts = inverts
         if self.limit is None:
             return
         if self.witness is not None:
             # rule 10; recomputed from exact inputs, so no channel can be lost in rounding
             self.samples = sample(self.witness.take(), taken, channels=False)
-        elif not self.step.guarded:
-            pass
-        elif inverts:
-            self.samples = sample(taken, returned)
-        else:
-            self.samples = sample(returned, taken)
+        elif self.step.guarded:
+            computed, known = (taken, returned) if self.inverts else (returned, taken)
+            self.samples = sample(computed, known)
 
     def report(self, guard: Guard, computed: Sampled) -> None:
         """Pass the streams of a replay to the guard."""
@@ -166,12 +164,12 @@ class Entry:
         saved = self.saved
         small = self.small
         witness = self.witness
-        chain = weakref.ref(tape)  # weak: the graph holds this function even without slots
+        tape_ref = weakref.ref(tape)  # weak: the graph holds this function even without slots
 
-        def keeps(size: int) -> bool:
-            alive = chain()
+        def reserve(size: int) -> bool:
+            alive = tape_ref()
             assert alive is not None
-            if size > _MOST_SMALL * small - alive.small_bytes:
+            if size > _SMALL_PER_CHAIN * small - alive.small_bytes:
                 return False
             alive.small_bytes += size
             return True
@@ -186,7 +184,7 @@ class Entry:
                 stays = storage._cdata in resident
                 if not stays and small:
                     size = storage.nbytes()
-                    stays = 0 < size <= small and keeps(size)
+                    stays = 0 < size <= small and reserve(size)
             except (NotImplementedError, RuntimeError):  # sparse, or opaque to torch
                 stays = address(t) in resident
             if stays:
@@ -195,7 +193,7 @@ class Entry:
             # the last tensors without a home in memory are the last that the replay will record
             if witness is not None:
                 witness.note(len(saved), t)
-            alive = chain()
+            alive = tape_ref()
             assert alive is not None
             slot = Slot(alive, index, t.shape, t.dtype)
             saved.append(weakref.ref(slot))
@@ -223,11 +221,11 @@ class Entry:
             if self._aside is not None:
                 inputs: Streams = self.step.replay(outputs, _NoRecorder(self), self.context)  # type: ignore[operator]
             else:
-                inputs = self.inverted(outputs)
+                inputs = self._run_inverse(outputs)
         refuse_changed_outputs(self.name, outputs, versions)
         return self.with_strides(inputs)
 
-    def inverted(self, outputs: Streams) -> Streams:
+    def _run_inverse(self, outputs: Streams) -> Streams:
         """The result of the step's inverse, under the present conditions."""
         assert isinstance(self.step, Invertible)
         inverse = functools.partial(self.step.inverse, **self.context)
@@ -266,8 +264,8 @@ class Entry:
 
     @contextlib.contextmanager
     def _forward_conditions(self, *, inverting: bool = False) -> Iterator[None]:
-        """The conditions and notes of the forward pass."""
-        with self.conditions.restored(inverting=inverting), use_notes(self.notes, recalls=True):
+        """The conditions and memos of the forward pass."""
+        with self.conditions.restored(inverting=inverting), use_memos(self.memos, recalls=True):
             yield
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:
@@ -292,7 +290,7 @@ class Entry:
             # some
             elif self.inverts_words(outputs):
                 with torch.no_grad(), self.conditions.restored(inverting=True):
-                    inputs = self.inverted(outputs)
+                    inputs = self._run_inverse(outputs)
                 if self.saved:
                     laid = as_floats(self.with_strides(inputs))
                     replayed(step.forward, laid, self.needs, self.context, last=True)

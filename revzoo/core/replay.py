@@ -86,7 +86,7 @@ _thread = threading.local()
 
 
 def is_replaying() -> bool:
-    """Whether the calling code runs inside a replay or an inverse, not in a forward pass.
+    """Whether the calling code runs in a replay, the inverse of a sequence, or ``check_inverse``.
 
     For forward hooks and modules with side effects (logging, counting).
 

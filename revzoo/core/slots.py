@@ -95,16 +95,16 @@ def unpack_resident(packed: Resident) -> Tensor:
 
 _Pack = Callable[[Tensor], Any]
 _Unpack = Callable[[Any], Tensor]
-Notes = dict[nn.Module, tuple[Tensor, ...]]
+Memos = dict[nn.Module, tuple[Tensor, ...]]
 
 
 class _Thread(threading.local):
-    """How the running step saves tensors. Outside of its context a field is None."""
+    """How the running step saves tensors. Outside of its context a field is None or False."""
 
     hooks: tuple[_Pack, _Unpack] | None = None  # of the innermost Recording
     aside: list[Tensor] | None = None  # see put_aside
-    notes: Notes | None = None  # see note
-    recalls = False  # whether a replay reads the notes
+    memos: Memos | None = None  # see remember
+    recalls = False  # whether a replay reads the memos
 
 
 _thread = _Thread()
@@ -175,7 +175,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 def outside_recordings() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _ThreadFields(hooks=None, aside=None, notes=None)
+    return _ThreadFields(hooks=None, aside=None, memos=None)
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
@@ -242,26 +242,26 @@ def collect_asides(kept: list[Tensor] | None) -> _ThreadFields:
     return _ThreadFields(aside=kept)
 
 
-def note(layer: nn.Module, *packed: object) -> None:
+def remember(layer: nn.Module, *packed: object) -> None:
     """Let replays of the running step recall small tensors that the layer computed.
 
     Args:
         layer: the caller. Nothing is recalled of a layer that ran twice in the step.
         *packed: the tensors as the graph saved them; nothing is recalled if one has a slot.
     """
-    notes = _thread.notes
-    if notes is not None and not _thread.recalls:
+    memos = _thread.memos
+    if memos is not None and not _thread.recalls:
         # () for a layer that runs twice: a replay could not say which call it repeats
         kept = tuple(p.tensor for p in packed if isinstance(p, Resident))
-        notes[layer] = kept if layer not in notes and len(kept) == len(packed) else ()
+        memos[layer] = kept if layer not in memos and len(kept) == len(packed) else ()
 
 
-def recalled(layer: nn.Module) -> tuple[Tensor, ...]:
-    """In a replay, the tensors that the layer noted in the forward pass; otherwise ()."""
-    notes = _thread.notes
-    return notes.get(layer, ()) if notes is not None and _thread.recalls else ()
+def remembered(layer: nn.Module) -> tuple[Tensor, ...]:
+    """In a replay, the tensors that the layer remembered in the forward pass; otherwise ()."""
+    memos = _thread.memos
+    return memos.get(layer, ()) if memos is not None and _thread.recalls else ()
 
 
-def use_notes(notes: Notes | None, *, recalls: bool = False) -> _ThreadFields:
-    """A context in which :func:`note` writes to ``notes`` or :func:`recalled` reads them."""
-    return _ThreadFields(notes=notes, recalls=recalls)
+def use_memos(memos: Memos | None, *, recalls: bool = False) -> _ThreadFields:
+    """A context in which :func:`remember` writes to ``memos`` or :func:`remembered` reads them."""
+    return _ThreadFields(memos=memos, recalls=recalls)

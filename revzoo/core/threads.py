@@ -73,14 +73,14 @@ swaps = Sections()  # replays that swap the random state
 class RandomLock:
     """Rule 1 of NOTE [ Threads ]."""
 
-    def __init__(self, patience: float = _PATIENCE) -> None:
+    def __init__(self) -> None:
         # reentrant: a replay may run a step, or another backward pass, that draws
         self._lock = threading.RLock()
-        self.patience = patience
+        self.patience = _PATIENCE
 
     def acquire(self) -> bool:
         """Take the lock; returns False after ``patience`` seconds."""
-        if self._lock.acquire(blocking=False) or self._lock.acquire(timeout=self.patience):
+        if self._lock.acquire(timeout=self.patience):
             return True
         # a thread that can never get the lock would else wait for each of its steps
         self.patience /= 2
@@ -118,7 +118,7 @@ def locks_of(modules: Iterable[nn.Module]) -> list[ModuleLock]:
 def acquire(locks: list[ModuleLock]) -> None:
     """Take all locks, or none and raise."""
     for i, lock in enumerate(locks):
-        if lock.lock.acquire(blocking=False) or lock.lock.acquire(timeout=_PATIENCE):
+        if lock.lock.acquire(timeout=_PATIENCE):
             continue
         release(locks[:i])
         raise RuntimeError(

@@ -35,7 +35,7 @@ from backpack.extensions.firstorder.base import (
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from revzoo.core.capture import Call, capture, waiting
+from revzoo.core.capture import Call, capture, pending_calls
 from revzoo.layers.per_sample import (
     layers,
     mixes_samples,
@@ -167,7 +167,7 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
         and not isinstance(getattr(module, "padding", 0), str)
     )
     # squares and norms of several uses do not add up: add the gradients first
-    if tied or not has_rule or waiting(module, _run) > 1 or _sums.holds(module):
+    if tied or not has_rule or pending_calls(module, _run) > 1 or _sums.holds(module):
         _add(module, inputs, gradient, exts)
         return
     for ext in exts:

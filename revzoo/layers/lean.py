@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import calls_only_forward
-from revzoo.core.slots import keeping_shape_of, note, recalled
+from revzoo.core.slots import keeping_shape_of, remember, remembered
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
@@ -95,7 +95,7 @@ def _needs_shape_alone(layer: nn.Module) -> bool:
 
 def _batch_norm(layer: Any, x: Tensor) -> Tensor:
     """``layer(x)`` in training; a replay takes the statistics from the forward pass."""
-    if known := recalled(layer):
+    if known := remembered(layer):
         mean, scale = known
         weight = layer.weight
         with torch.no_grad():
@@ -108,9 +108,11 @@ def _batch_norm(layer: Any, x: Tensor) -> Tensor:
     node = y.grad_fn
     if _repeats_exactly(layer, y) and node is not None and node.name() == _NATIVE:
         saved = node._raw_saved_result1, node._raw_saved_result2
-        note(layer, *(getattr(t, "data", None) for t in saved))  # private: without it do nothing
+        remember(
+            layer, *(getattr(t, "data", None) for t in saved)
+        )  # private: without it do nothing
     else:
-        note(layer)
+        remember(layer)
     return y
 
 

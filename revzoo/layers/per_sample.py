@@ -35,7 +35,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.capture import OnGradient, capture, waiting
+from revzoo.core.capture import OnGradient, capture, pending_calls
 from revzoo.layers.batchnorm import InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
@@ -89,7 +89,7 @@ class Captures:
 
     def left(self, p: nn.Parameter) -> int:
         """How many more times this backward pass may reach ``p``, with the running call."""
-        return sum(waiting(owner, self._on_gradient) for owner in self._owners.get(p, ()))
+        return sum(pending_calls(owner, self._on_gradient) for owner in self._owners.get(p, ()))
 
 
 def mixes_samples(module: nn.Module) -> bool:

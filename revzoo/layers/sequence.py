@@ -40,8 +40,8 @@ from revzoo.core.invertible import (
     bare,
     is_container,
     label_steps,
-    leaves,
     name_of,
+    steps_in,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
 from revzoo.core.replay import Conditions
@@ -284,7 +284,9 @@ class ReversibleSequence(Invertible):
     def _assign_memory_to(self, step: Step) -> None:
         """Set the sequence's memory mode, or ``invert`` if it does not fit."""
         members = [m for m in step.modules() if isinstance(m, Step)]
-        grid = next((s.grid for s in leaves(self).values() if s.invertible and s is not step), None)
+        grid = next(
+            (s.grid for s in steps_in(self).values() if s.invertible and s is not step), None
+        )
         try:
             assign_memory(members, self.memory, grid=grid)
         except ValueError:

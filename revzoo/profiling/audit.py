@@ -25,7 +25,7 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
-from revzoo.core.invertible import Step, leaves
+from revzoo.core.invertible import Step, steps_in
 from revzoo.core.modes import MODES, assign_memory, modes_in, set_memory
 from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
@@ -452,7 +452,7 @@ def audit(
             if mode == present:
                 # the counted step saw other images, so its grids differ: report the model's
                 grids = {row.path: row.grid for row in reversible_blocks(model)}
-                memory = {path: m.memory for path, m in leaves(twin).items()}
+                memory = {path: m.memory for path, m in steps_in(twin).items()}
                 blocks = [
                     (row._replace(grid=grids[row.path]), memory[f"{row.path}.{REVERSIBLE}"])
                     for row in reversible_blocks(twin)

@@ -39,7 +39,7 @@ from dataclasses import replace
 from torch import Tensor, nn
 
 from revzoo._checks import check_choice
-from revzoo.core.invertible import kind_of, leaves
+from revzoo.core.invertible import kind_of, steps_in
 from revzoo.core.modes import INVERTING, assign_memory, mode_of, set_memory
 from revzoo.profiling.chain import Chain, Choice, Kind, Link, levels, words_of
 from revzoo.profiling.trace import (
@@ -69,7 +69,7 @@ def measure(twin: nn.Module, images: Tensor, *, inverting: str) -> list[Trace]:
         ValueError: the model has or calls no step, or nothing in it requires gradient;
             ``inverting`` does not fit.
     """
-    steps = [*leaves(twin).values()]
+    steps = [*steps_in(twin).values()]
     if not steps:
         raise ValueError(
             f"{kind_of(twin)} has no step to plan: make its blocks reversible, "

@@ -32,7 +32,7 @@ from torch import nn
 
 from revzoo._checks import either
 from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
-from revzoo.core.invertible import leaves
+from revzoo.core.invertible import steps_in
 from revzoo.core.modes import INVERTING, default_mode, mode_of, set_memory
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
@@ -440,7 +440,7 @@ PLANNED: Mapping[str, PlannedMode] = {mode.name: mode for mode in (PlannedMode()
 
 def inverting_mode(model: nn.Module) -> str:
     """The present inverting mode of ``model``'s steps; if none inverts, ``exact`` where it fits."""
-    steps = [*leaves(model).values()]
+    steps = [*steps_in(model).values()]
     present = (step.memory for step in steps if mode_of(step.memory).inverts)
     return next(present, default_mode(steps))
 

@@ -52,7 +52,7 @@ from revzoo._checks import check_module, counts_of, shortened
 from revzoo.core.ambient import CountedDraws
 from revzoo.core.fixedpoint import fixed_of
 from revzoo.core.invertible import Step, is_container
-from revzoo.core.modes import COUNTED, MODES, mode_of
+from revzoo.core.modes import DEVICE_MODES, MODES, mode_of
 from revzoo.core.reach import reached
 from revzoo.core.replay import is_replaying
 from revzoo.core.tensors import has_values
@@ -557,7 +557,7 @@ def modes_on(devices: Iterable[torch.device]) -> list[str]:
     On the CPU, ``offload`` would move activations from host memory to host memory.
     """
     on_host = all(device.type in ("cpu", "meta") for device in devices)
-    return list(COUNTED if on_host else MODES)
+    return list(DEVICE_MODES if on_host else MODES)
 
 
 def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[int, ...], int]:

@@ -9,7 +9,7 @@ from compare import conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
-from revzoo.core.capture import capture, waiting
+from revzoo.core.capture import capture, pending_calls
 from revzoo.profiling.live import LiveMemory
 
 MODES = ("store", "offload", "recompute", "invert", "exact")
@@ -127,7 +127,7 @@ def test_each_call_of_a_layer_has_its_own_inputs():
     got = []
 
     def note(call, gradient):
-        got.append((call.inputs()[0], waiting(linear, note)))
+        got.append((call.inputs()[0], pending_calls(linear, note)))
 
     capture(linear, note)
     x = torch.randn(3, 2)

@@ -21,7 +21,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core.invertible import leaves
+from revzoo.core.invertible import steps_in
 from revzoo.core.modes import MODES
 from revzoo.profiling.live import LiveMemory
 
@@ -419,7 +419,7 @@ def test_an_added_step_takes_the_mode_of_the_sequence():
         seq["name"] = coupling()
         built = ReversibleSequence(copy.deepcopy(list(seq)), memory=mode)
         found, expected = (
-            [(s.memory, s.grid) for s in leaves(net).values()] for net in (seq, built)
+            [(s.memory, s.grid) for s in steps_in(net).values()] for net in (seq, built)
         )
         assert found == expected
     set_memory(seq, "exact", grid=12)

@@ -31,7 +31,7 @@ from revzoo import (
     set_memory,
 )
 from revzoo.core.fixedpoint import round_to_grid
-from revzoo.core.invertible import leaves
+from revzoo.core.invertible import steps_in
 from revzoo.core.modes import MODES
 from revzoo.layers.streams import Joint, Streamwise
 from revzoo.profiling.live import LiveMemory
@@ -222,7 +222,7 @@ ALONE = {
 @pytest.mark.parametrize("name", ALONE)
 def test_a_layer_of_one_stream_maps_a_tensor_to_a_tensor(name, mode):
     layer = ALONE[name]().double()
-    if mode == "exact" and not all(step.exact for step in leaves(layer).values()):
+    if mode == "exact" and not all(step.exact for step in steps_in(layer).values()):
         mode = "invert"
     set_memory(layer, mode)
     x = torch.randn(3, 4, 4, 4, dtype=torch.float64, requires_grad=True)

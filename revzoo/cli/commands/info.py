@@ -69,14 +69,14 @@ def _entry(table: WeightsTable, name: str) -> WeightsEntry | None:
 
 
 def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str]]:
-    from revzoo.core.modes import COUNTED, set_memory
+    from revzoo.core.modes import DEVICE_MODES, set_memory
     from revzoo.profiling.costs import activation_bytes, forward_flops
 
     yield "parameters", f"{sum(p.numel() for p in model.parameters()):,}"
     shape = "x".join(map(str, images.shape[1:]))
     show_status("counting operations")
     yield f"forward, {shape}", f"{forward_flops(model, images) / 1e6:,.1f} MFLOP per image"
-    for mode in COUNTED:
+    for mode in DEVICE_MODES:
         try:
             set_memory(model, mode)
         except ValueError:

@@ -17,7 +17,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAveraging
 from pytorch_lightning.strategies import DDPStrategy
 
-from revzoo.core.invertible import leaves
+from revzoo.core.invertible import steps_in
 from revzoo.core.modes import set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
@@ -158,7 +158,7 @@ def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:
     kept += weights * len(callbacks_of(trainer, WeightAveraging))
     if isinstance(trainer.strategy, DDPStrategy):
         kept += gradients  # the buckets that processes exchange
-    if any(step.invertible for step in leaves(module.model).values()):
+    if any(step.invertible for step in steps_in(module.model).values()):
         # copies with which Redo repeats a step that drifted
         kept += buffers + gradients * (_most_accumulated(trainer) > 1)
     return kept

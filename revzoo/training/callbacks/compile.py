@@ -30,7 +30,7 @@ from torch import nn
 
 from revzoo._checks import check_choice
 from revzoo.core import fixedpoint
-from revzoo.core.invertible import Step, leaves
+from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
 from revzoo.models.unit import ResidualUnit, Transition
@@ -125,7 +125,7 @@ def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
 
     Parts are steps and networks of this package: other modules may do what torch cannot compile.
     """
-    steps = leaves(module).values()
+    steps = steps_in(module).values()
     if not steps:
         return
     if all(step.memory == "store" for step in steps) and isinstance(module, (Step, ImageNetwork)):

@@ -19,8 +19,8 @@ from pytorch_lightning.callbacks import LambdaCallback
 from pytorch_lightning.trainer.states import RunningStage
 
 from revzoo._checks import UserError
-from revzoo.core.invertible import leaves
-from revzoo.core.modes import COUNTED, mode_of, set_memory
+from revzoo.core.invertible import steps_in
+from revzoo.core.modes import DEVICE_MODES, mode_of, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.trace import trace_step, undisturbed
 from revzoo.profiling.twins import fake_twin, images_for
@@ -101,7 +101,7 @@ def _drop_frames(error: BaseException) -> None:
 def memory_of(module: Classifier) -> str:
     """The memory mode of a module; ``store`` for a mode that keeps the same elsewhere."""
     mode = str(module.hparams["model"].get("memory") or module.model.default_memory)
-    return "store" if mode_of(mode).elsewhere else mode
+    return "store" if mode_of(mode).on_host else mode
 
 
 def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) -> str:
@@ -113,7 +113,7 @@ def memory_advice(module: Classifier, data: ImageData, *, device: torch.device) 
         device: the device of the training.
     """
     batch_size, spec = data.batch_size, dict(module.hparams["model"])
-    plan = {path: step.memory for path, step in leaves(module.model).items()}
+    plan = {path: step.memory for path, step in steps_in(module.model).items()}
     kinds = sorted(set(plan.values()))
     configured = spec.get("memory") or memory_of(module)
     if mixed := len(kinds) > 1:
@@ -163,7 +163,7 @@ def _remedy(needs: dict[str, float], free: int | None, current: str, batch_size:
 
 def bytes_by_mode(spec: Mapping[str, Any], image_size: int) -> dict[str, float]:
     """:func:`bytes_per_image` in each memory mode that the model has."""
-    counts = {m: bytes_per_image({**spec, "memory": m}, image_size) for m in COUNTED}
+    counts = {m: bytes_per_image({**spec, "memory": m}, image_size) for m in DEVICE_MODES}
     return {mode: count for mode, count in counts.items() if count is not None}
 
 

@@ -10,7 +10,7 @@ import pytest
 import revzoo
 from revzoo.cli.commands import plan
 from revzoo.cli.main import main
-from revzoo.core.modes import COUNTED
+from revzoo.core.modes import DEVICE_MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.bench import bench
 from revzoo.profiling.units import bytes_from
@@ -68,7 +68,7 @@ def test_plan_is_printed_and_saved(capsys, tmp_path):
     assert "s  (to plan with it: --memory invert)\n" in printed
     assert max(map(len, printed.replace(str(file), "").splitlines())) < 80
     compared = printed.split("every step in one mode\n")[1].split("\n\n")[0]
-    assert {line.split()[0] for line in compared.splitlines()} == {*COUNTED}
+    assert {line.split()[0] for line in compared.splitlines()} == {*DEVICE_MODES}
     assert 'revzoo.plan_memory(model, (8, 3, 32, 32), "12MiB")\n' in printed
     assert f'revzoo.set_memory(model, json.load(open("{file}")))\n' in printed
     assert "revzoo train ... memory=budget memory.bytes=12MiB\n" in printed

@@ -57,7 +57,7 @@ def test_the_advice(
     memory: str, free: int | None, batch_size: int, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(out_of_memory, "free_bytes", lambda device: free)
-    monkeypatch.setattr(out_of_memory, "COUNTED", ("store", "invert"))
+    monkeypatch.setattr(out_of_memory, "DEVICE_MODES", ("store", "invert"))
     text = advice(batch_size, memory=memory, units=[1, 1, 1])
     assert message in text
     assert f"with memory={memory}" in text
