@@ -4,14 +4,14 @@ import importlib
 from typing import TYPE_CHECKING
 
 from revzoo.core.check import check_inverse, is_invertible
-from revzoo.core.function import invertible_checkpoint
-from revzoo.core.guard import DriftError, RangeError, drift, set_drift_limit
+from revzoo.core.checkpoint import checkpoint
+from revzoo.core.conditions import is_replaying
+from revzoo.core.entry import ReplayMismatchError
+from revzoo.core.guard import DriftError, drift, set_drift_limit
 from revzoo.core.invertible import Invertible, NotInvertibleError, Step
-from revzoo.core.memory import memory
-from revzoo.core.modes import set_memory
-from revzoo.core.recompute import checkpoint
-from revzoo.core.recording import ReplayMismatchError
-from revzoo.core.replay import is_replaying
+from revzoo.core.invertible_checkpoint import invertible_checkpoint
+from revzoo.core.modes import memory, set_memory
+from revzoo.core.ranges import RangeError
 from revzoo.interop.foreign import ConversionError
 from revzoo.interop.published import load_published
 from revzoo.layers.activation import InvertibleLeakyReLU

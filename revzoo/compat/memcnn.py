@@ -30,9 +30,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.function import invertible_checkpoint
+from revzoo.core.checkpoint import checkpoint
 from revzoo.core.invertible import Step
-from revzoo.core.recompute import checkpoint
+from revzoo.core.invertible_checkpoint import invertible_checkpoint
 from revzoo.layers import coupling as couplings
 from revzoo.layers.adapters import AffineAdapterNaive, AffineAdapterSigmoid, ScaledCoupling
 from revzoo.layers.sequence import ReversibleSequence

@@ -4,7 +4,7 @@ Libraries for these quantities keep the input of each layer, from a forward hook
 So all inputs stay alive, and a reversible network saves no memory. If activations are recomputed,
 their forward hooks also run twice. Here the input of a layer is one more tensor that its step saves
 for the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the
-tape ] in :mod:`revzoo.core.checkpoint`). A mode that drops activations drops it, too; the replay
+tape ] in :mod:`revzoo.core.tape`). A mode that drops activations drops it, too; the replay
 fills it in again, and it is freed after the layer's backward. So at most the inputs of one step are
 alive.
 
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from revzoo.core.ambient import runs_eagerly
+from revzoo.core.global_state import runs_eagerly
 from revzoo.core.slots import graph_is_kept, save_for_backward
 
 OnGradient = Callable[["Call", Tensor], None]

@@ -1,359 +1,265 @@
-"""The invertible checkpoint: activations leave memory in the forward pass and return, step by
-step, in the backward pass.
+"""Any function as a recomputed step: a drop-in for ``torch.utils.checkpoint.checkpoint``.
 
-``torch.utils.checkpoint`` keeps the input of every segment. A chain of invertible steps needs only
-its last output. This module runs each step as ordinary autograd code under saved-tensor hooks and
-holds the package's only backward rule, :meth:`Tape.replay`. There is no custom
-``autograd.Function``: gradients reach parameters through their own accumulate nodes, so hooks,
-DDP, ``autograd.grad`` and frozen parameters work as usual.
+The call is a :class:`~revzoo.Step` in memory mode ``recompute``: a tape of one entry that keeps the
+function's tensor arguments (rule 7 of NOTE [ Slots and the tape ] in
+:mod:`revzoo.core.tape`). A replay restores more than torch's version: normalisation
+statistics count a batch once, and other buffers, ``torch.Generator`` objects, train/eval flags,
+rebound variables and mutated lists have their values of the forward pass (NOTE [ What a replay
+restores ] in :mod:`revzoo.core.conditions`).
 
-Source: Gomez et al., "The Reversible Residual Network", 2017, arXiv 1707.04585, algorithm 1. The
-hooks work as in ``torch.utils.checkpoint(use_reentrant=False)``.
-
-NOTE [ Slots and the tape ]
-    forward     step 0     step 1     step 2            The graph saves *slots* instead of
-              x ------> s ------> s ------> y           activations, so the activations
-                 slots      slots      slots            are freed at once.
-    backward                          <---- y           When the graph reads a slot of step 2,
-                            <---- s                     we replay step 2. That also gives its
-                                                        input s, from which we replay step 1.
-
-    1. A slot replaces one saved activation in the graph. Some tensors that are small beside the
-       step's input, such as frozen scales, have no slot. Slots hold the tape. The tape refers to
-       slots weakly, and its entries hold only the data for a replay. So there is no
-       reference cycle: reference counting frees graph and tape.
-    2. The tape holds one *known state*, normally the last output. It is a detached alias, which
-       shares the version counter, so later in-place changes are detected. ``_position`` is the
-       index of the entry that follows this state.
-    3. When the graph reads an empty slot, the tape walks back from the nearest known state to the
-       slot's step. It inverts the entries on the way, replays the step itself with recording on,
-       and fills the step's slots.
-    4. If the graph will not be used again and every later slot is filled or freed, we cut the
-       tape: the step's input becomes the known state, and everything after it is freed before we
-       record the next step. Filled slots keep their value until the graph drops them.
-    5. Otherwise (retain_graph, create_graph, a partial graph) the known state stays, and the walk
-       continues from a *cursor*. When the cursor moves on, the slots are emptied. A kept graph does
-       not drop its slots, so each is emptied when it is read. To reach a step that the cursor has
-       passed, the walk starts again from the known state: slower, but correct. So any order of
-       unpacking is correct. At the end of the walk the cursor is dropped.
-    6. Filling is atomic: an exception inside a replay leaves tape, slots and modules unchanged.
-    7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
-       its output.
-    8. The caller may hold an intermediate state, such as the output of a backbone with several
-       heads. Such states are *landmarks*: a walk starts from the nearest one. So the steps after a
-       landmark may change before the steps in front of it are differentiated. The tape refers to
-       landmarks weakly.
-    9. A step inside another step (a sequence in a branch) has its own tape. Its known state is an
-       activation of the outer step: a slot of the outer step holds it, and is filled when the outer
-       step is replayed. So memory does not grow with the number of outer steps.
-   10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares the last three tensors. A
-       rounded reconstruction is replayed to the end, since the guard compares the reconstructed
-       input.
-
-NOTE [ Chains joined by hand ]
-    Invertible modules called one after the other form one chain, also without a container. A new
-    step continues a tape if its input is exactly the tape's known state: the same tensors, not
-    changed since. We look up the tape by the ``id`` of the last tensor; weak references show
-    whether this id still belongs to the same tensor.
+Known limit: a plain call inside ``torch.compile``, ``torch.export`` and ``torch.func`` transforms.
 """
 
 from __future__ import annotations
 
-import itertools
-import warnings
-import weakref
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+import contextlib
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from types import MethodType
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.autograd import forward_ad, profiler
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from revzoo.core.ambient import is_captured, runs_eagerly
-from revzoo.core.calls import call_on_grid, call_without_changing_hooks, explain_transforms
-from revzoo.core.fixedpoint import Fixed, Streams, as_fixed, backing_tensors, fixed_of, peaks_of
-from revzoo.core.guard import COMPARED, Guard, note_peaks
-from revzoo.core.invertible import State, Step, name_of, plain_call, streams_of
-from revzoo.core.recording import DIFFERENTIATES_INSIDE, Entry
-from revzoo.core.replay import is_replaying, parameters_of
-from revzoo.core.slots import (
-    Recording,
-    SavedState,
-    Slot,
-    collect_asides,
-    graph_is_kept,
-    outside_recordings,
-    unpack,
-    use_memos,
-)
-from revzoo.core.tensors import tensors_of, version_of
+from revzoo._checks import check_callable
+from revzoo.core.invertible import State, Step
+from revzoo.core.modes import run_step
+from revzoo.core.tensors import tensors_of
 
-_LAZY_WARNING = (
-    "lazy layers have no weights yet: until they do, steps that hold them keep their activations, "
-    "as with memory='store'. If memory is short, call the model on a batch under torch.no_grad() "
-    "first, and remove layers that no pass calls"
-)
+_Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
-def record(
-    step: Step,
-    state: State,
-    context: Mapping[str, Any],
-    *,
-    inverts: bool,
-    drift_limit: float | None,
+def checkpoint(
+    fn: Callable[..., Any] | None = None,
+    /,
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[[], _Contexts] | None = None,
+    determinism_check: Literal["default", "none"] = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    respect_saved_tensors_hooks: bool | None = None,
+    **kwargs: Any,
 ) -> Any:
-    """Call ``step`` under hooks that save slots instead of its activations.
+    """``fn(*args, **kwargs)``, whose activations are recomputed in the backward pass.
+
+    Takes the arguments of ``torch.utils.checkpoint.checkpoint``: to switch, change the import.
 
     Args:
-        step: the step.
-        state: its input.
-        context: its keyword arguments.
-        inverts: whether the tape recovers the input from the output; if not, it keeps the input.
-        drift_limit: largest relative error that the guard accepts in a replay; None: no guard.
+        fn: any callable: a module, a method, a lambda. A replay restores modules, tensors and
+            generators that it closes over, is bound to or uses as globals, as in
+            :func:`~revzoo.invertible_checkpoint`. Without ``fn``, returns a decorator.
+        *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
+        use_reentrant: accepted, no effect: this checkpoint is never reentrant.
+        preserve_rng_state: accepted, no effect: a replay always draws the same random numbers.
+            With others, the gradient of dropout would use another mask than its value.
+        context_fn: returns two contexts, for the forward pass and for replays, e.g.
+            ``create_selective_checkpoint_contexts`` of torch.
+        determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
+            tensors, and some values; ``"none"`` does not compare values.
+        debug: list the operators of both passes in a :class:`~revzoo.ReplayMismatchError`.
+        early_stop: stop a replay when it has all tensors that the graph needs.
+        respect_saved_tensors_hooks: None or False: the arguments stay where they are.
+        **kwargs: as ``args``.
+
+    Returns:
+        The object that ``fn`` returns.
+
+    Raises:
+        TypeError: ``fn`` cannot be called.
+        ValueError: an option has another value.
+        RuntimeError: ``fn`` changed a tensor argument in place, or ran a backward pass through its
+            own values: call such a function directly.
+        ReplayMismatchError: in the backward pass, if ``fn`` is not deterministic.
+        DriftError: after the backward pass, if values differ.
+
+    Example:
+        >>> block = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh())
+        >>> revzoo.checkpoint(block, torch.randn(4, 8)).sum().backward()
+        >>> block[1].num_batches_tracked  # torch.utils.checkpoint counts 2
+        tensor(1)
     """
-    if drift_limit is not None and is_captured():
-        raise RuntimeError(
-            f"{name_of(step)} runs while a CUDA graph is captured, but the guard reads its figures "
-            "on the host after each backward pass: switch it off with "
-            "revzoo.set_drift_limit(model, None), or use memory='store'"
+    if determinism_check not in ("default", "none"):
+        raise ValueError(f"determinism_check={determinism_check!r}: expected 'default' or 'none'")
+    if debug and context_fn is not None:
+        raise ValueError(
+            "debug=True got a context_fn, too: expected one of them, since debug needs its own "
+            "contexts"
         )
-    # rule 7; otherwise the step joins the chain that ends with its input
-    if not inverts:
-        tape = Tape(state)
-    else:
-        tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    # rule 10: in floating point a reconstructed step runs to the end, for the guard
-    stops = not tape.entries and (not inverts or not drift_limit)
-    entry = Entry(step, state, context, drift_limit, inverts=inverts, stops=stops)
-    if entry.conditions.has_lazy_layers:
-        warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)
-        return call_on_grid(plain_call, step, state, context)
-    tape.close()  # steps inside this one must not join this chain
-    # the index that append() below gives the entry
-    packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
-    aside: list[Tensor] = []
-    # a recomputed step repeats a hook's change; an inverse would not undo it
-    call = call_without_changing_hooks if inverts else plain_call
-    try:
-        with (
-            entry.conditions,
-            packed,
-            explain_transforms(step),
-            collect_asides(aside if inverts else None),
-            use_memos(entry.memos),
-        ):
-            returned = call_on_grid(call, step, state, context)
-    except BaseException:
-        if entry.witness is not None:
-            entry.witness.take()  # empty it: its tensors' graph holds the hook that holds it
-        raise
-    # after the call, outside its hooks: the outer step saves these, if there is one (rule 9)
-    entry.keep_aside(aside)
-    outputs = streams_of(returned, step)
-    streams = as_fixed(outputs)
-    entry.observe(as_fixed(state), streams)
-    tape.append(entry, outputs if inverts else None, streams)
+    if respect_saved_tensors_hooks:
+        raise ValueError(
+            "respect_saved_tensors_hooks=True: expected None or False. Arguments are kept where "
+            "they are, whatever hooks surround the call; use memory='offload' on a step instead"
+        )
+    options = _Options(context_fn, determinism_check == "default", debug, early_stop)
+    if fn is not None:
+        check_callable("fn", fn)
+        return _run(fn, args, kwargs, options)
+    if args or kwargs:
+        raise ValueError("checkpoint() without a function got arguments for one: pass fn first")
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def checkpointed(*args: Any, **kwargs: Any) -> Any:
+            return _run(fn, args, kwargs, options)
+
+        return checkpointed
+
+    return decorate
+
+
+class _Options(NamedTuple):
+    context_fn: Callable[[], _Contexts] | None
+    compares: bool
+    debug: bool
+    early_stop: bool
+
+
+def _run(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+) -> Any:
+    if torch.compiler.is_compiling():
+        return fn(*args, **kwargs)
+    call = _Call(args, kwargs)
+    step = Checkpoint(fn, call)
+    step.early_stop = options.early_stop
+    if options.context_fn is not None:
+        step.contexts = first, _ = options.context_fn()
+        if hasattr(first, "respect_saved_tensors_hooks"):  # torch's selective checkpointing
+            first.respect_saved_tensors_hooks = False  # the outer hooks are ours
+    elif options.debug:
+        step.contexts = _Operators(), _Operators()
+    if not options.compares:
+        step.drift_limit = None
+    # a fresh step for each call: it holds this call's arguments
+    run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
+    # the object that fn returned, not the tape's tuple; dropped, since it holds the graph
+    returned, call.returned = call.returned, None
     return returned
 
 
-def _joins(step: Step, state: State) -> bool:
-    """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
-    # a floating-point step would recover the words of fixed-point streams only nearly
-    return step.grid is not None or not any(fixed_of(t) is not None for t in state)
+class _Call:
+    """Arguments and result of the forward pass: the caller's objects.
 
-
-def differentiates(step: Step, state: State, context: Mapping[str, Any]) -> bool:
-    """Whether autograd records the call and hooks of saved tensors can run.
-
-    They cannot in transforms, captured graphs and forward-mode AD.
+    Not part of the step, so that the search of :mod:`revzoo.core.search` does not find them.
     """
-    # torch.func refuses saved-tensor hooks; a captured graph has no Python objects such as slots,
-    # and its compiler decides what to keep
-    if not torch.is_grad_enabled() or not runs_eagerly():
-        return False
-    if forward_ad._current_level >= 0 and not is_replaying():  # a replay needs no tangents
-        return False
-    if any(t.requires_grad for t in state):
-        return True
-    # most states require gradient, so the parameters are rarely searched
-    tensors = itertools.chain(tensors_of(context), parameters_of(step.subject))
-    return any(t.requires_grad for t in tensors)
+
+    __slots__ = ("arguments", "returned")
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = (args, kwargs)
+        self.returned: Any = None
 
 
-def _in_profiles(entry: Entry) -> AbstractContextManager[Any]:
-    """A named range in the profile; costs nothing while no profiler runs."""
-    if not profiler._is_profiler_enabled:
-        return nullcontext()
-    return profiler.record_function(f"revzoo.replay {entry.name}")
+class Checkpoint(Step):
+    """``fn`` as a step of the tensors among its arguments; holds the other arguments."""
 
+    memory = "recompute"
+    instead = (
+        "call it without checkpoint(); determinism_check='none' turns the comparison of values off"
+    )
+    contexts: _Contexts = (contextlib.nullcontext(), contextlib.nullcontext())
 
-def _marks_of(state: Streams) -> list[tuple[int, bool]]:
-    # requires_grad, too: detach_() takes a tensor out of the graph without a new version
-    return [(version_of(t), t.requires_grad) for t in backing_tensors(state)]
-
-
-def _detached(state: Streams) -> Streams:
-    return tuple([t if isinstance(t, Fixed) else t.detach() for t in state])
-
-
-class _Landmark(NamedTuple):
-    """An intermediate state that the caller may hold (rule 8)."""
-
-    position: int
-    refs: list[weakref.ref[Tensor]]
-    marks: list[tuple[int, bool]]
-
-    def alive(self) -> bool:
-        return all(ref() is not None for ref in self.refs)
-
-    def state(self) -> Streams | None:
-        """The detached state; None if it was freed or changed in place."""
-        state = tuple(t for ref in self.refs if (t := ref()) is not None)
-        intact = len(state) == len(self.refs) and _marks_of(state) == self.marks
-        return _detached(as_fixed(state)) if intact else None
-
-
-class Tape:
-    """A chain of executed steps and one known state (NOTE [ Slots and the tape ])."""
-
-    def __init__(self, state: State | None = None) -> None:
-        self.entries: list[Entry] = []
-        self.small_bytes = 0  # of the small tensors that the graph keeps itself, see rule 1
-        self._position = 0
-        self._returned: list[weakref.ref[Tensor]] = []  # the known state as the step returned it
-        self._landmarks: list[_Landmark] = []
-        self._known: SavedState | None = None
-        self._marks: list[tuple[int, bool]] = []
-        if state is not None:
-            self._set_known(state)
-        # rule 5
-        self._cursor: tuple[int, Streams] | None = None
-        self._filled: list[weakref.ref[Slot]] = []
-        self._guard = Guard()
-        self._stride = 1  # every so many entries keep samples
-
-    @staticmethod
-    def ending_with(state: State) -> Tape:
-        """The tape that ends with ``state``, or a new one (NOTE [ Chains joined by hand ])."""
-        # ids are reused: _knows() compares the objects
-        tape = _open_tapes.get(id(state[-1]))
-        return tape if tape is not None and tape._knows(state) else Tape()
-
-    def append(self, entry: Entry, outputs: State | None, streams: Streams = ()) -> None:
-        """Add an executed step.
-
-        Its ``outputs`` become the known state, unless None (rule 7); ``streams`` are the same with
-        their words.
-        """
-        self.entries.append(entry)
-        if outputs is None:
-            return
-        self._thin_samples()
-        # marks of the returned tensors: the caller can change those, but not the words
-        self._known, self._marks = SavedState(_detached(streams)), _marks_of(outputs)
-        self._position = len(self.entries)
-        if self._landmarks and not self._landmarks[-1].alive():
-            self._landmarks.pop()  # the usual case: in a sequence nobody holds intermediate states
-        self._returned = [weakref.ref(t) for t in outputs]
-        self._landmarks.append(_Landmark(self._position, self._returned, self._marks))
-        # entries of freed tensors stay until the tape dies, and then do no harm (ending_with)
-        _open_tapes[id(outputs[-1])] = self
-
-    def _thin_samples(self) -> None:
-        """Bound the guard's memory: of a long chain, sample every second, fourth, ... step."""
-        if len(self.entries) > COMPARED * self._stride:
-            self._stride *= 2
-            # of the entries that still have samples, every second one loses them
-            for entry in self.entries[:: self._stride // 2][1::2]:
-                entry.samples = []
-        if (len(self.entries) - 1) % self._stride:
-            self.entries[-1].samples = []
-
-    def close(self) -> None:
-        """Let no step join until the next one is appended."""
-        self._returned = []
-
-    def _set_known(self, state: Streams) -> None:
-        self._known, self._marks = SavedState(_detached(as_fixed(state))), _marks_of(state)
-
-    def _knows(self, state: State) -> bool:
-        return (
-            len(state) == len(self._returned)
-            and all(ref() is t for t, ref in zip(state, self._returned, strict=True))
-            and _marks_of(state) == self._marks
+    def __init__(self, fn: Callable[..., Any], call: _Call) -> None:
+        super().__init__()
+        leaves, self._structure = tree_flatten(call.arguments)
+        tensors = _distinct_tensors(leaves)
+        self.streams = len(tensors)
+        self.label = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._fn = fn
+        self._call = call
+        self._leaves = tuple(
+            _Place(tensors[t], type(t) is nn.Parameter) if isinstance(t, Tensor) else t
+            for t in leaves
         )
+        self._module = _module_of(fn)
 
-    def replay(self, index: int) -> None:
-        """Fill the slots of entry ``index``: the package's backward rule."""
-        # entries are appended after their forward pass, and cut after their backward pass
-        if index >= len(self.entries):
-            raise RuntimeError(DIFFERENTIATES_INSIDE)
-        with _in_profiles(self.entries[index]), outside_recordings():
-            self._replay(index)
+    @property
+    def subject(self) -> nn.Module:
+        """``fn`` if it is a module, so that the result of the search is kept with it."""
+        return self if self._module is None else self._module
 
-    def _replay(self, index: int) -> None:
-        position, state = self._nearest(index)
-        # without a guard, nothing is read from the device
-        if any(entry.limit is not None for entry in self.entries[index : max(position, index + 1)]):
-            # a kept input (rule 7) has no error
-            self._guard.begin(state if self._position else ())
-            note_peaks(peaks_of(state))
-        if position > index + 1:
-            # steps whose slots nobody reads (a partial graph) are only inverted
-            for i in range(position - 1, index, -1):
-                state = self.entries[i].invert(state)
-                self.entries[i].report(self._guard, state)
-            # before recording, which is the peak: later states are freed first (rule 4)
-            self._move_to(index + 1, state, state)
-        entry = self.entries[index]
-        if position > index:
-            inputs, computed, replayed = entry.record_from_outputs(state)
-            entry.report(self._guard, computed)
-            self._guard.note_uses(replayed.used, inputs or ())
+    def others(self) -> dict[str, Any]:
+        """The arguments that are no tensors, unless a search of the subject finds them."""
+        others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
+        return {"arguments": others} if others and self._module is not None else {}
+
+    def forward(self, *state: Tensor, **context: Any) -> State:
+        first, again = self.contexts
+        # the forward pass gets the caller's own objects, once; a replay gets copies of the
+        # containers
+        if self._call.arguments is not None:
+            (args, kwargs), self._call.arguments = self._call.arguments, None
+            with first:
+                self._call.returned = returned = self._fn(*args, **kwargs)
         else:
-            inputs = state
-            computed, replayed = entry.record_from_inputs(state)
-            if self._position == 0:  # rule 7
-                entry.report(self._guard, computed)
-        # rule 5: a kept graph still holds the slots of the step before, so empty them by hand
-        for ref in self._filled:
-            if (slot := ref()) is not None:
-                slot.value = None
-        self._filled = replayed.fill()
-        self._move_to(index, inputs, state)
+            # new containers, with their content before the forward pass
+            leaves = [leaf.of(state) if isinstance(leaf, _Place) else leaf for leaf in self._leaves]
+            args, kwargs = tree_unflatten(leaves, self._structure)
+            if isinstance(again, _Operators):
+                again.lines.clear()  # drop an earlier replay's
+            with again:
+                returned = self._fn(*args, **kwargs)
+        return tuple(t for t in tree_leaves(returned) if isinstance(t, Tensor))
 
-    def _nearest(self, index: int) -> tuple[int, Streams]:
-        """Where a walk to entry ``index`` starts: the nearest known state, at best its input."""
-        if self._cursor is not None and self._cursor[0] >= index:
-            return self._cursor
-        for landmark in self._landmarks:  # rule 8; the first one behind the entry is the nearest
-            if landmark.position >= index and (state := landmark.state()) is not None:
-                return landmark.position, state
-        assert self._known is not None
-        return self._position, self._known.state(self.entries[-1].name)
-
-    def _move_to(self, index: int, state: Streams | None, after: Streams) -> None:
-        """Continue from ``state``, the input of entry ``index``: cut (rule 4) or keep (rule 5).
-
-        ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
-        """
-        # from the end: there, entries that are still wanted are found soonest
-        if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
-            self._cursor = (index + 1, after) if state is None else (index, state)
-            # at the end of the walk: the tapes of inner steps outlive it by the outer walk
-            if not any(entry.wanted for entry in reversed(self.entries[:index])):
-                self._cursor = None
-            return
-        del self.entries[index:]
-        self.close()
-        self._landmarks = [m for m in self._landmarks if m.position < index]
-        self._known = None
-        if state is not None:
-            self._set_known(state)
-        self._position, self._cursor, self._filled = index, None, []
+    def difference(self) -> str:
+        first, again = self.contexts
+        if not (isinstance(first, _Operators) and isinstance(again, _Operators)):
+            return ""
+        return f"\nOperators of the forward pass:\n{first}\nOperators of the replay:\n{again}"
 
 
-_open_tapes: weakref.WeakValueDictionary[int, Tape] = weakref.WeakValueDictionary()
+_PLAIN = (int, float, str, type(None))
+_CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
+
+
+def _module_of(fn: Any) -> nn.Module | None:
+    """``fn`` if it is a module, or the module whose ``forward`` it is."""
+    # block.forward and block are the same work: both use the search result that the block holds
+    owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
+    return owner if isinstance(owner, nn.Module) else None
+
+
+class _Place(NamedTuple):
+    """Replaces a tensor of the state among the leaves."""
+
+    i: int
+    is_parameter: bool
+
+    def of(self, state: State) -> Tensor:
+        """The tensor (detached in a replay), wrapped as a parameter if it was one."""
+        t = state[self.i]
+        return nn.Parameter(t, t.requires_grad) if self.is_parameter else t
+
+
+def _distinct_tensors(tree: Any) -> dict[Tensor, int]:
+    """The distinct tensors in ``tree`` and their positions: in ``f(x, x)`` x is one tensor."""
+    return {t: i for i, t in enumerate(dict.fromkeys(tensors_of(tree)))}
+
+
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lists the operators that run, for ``debug``."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.lines: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        shapes = ", ".join(_described(t) for t in tree_leaves((args, kwargs)))
+        self.lines.append(f"  {func}({shapes})")
+        return func(*args, **(kwargs or {}))
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines) or "  none"
+
+
+def _described(leaf: Any) -> str:
+    if isinstance(leaf, Tensor):
+        return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}"
+    return repr(leaf)

@@ -50,7 +50,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from revzoo.core.ambient import autocast_dtypes, runs_eagerly
+from revzoo.core.global_state import autocast_dtypes, runs_eagerly
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
 

@@ -5,7 +5,8 @@ have a narrow dtype, or if a branch is not deterministic, reconstructions and gr
 So the guard samples every stream in the forward pass and compares the samples with the
 reconstruction: weighted sums of values from the whole stream, and single values (in ``invert``, of
 each channel). The relative error is the *drift*; its limit is ``Step.drift_limit``, and zero in
-mode ``exact``. In every mode, streams on a grid must stay in its range.
+mode ``exact``. In every mode, streams on a grid must stay in its range
+(:mod:`revzoo.core.ranges`).
 
 All figures stay on the device. They are read once, after the backward pass. Ranges of outputs that
 need no gradient are read in the forward pass. Steps whose limit is None are not guarded: nothing is
@@ -19,16 +20,6 @@ NOTE [ Streams that overflow ]
     pass, and warns, unless the first such stream comes from float16. Of other streams it still
     compares what is finite in both passes, so a wrong inverse does not hide behind an overflow, and
     warns of the rest.
-
-NOTE [ Streams beyond their range ]
-    A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
-    sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient that
-    flows through it is checked, in every mode. It also notes the peaks of its step's streams. A
-    replay notes the peaks of the state that it starts from. A partial graph needs both, since it
-    may not reach the earlier sums. Where no gradient is needed (frozen steps,
-    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
-    trained, after their backward pass. The first value beyond the range stays with the words
-    (``Fixed.peak``), so later sums on them report it, too.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -47,14 +38,11 @@ NOTE [ Channels that are lost in rounding ]
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import random
 import warnings
 import weakref
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -62,45 +50,36 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 
 from revzoo._checks import is_number
+from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint import (
-    MOST_BITS,
     Fixed,
     Peak,
-    Scale,
     Streams,
     as_floats,
-    fraction_bits,
     keeps_words,
     largest,
     peaks_of,
 )
-from revzoo.core.invertible import State, Step, name_of
-from revzoo.core.replay import is_replaying
+from revzoo.core.invertible import State, Step
+from revzoo.core.ranges import (
+    first_beyond_limit,
+    magnitudes_of,
+    name_of_peak,
+    range_error,
+    read,
+    warn_of_coarse_grids,
+)
+from revzoo.core.samples import (
+    PER_CHANNEL,
+    Sampled,
+    Samples,
+    channel_ranges,
+    figures_of,
+    weights_of,
+)
 from revzoo.core.tensors import address, has_values
 
-# A random mask may change only one image of a batch. So we compare many values, as sums, which need
-# little memory.
-SUMS = 64  # most sums compared per stream
-FEWEST_SUMS = 8  # of a stream, unless it has fewer values
-SUMMED = 64  # values in a sum; fewer in a small stream
-OPERAND = 32  # values sampled of an operand, to know its size
-PER_CHANNEL = 4  # values compared per channel
-CHANNELS = 128  # most channels compared per stream; other ones in other training steps
 COMPARED = 256  # most steps compared per chain; of a longer one every second, fourth, ...
-VARIANTS = 4  # choices of places in channels, made in advance; each forward pass takes one
-_ROW = 32  # torch's CPU kernels reduce rows of a multiple of this 2 to 20 times faster
-_FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid
-_SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
-
-_draw = random.Random(0)  # draws places without using the caller's random numbers
-
-
-def draw_places(seed: int) -> None:
-    """Seed the choice of the places that the next forward passes sample.
-
-    A resumed run then measures the same drift as a run without interruption.
-    """
-    _draw.seed(seed)
 
 
 class DriftError(RuntimeError):
@@ -111,47 +90,6 @@ class DriftError(RuntimeError):
     """
 
     step: Step | None = None
-
-
-class RangeError(RuntimeError):
-    """A stream left the range in which its fixed-point sums are exact.
-
-    Attributes:
-        grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do.
-    """
-
-    grid: int | None = None
-
-
-class _Channels(NamedTuple):
-    """The sampled channels of a stream: dimension, number of channels, chosen indices."""
-
-    dim: int
-    size: int
-    chosen: tuple[int, ...] | None  # None for all
-
-
-class _Plan(NamedTuple):
-    """What to compare of a stream: sums, and single values of channels."""
-
-    summed: range  # indices of the values in the sums
-    each: int  # values in a sum
-    singles: Tensor | None = None  # indices: PER_CHANNEL of the first channel, then of the next
-    channels: tuple[_Channels, ...] = ()  # in the order of ``singles``
-
-
-Sampled = tuple[Tensor | Fixed | None, ...]
-"""The recomputed tensors that the forward pass sampled; None for one that no graph needs now."""
-
-
-class Samples(NamedTuple):
-    """Figures of a computed stream, and values of an operand, which show the size of rounding."""
-
-    stream: int
-    figures: Tensor  # see _figures()
-    operand: Tensor
-    plan: _Plan
-    scale: Scale | None = None  # of words
 
 
 class _Comparison:
@@ -189,10 +127,10 @@ class _Comparison:
             computed = computed.detach()
         elif samples.scale is None:  # the stream was floating-point in the forward pass
             computed = as_floats((computed,))[0]
-        self.actual = _figures(computed, samples.plan, samples.scale)
+        self.actual = figures_of(computed, samples.plan, samples.scale)
         # the range of the whole channel: see NOTE [ Channels that are lost in rounding ]
         self.ranges = [
-            _channel_ranges(computed, channels.dim)
+            channel_ranges(computed, channels.dim)
             for channels in samples.plan.channels
             if isinstance(computed, Tensor)
         ]
@@ -200,171 +138,6 @@ class _Comparison:
         self.inverts = inverts
         self.overflowed = False  # whether the chain ended in values that are not finite
         self.used = False
-
-
-def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[Samples]:
-    """Sample each stream, except streams that the step passes on unchanged.
-
-    Args:
-        computed: the streams that a replay recomputes.
-        known: the streams that the replay starts from.
-        channels: whether to compare each channel's error with the channel's spread.
-    """
-    # the drift is relative to what is added, since that sets the size of rounding errors
-    operands = [
-        t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
-    ]
-    found = []
-    for i, t in enumerate(computed):
-        if _among(t, known) or not _comparable(t):
-            continue
-        operand, singles = None, None
-        if isinstance(t, Tensor):
-            # the operand of a sum has the stream's shape; without one, values were only moved
-            operand = next((o for o in reversed(operands) if o.shape == t.shape), None)
-            if channels and t.is_floating_point():
-                singles = _draw.choice(_singles(t.shape, t.device))
-        # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
-        plan = _Plan(*_draw_summed(_count(t)), *(singles or ()))
-        figures = _figures(t, plan)
-        size = figures[:1]  # without an operand, any value of the stream
-        if operand is not None:
-            size = _values_at(operand.detach(), _spread(_count(operand), operand.device))
-        scale = t.scale if isinstance(t, Fixed) else None
-        found.append(Samples(i, figures, size, plan, scale))
-    return found
-
-
-def _among(t: Tensor | Fixed, state: Streams) -> bool:
-    return any(t is other for other in state)
-
-
-def _comparable(t: Tensor | Fixed) -> bool:
-    if isinstance(t, Fixed):
-        return has_values(t.words)
-    values = t.is_floating_point() or t.is_complex()
-    return values and t.layout is torch.strided and has_values(t)
-
-
-def _count(t: Tensor | Fixed) -> int:
-    """Number of values; a complex one counts as two, as view_as_real shows it."""
-    return t.shape.numel() << (isinstance(t, Tensor) and t.is_complex())
-
-
-def _figures(t: Tensor | Fixed, plan: _Plan, scale: Scale | None = None) -> Tensor:
-    """Single values of a stream, then its weighted sums; of a fixed-point stream, of its words."""
-    values = t.words if isinstance(t, Fixed) else t.detach()
-    places, each = plan.summed, plan.each
-    if values.is_contiguous() and not values.is_complex():  # a view takes less time than indices
-        size = len(places) // each, each
-        offset = values.storage_offset() + places.start
-        rows = values.as_strided(size, (each * places.step, places.step), offset)
-    else:
-        indices = torch.arange(places.start, places.stop, places.step, device=values.device)
-        rows = _values_at(values, indices).view(-1, each)
-    if scale is not None and isinstance(t, Tensor):  # a step that lost its words
-        rows = rows.double() * scale.up
-    # the weights have the wide type, so the products have it, too
-    sums = (rows * _weights(rows.device, each, _wide(rows.dtype))).sum(1)
-    # errors of random sign cancel in sums, not in single values
-    singles = rows[:, 0] if plan.singles is None else _values_at(values, plan.singles)
-    return torch.cat((singles, sums))
-
-
-@functools.cache
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """A type in which sums of values of this type do not overflow."""
-    if dtype.is_floating_point:
-        return torch.promote_types(dtype, torch.float32)
-    return torch.float64 if dtype == torch.int64 else torch.int64
-
-
-@functools.lru_cache(maxsize=256)
-def _weights(device: torch.device, each: int, dtype: torch.dtype) -> Tensor:
-    """Weights of the values in a sum, all different: values that swap places change the sum."""
-    return ((1 + _golden(SUMMED)) * SUMMED).long()[:each].to(device, dtype)
-
-
-def _values_at(t: Tensor, places: Tensor) -> Tensor:
-    return torch.take(torch.view_as_real(t.resolve_conj()) if t.is_complex() else t, places)
-
-
-def _channel_ranges(t: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest value of each channel."""
-    rows = t.movedim(dim, -1)
-    count = _ROW // math.gcd(_ROW, t.shape[dim])  # of pixels in a row
-    if t.device.type == "cpu" and rows.is_contiguous() and rows.numel() % (_ROW * count) == 0:
-        pixels = rows.view(-1, count, t.shape[dim])
-        return pixels.amin(0).amin(0), pixels.amax(0).amax(0)
-    others = [d for d in range(t.dim()) if d != dim]
-    return t.amin(others), t.amax(others)
-
-
-def _draw_summed(count: int) -> tuple[range, int]:
-    """Indices spread evenly over ``count`` values, and how many of them make a sum."""
-    stride = _stride(count)
-    values = count // stride
-    # few sums of a small stream, beside which they would take memory
-    sums = min(max(-(-values // SUMMED), FEWEST_SUMS), values)
-    each = values // sums
-    total = sums * each
-    start = _draw.randrange(count - (total - 1) * stride)
-    return range(start, start + total * stride, stride), each
-
-
-@functools.lru_cache(maxsize=256)
-def _stride(count: int) -> int:
-    """The smallest stride that leaves at most SUMS * SUMMED values and is coprime to ``count``."""
-    stride = -(-count // (SUMS * SUMMED))
-    # coprime: else it may visit the same columns of every row
-    while math.gcd(stride, count) != 1:
-        stride += 1
-    return stride
-
-
-@functools.lru_cache(maxsize=256)
-def _spread(count: int, device: torch.device) -> Tensor:
-    """Indices of OPERAND elements spread over ``count``, equal for every layout."""
-    # multiples of the golden ratio leave no large gap and repeat no row or column, unlike a stride
-    return (_golden(OPERAND) * count).long().to(device)
-
-
-@functools.lru_cache(maxsize=256)
-def _singles(
-    shape: torch.Size, device: torch.device
-) -> list[tuple[Tensor, tuple[_Channels, ...]] | None]:
-    """VARIANTS choices of places in channels, for streams of this shape; None without channels."""
-    # tokens (B, N, C) and signals (B, C, L) look alike, so we sample both dims; images: dim 1
-    dims = [d for d in ((1, 2) if len(shape) == 3 else (1,)) if d < len(shape)]
-    dims = [d for d in dims if shape.numel() // shape[d] >= _SMALLEST_CHANNEL]
-    if not dims:
-        return [None]
-    choices: list[tuple[Tensor, tuple[_Channels, ...]] | None] = []
-    for variant in range(VARIANTS):
-        parts = [_places_in_channels(shape, d, variant) for d in dims]
-        places = torch.cat([places for places, _ in parts]).to(device)
-        choices.append((places, tuple(channels for _, channels in parts)))
-    return choices
-
-
-def _places_in_channels(shape: torch.Size, dim: int, variant: int) -> tuple[Tensor, _Channels]:
-    size, inner = shape[dim], shape[dim + 1 :].numel()
-    chosen = torch.arange(size, device="cpu")
-    if size > CHANNELS:
-        # the guard must not draw from the caller's random numbers
-        generator = torch.Generator("cpu").manual_seed(variant)
-        chosen = torch.randperm(size, generator=generator, device="cpu")[:CHANNELS]
-    golden = _golden(len(chosen) * PER_CHANNEL, variant / VARIANTS)
-    rest = (golden * (shape.numel() // size)).long().view(-1, PER_CHANNEL)
-    places = (rest // inner * size + chosen[:, None]) * inner + rest % inner
-    subset = tuple(chosen.tolist()) if size > CHANNELS else None
-    return places.flatten(), _Channels(dim, size, subset)
-
-
-def _golden(count: int, start: float = 0) -> Tensor:
-    """Numbers spread evenly over [0, 1); on the CPU, whatever the default device is."""
-    steps = torch.arange(1, count + 1, dtype=torch.float64, device="cpu")
-    return (steps * ((math.sqrt(5) - 1) / 2) + start).frac()
 
 
 class Guard:
@@ -474,14 +247,14 @@ class _Pass:
         figures = [guard.pop_figures() for guard in self.guards]
         if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.peaks)):
             return
-        magnitudes = _magnitudes(self.peaks)
-        found = _first_beyond_limit(magnitudes)
+        magnitudes = magnitudes_of(self.peaks)
+        found = first_beyond_limit(magnitudes)
         beyond = found if found is not None and _is_checked(found[0]) else None
         if beyond is not None and math.isfinite(beyond[1]):
-            raise _range_error(*beyond)
-        _warn_of_coarse_grids(magnitudes)
+            raise range_error(*beyond)
+        warn_of_coarse_grids(magnitudes)
         # one transfer for all chains
-        sizes = iter(_read([size for start, _ in figures for size in start]))
+        sizes = iter(read([size for start, _ in figures for size in start]))
         comparisons: list[_Comparison] = []
         for start, of_chain in figures:
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
@@ -501,7 +274,7 @@ class _Pass:
             _check_comparisons(comparisons)
         except DriftError:
             if found is not None and beyond is None:  # the cause, in a step without a guard
-                raise _range_error(*found) from None
+                raise range_error(*found) from None
             raise
 
 
@@ -551,9 +324,9 @@ class ForwardRange:
             register_multi_grad_hook(computed, lambda _: note_peaks(peaks), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
-        found = _first_beyond_limit(_magnitudes(peaks))
+        found = first_beyond_limit(magnitudes_of(peaks))
         if found is not None and math.isfinite(found[1]):
-            raise _range_error(*found)
+            raise range_error(*found)
 
 
 def checks_forward() -> bool:
@@ -567,112 +340,6 @@ def check_forward_range(step: Step, outputs: State) -> None:
         ranges = ForwardRange()
         ranges.add(step, outputs)
         ranges.check(outputs)
-
-
-def check_range(state: State) -> None:
-    """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = _first_beyond_limit(_magnitudes(peaks_of(state)))
-    if found is not None:
-        raise _range_error(*found)
-
-
-def _read(found: Sequence[Tensor]) -> list[float]:
-    """The values of scalars; one transfer if they are on one device."""
-    if len(kinds := {v.dtype for v in found}) > 1:  # not every device has float64
-        found = [v.double() if torch.float64 in kinds else v.float() for v in found]
-    if len({v.device for v in found}) > 1:
-        return [v.item() for v in found]
-    return torch.stack(tuple(found)).tolist() if found else []
-
-
-class _Magnitude(NamedTuple):
-    peak: Peak
-    value: float
-    end: float  # of the grid's range
-
-
-def _magnitudes(peaks: list[Peak]) -> list[_Magnitude]:
-    """The magnitudes of streams in forward order (host sync)."""
-    # sums in several steps report the same streams
-    peaks = sorted(set(peaks), key=lambda peak: peak.number)
-    values = _read([peak.value for peak in peaks])
-    scales = list(dict.fromkeys(peak.scale for peak in peaks))
-    end_of = dict(zip(scales, _read([scale.end for scale in scales]), strict=True))
-    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(peaks, values, strict=True)]
-
-
-def _first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Peak, float] | None:
-    """The first stream at its limit, and its magnitude.
-
-    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
-    """
-    found = [
-        # a NaN in one stream makes the scale of all streams NaN
-        (peak, math.nan if math.isnan(end) else value)
-        for peak, value, end in magnitudes
-        if not value < end
-    ]
-    return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
-
-
-def _warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
-    """Warn if even the largest values of a chain have few bits: the grid rounds them."""
-    by_scale: dict[Scale, list[_Magnitude]] = {}
-    for magnitude in magnitudes:
-        by_scale.setdefault(magnitude.peak.scale, []).append(magnitude)
-    for scale, of_scale in by_scale.items():
-        largest, end = max(m.value for m in of_scale), of_scale[0].end
-        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only where it matters
-        if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
-            unit = float(scale.down)
-            if largest < _FEWEST_UNITS * unit:
-                _warn_of_rounding(of_scale[-1].peak, unit, end / largest)
-
-
-def _warn_of_rounding(peak: Peak, unit: float, room: float) -> None:
-    bits = fraction_bits(peak.scale)
-    finer = min(MOST_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
-    remedy = f", or choose revzoo.set_memory(model, 'exact', grid={finer})" if finer > bits else ""
-    warnings.warn(
-        f"{_name_of(peak)} and the steps before it: all values are below "
-        f"{_FEWEST_UNITS * unit:.1g}, but grid={bits} rounds them to multiples of {unit:.1g}: "
-        f"scale the input{remedy}",
-        RuntimeWarning,
-        stacklevel=3,
-    )
-
-
-def _name_of(peak: Peak) -> str:
-    return "a step" if peak.step is None else name_of(peak.step)
-
-
-def _range_error(peak: Peak, value: float) -> RangeError:
-    end = float(peak.scale.end)
-    name = _name_of(peak)
-    bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
-    if not math.isfinite(value):
-        # values beyond the range read as NaN, too
-        limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""
-        return RangeError(
-            f"{name}: a stream or a value added to it is {value:g}, expected finite values"
-            f"{limit}: check the data, normalise the branches, or lower the learning rate if the "
-            "training diverges"
-        )
-    # one bit in reserve, since training changes the values
-    excess = math.ceil(math.log2(value / end)) + 1
-    fitting = bits - excess if excess <= bits else None
-    remedy = (
-        "normalise the branches, or lower the learning rate if the training diverges"
-        if fitting is None
-        else "normalise the branches, or choose fewer bits: "
-        f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
-    )
-    error = RangeError(
-        f"{name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
-        f"sums are exact only below {end:g}; {remedy}"
-    )
-    error.grid = fitting
-    return error
 
 
 def _check_comparisons(comparisons: list[_Comparison]) -> None:
@@ -702,7 +369,7 @@ def _check_comparisons(comparisons: list[_Comparison]) -> None:
 
 def _warn_of_peak(peak: Peak, value: float) -> None:
     _warn(
-        f"{_name_of(peak)}: a stream or a value added to it is {value:g}",
+        f"{name_of_peak(peak)}: a stream or a value added to it is {value:g}",
         "as in plain training, unless an earlier stream left the range of its grid",
     )
 
@@ -757,7 +424,7 @@ def _measure(
     actual = torch.stack([d.actual for d in comparisons]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
-    total = _weights(expected.device, each, torch.float64).sum()
+    total = weights_of(expected.device, each, torch.float64).sum()
     for figures in (expected, actual):
         figures[:, -sums:] /= total
     overflowed = torch.tensor([[d.overflowed] for d in comparisons], device="cpu")
@@ -814,9 +481,9 @@ def _explain_lost(comparison: _Comparison, ratio: float) -> str:
     return (
         f"{comparison.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
         f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g}). It is nearly "
-        "constant in the forward pass, so recomputed it is mostly rounding errors, which a normalisation "
-        "amplifies: the gradients are wrong. Causes: pruned filters, dead channels, streams of "
-        f"zeros. Remedy: {comparison.step.instead_of_inverse}"
+        "constant in the forward pass, so recomputed it is mostly rounding errors, which a "
+        "normalisation amplifies: the gradients are wrong. Causes: pruned filters, dead channels, "
+        f"streams of zeros. Remedy: {comparison.step.instead_of_inverse}"
     )
 
 

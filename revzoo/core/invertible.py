@@ -1,7 +1,7 @@
 """The interface of a step, which the tape, the containers and the networks use.
 
 A network is a sequence of *steps*. A step maps a *state*, a tuple of streams, to the next state.
-An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.checkpoint` can drop its
+An :class:`Invertible` step also has an inverse. So :mod:`revzoo.core.tape` can drop its
 activations and recompute them from the outputs in the backward pass.
 """
 

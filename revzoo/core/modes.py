@@ -17,7 +17,8 @@ allows. To add a mode, write a subclass and add it to :data:`MODES`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ from revzoo.core.calls import (
     refuse_changed_inputs,
     versions_of,
 )
-from revzoo.core.checkpoint import differentiates, record
+from revzoo.core.conditions import alone_in, beside_replays
 from revzoo.core.fixedpoint import (
     AUTO,
     Grid,
@@ -55,7 +56,9 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.replay import alone_in, beside_replays
+from revzoo.core.tape import differentiates, record
+
+_SETTINGS = ("memory", "grid")  # what set_memory sets on a step
 
 
 class Mode:
@@ -269,6 +272,40 @@ def set_memory(
             # the container splits and merges its streams in the mode of its first step
             if first := next(iter(steps_in(container).values()), None):
                 container.memory, container.grid = first.memory, first.grid
+
+
+@contextlib.contextmanager
+def memory(
+    module: nn.Module, mode: str | Mapping[str, str], *, grid: Grid | None = None
+) -> Iterator[None]:
+    """Change the memory mode of ``module`` inside a ``with`` block; restore each step's mode after.
+
+    Args:
+        module: a module that holds steps.
+        mode: see :func:`~revzoo.set_memory`.
+        grid: see :func:`~revzoo.set_memory`.
+
+    Raises:
+        ValueError: as :func:`~revzoo.set_memory`; nothing changes.
+
+    Example:
+        >>> net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
+        >>> with revzoo.memory(net, "store"):
+        ...     net(torch.randn(2, 8)).sum().backward()
+        >>> [step.memory for step in net[0].steps]
+        ['exact', 'exact']
+    """
+    steps = [m for m in module.modules() if isinstance(m, Step)]
+    # from __dict__: a step may report another mode than was set (PaddedCoupling)
+    before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
+    try:
+        set_memory(module, mode, grid=grid)
+        yield
+    finally:
+        for step, settings in zip(steps, before, strict=True):
+            for key in _SETTINGS:
+                vars(step).pop(key, None)
+            vars(step).update(settings)
 
 
 def modes_in(module: nn.Module) -> set[str]:

@@ -187,7 +187,7 @@ class Reach:
         self.locks = locks_of(self._members)
         # judged by its code and layers alone; ``draws`` is known from its passes
         self._may_draw = self.runs_code or not all(map(_is_silent, self._members))
-        self.owned: Any = None  # parameters and buffers of the modules, see core/held.py
+        self.owned: Any = None  # parameters and buffers of the modules, see core/step_tensors.py
         self._nested = [m._modules for m in self._members]
         # compared by identity: a child that was replaced has other parameters
         self._children = [child for table in self._nested for child in table.values()]

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from revzoo.core.ambient import runs_eagerly
 from revzoo.core.calls import calls_only_forward
+from revzoo.core.global_state import runs_eagerly
 from revzoo.core.slots import keeping_shape_of, remember, remembered
 
 _CONVS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from revzoo.core.memory import evaluation_mode
+from revzoo.core.evaluation import evaluation_mode
 
 
 def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:

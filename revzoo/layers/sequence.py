@@ -23,6 +23,7 @@ from revzoo.core.calls import (
     refuse_changed_outputs,
     versions_of,
 )
+from revzoo.core.conditions import Conditions
 from revzoo.core.fixedpoint import (
     Grid,
     apply_with_words,
@@ -30,7 +31,7 @@ from revzoo.core.fixedpoint import (
     keeps_words,
     renew_words,
 )
-from revzoo.core.guard import ForwardRange, check_range, checks_forward
+from revzoo.core.guard import ForwardRange, checks_forward
 from revzoo.core.invertible import (
     Invertible,
     NotInvertibleError,
@@ -44,7 +45,7 @@ from revzoo.core.invertible import (
     steps_in,
 )
 from revzoo.core.modes import assign_memory, default_mode, mode_of, on_grid_of, run_step
-from revzoo.core.replay import Conditions
+from revzoo.core.ranges import check_range
 from revzoo.layers.coupling import AdditiveCoupling
 from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened

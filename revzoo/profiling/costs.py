@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import FlopCounterMode
 
-from revzoo.core.memory import evaluation_mode
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.profiling.live import LiveMemory
 
 

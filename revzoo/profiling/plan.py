@@ -31,9 +31,9 @@ import torch
 from torch import nn
 
 from revzoo._checks import either
-from revzoo.core.guard import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.core.invertible import steps_in
 from revzoo.core.modes import INVERTING, default_mode, mode_of, set_memory
+from revzoo.core.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
 from revzoo.profiling.clock import timed

@@ -49,12 +49,12 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from revzoo._checks import check_module, counts_of, shortened
-from revzoo.core.ambient import CountedDraws
+from revzoo.core.conditions import is_replaying
 from revzoo.core.fixedpoint import fixed_of
+from revzoo.core.global_state import CountedDraws
 from revzoo.core.invertible import Step, is_container
 from revzoo.core.modes import DEVICE_MODES, MODES, mode_of
 from revzoo.core.reach import reached
-from revzoo.core.replay import is_replaying
 from revzoo.core.tensors import has_values
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.profiling.costs import default_loss

@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from revzoo._checks import check_count
-from revzoo.core.memory import evaluation_mode
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork

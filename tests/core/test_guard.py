@@ -21,7 +21,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
-from revzoo.core.guard import _channel_ranges, _draw_summed
+from revzoo.core.samples import _draw_summed, channel_ranges
 from revzoo.profiling.live import LiveMemory
 
 
@@ -417,6 +417,6 @@ def test_the_smallest_and_largest_value_of_each_channel(shape, layout):
     x = torch.randn(shape).contiguous(memory_format=layout)
     for dim in range(4):
         others = [d for d in range(4) if d != dim]
-        low, high = _channel_ranges(x, dim)
+        low, high = channel_ranges(x, dim)
         assert torch.equal(low, x.amin(others))
         assert torch.equal(high, x.amax(others))

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import revzoo
-from revzoo.core import checkpoint, guard, replay
+from revzoo.core import conditions, guard, tape
 
 READS = (
     torch.ops.aten._local_scalar_dense.default,
@@ -102,7 +102,7 @@ def test_without_the_guard_no_value_is_read_at_all(name, mode):
 @pytest.fixture
 def capturing(monkeypatch):
     """As if a CUDA graph were captured."""
-    for module in (checkpoint, replay):
+    for module in (tape, conditions):
         monkeypatch.setattr(module, "is_captured", lambda: True)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from revzoo import AdditiveCoupling, ReversibleSequence, is_replaying, set_memory
 from revzoo.core import threads
-from revzoo.core.recording import Entry
+from revzoo.core.entry import Entry
 
 MODES = ["recompute", "invert"]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_iter
 
 import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, set_memory
-from revzoo.core import checkpoint, recording, slots
+from revzoo.core import entry, slots, tape
 from revzoo.core.fixedpoint import backing_tensors
 from revzoo.core.invertible import as_state
 from revzoo.layers.attention import MLP, Attention
@@ -44,8 +44,8 @@ class _Kept(slots.SavedState):
 @pytest.fixture(autouse=True)
 def no_guard(monkeypatch):
     """The guard keeps a few values of each stream, which no gradient needs."""
-    monkeypatch.setattr(recording, "sample", lambda *_, **__: [])
-    monkeypatch.setattr(checkpoint, "SavedState", _Kept)
+    monkeypatch.setattr(entry, "sample", lambda *_, **__: [])
+    monkeypatch.setattr(tape, "SavedState", _Kept)
 
 
 class _Made(TorchDispatchMode):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from revzoo.cli.config.errors import ConfigError, one_line
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.invertible import kind_of
-from revzoo.core.memory import evaluation_mode
 
 # layers raise the first, timm's asserts the second
 REFUSALS = (RuntimeError, AssertionError)

@@ -33,8 +33,8 @@ from torchvision.transforms.v2.functional import pil_to_tensor, to_pil_image
 from torchvision.utils import make_grid
 
 from revzoo._checks import check_count
+from revzoo.core.evaluation import evaluation_mode
 from revzoo.core.fixedpoint import DEFAULT_BITS, round_to_grid
-from revzoo.core.memory import evaluation_mode
 from revzoo.data import ImageData
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.graceful_stop import RunStopped

@@ -57,7 +57,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_iter
 
 from revzoo.core import threads
-from revzoo.core.ambient import (
+from revzoo.core.global_state import (
     CPU,
     HOST,
     CountedDraws,
@@ -68,7 +68,6 @@ from revzoo.core.ambient import (
     random_states,
     set_random_states,
 )
-from revzoo.core.held import StepTensors
 from revzoo.core.places import (
     ABSENT,
     Place,
@@ -81,6 +80,7 @@ from revzoo.core.places import (
     swap,
 )
 from revzoo.core.reach import NOT_RESTORED, Plain, Reach, reached, reached_from
+from revzoo.core.step_tensors import StepTensors
 
 _thread = threading.local()
 
@@ -168,7 +168,7 @@ class Conditions:
         return self._surroundings.autocast_dtypes
 
     def storages(self) -> tuple[Set[int], Set[int]]:
-        """See :meth:`revzoo.core.held.StepTensors.storages`."""
+        """See :meth:`revzoo.core.step_tensors.StepTensors.storages`."""
         return self._tensors.storages()
 
     def __enter__(self) -> None:

@@ -1,6 +1,6 @@
 """The tensors of a step as they were in the forward pass: parameters, buffers, statistics.
 
-See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`.
+See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.conditions`.
 
 NOTE [ Gathered once ]
     A search result keeps the places of its modules' parameters and statistics, and their traits

@@ -1,6 +1,6 @@
 """One executed step: what its replay needs, and the replay that fills its slots.
 
-See NOTE [ Slots and the tape ] in :mod:`revzoo.core.checkpoint`.
+See NOTE [ Slots and the tape ] in :mod:`revzoo.core.tape`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from revzoo.core.ambient import autocast_dtypes
 from revzoo.core.calls import call_on_grid, refuse_changed_outputs, versions_of
+from revzoo.core.conditions import Conditions
 from revzoo.core.fixedpoint import (
     Fixed,
     Streams,
@@ -27,7 +27,8 @@ from revzoo.core.fixedpoint import (
     as_floats,
     backing_tensors,
 )
-from revzoo.core.guard import Guard, Sampled, Samples, sample
+from revzoo.core.global_state import autocast_dtypes
+from revzoo.core.guard import Guard
 from revzoo.core.invertible import (
     Invertible,
     State,
@@ -37,7 +38,7 @@ from revzoo.core.invertible import (
     name_of,
     plain_call,
 )
-from revzoo.core.replay import Conditions
+from revzoo.core.samples import Sampled, Samples, sample
 from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, use_memos
 from revzoo.core.tensors import (
     address,

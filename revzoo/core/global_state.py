@@ -1,6 +1,6 @@
 """The surroundings of a forward pass: random states, default device and dtype, autocast.
 
-See rules 1 and 2 of NOTE [ What a replay restores ] in :mod:`revzoo.core.replay`.
+See rules 1 and 2 of NOTE [ What a replay restores ] in :mod:`revzoo.core.conditions`.
 """
 
 from __future__ import annotations

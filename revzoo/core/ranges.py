@@ -1,0 +1,145 @@
+"""The range of fixed-point streams, beyond which their sums wrap around.
+
+NOTE [ Streams beyond their range ]
+    A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
+    sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient that
+    flows through it is checked, in every mode. It also notes the peaks of its step's streams. A
+    replay notes the peaks of the state that it starts from. A partial graph needs both, since it
+    may not reach the earlier sums. Where no gradient is needed (frozen steps,
+    ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
+    trained, after their backward pass. The first value beyond the range stays with the words
+    (``Fixed.peak``), so later sums on them report it, too.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from revzoo.core.fixedpoint import MOST_BITS, Peak, Scale, fraction_bits, peaks_of
+from revzoo.core.invertible import State, name_of
+
+_FEWEST_UNITS = 1024  # the largest value of a chain should span so many units of the grid
+
+
+class RangeError(RuntimeError):
+    """A stream left the range in which its fixed-point sums are exact.
+
+    Attributes:
+        grid: fractional bits that fit, for :func:`revzoo.set_memory`; None if none do.
+    """
+
+    grid: int | None = None
+
+
+def check_range(state: State) -> None:
+    """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
+    found = first_beyond_limit(magnitudes_of(peaks_of(state)))
+    if found is not None:
+        raise range_error(*found)
+
+
+def read(found: Sequence[Tensor]) -> list[float]:
+    """The values of scalars; one transfer if they are on one device."""
+    if len(kinds := {v.dtype for v in found}) > 1:  # not every device has float64
+        found = [v.double() if torch.float64 in kinds else v.float() for v in found]
+    if len({v.device for v in found}) > 1:
+        return [v.item() for v in found]
+    return torch.stack(tuple(found)).tolist() if found else []
+
+
+class _Magnitude(NamedTuple):
+    peak: Peak
+    value: float
+    end: float  # of the grid's range
+
+
+def magnitudes_of(peaks: list[Peak]) -> list[_Magnitude]:
+    """The magnitudes of streams in forward order (host sync)."""
+    # sums in several steps report the same streams
+    peaks = sorted(set(peaks), key=lambda peak: peak.number)
+    values = read([peak.value for peak in peaks])
+    scales = list(dict.fromkeys(peak.scale for peak in peaks))
+    end_of = dict(zip(scales, read([scale.end for scale in scales]), strict=True))
+    return [_Magnitude(p, v, end_of[p.scale]) for p, v in zip(peaks, values, strict=True)]
+
+
+def first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Peak, float] | None:
+    """The first stream at its limit, and its magnitude.
+
+    Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
+    """
+    found = [
+        # a NaN in one stream makes the scale of all streams NaN
+        (peak, math.nan if math.isnan(end) else value)
+        for peak, value, end in magnitudes
+        if not value < end
+    ]
+    return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
+
+
+def warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
+    """Warn if even the largest values of a chain have few bits: the grid rounds them."""
+    by_scale: dict[Scale, list[_Magnitude]] = {}
+    for magnitude in magnitudes:
+        by_scale.setdefault(magnitude.peak.scale, []).append(magnitude)
+    for scale, of_scale in by_scale.items():
+        largest, end = max(m.value for m in of_scale), of_scale[0].end
+        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only where it matters
+        if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
+            unit = float(scale.down)
+            if largest < _FEWEST_UNITS * unit:
+                _warn_of_rounding(of_scale[-1].peak, unit, end / largest)
+
+
+def _warn_of_rounding(peak: Peak, unit: float, room: float) -> None:
+    bits = fraction_bits(peak.scale)
+    finer = min(MOST_BITS, bits + math.floor(math.log2(room)) - 4)  # 16 times the largest value
+    remedy = f", or choose revzoo.set_memory(model, 'exact', grid={finer})" if finer > bits else ""
+    warnings.warn(
+        f"{name_of_peak(peak)} and the steps before it: all values are below "
+        f"{_FEWEST_UNITS * unit:.1g}, but grid={bits} rounds them to multiples of {unit:.1g}: "
+        f"scale the input{remedy}",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+
+
+def name_of_peak(peak: Peak) -> str:
+    """The step that reported the peak, for messages."""
+    return "a step" if peak.step is None else name_of(peak.step)
+
+
+def range_error(peak: Peak, value: float) -> RangeError:
+    """The error for a stream of this magnitude; names the step and a grid that fits."""
+    end = float(peak.scale.end)
+    name = name_of_peak(peak)
+    bits = -1 if math.isnan(end) else fraction_bits(peak.scale)
+    if not math.isfinite(value):
+        # values beyond the range read as NaN, too
+        limit = f" below {end:g} (with grid={bits}; fewer bits allow more)" if bits >= 0 else ""
+        return RangeError(
+            f"{name}: a stream or a value added to it is {value:g}, expected finite values"
+            f"{limit}: check the data, normalise the branches, or lower the learning rate if the "
+            "training diverges"
+        )
+    # one bit in reserve, since training changes the values
+    excess = math.ceil(math.log2(value / end)) + 1
+    fitting = bits - excess if excess <= bits else None
+    remedy = (
+        "normalise the branches, or lower the learning rate if the training diverges"
+        if fitting is None
+        else "normalise the branches, or choose fewer bits: "
+        f'revzoo.set_memory(model, "exact", grid={fitting}), or less if later steps need it'
+    )
+    error = RangeError(
+        f"{name}: a stream or a value added to it reached {value:.3g}, but with grid={bits} "
+        f"sums are exact only below {end:g}; {remedy}"
+    )
+    error.grid = fitting
+    return error
