@@ -3,8 +3,9 @@
 Pillow decodes, as in torchvision's ``ImageFolder``: it reads every format that torchvision lists,
 and it releases the interpreter lock, so a few threads can share the work of a whole folder.
 
-Known limits: images of more than 8 bits per channel are refused, since Pillow would clip them
-silently; transparency is dropped; an EXIF orientation is not applied (as in torchvision).
+Known limits: grey images of more than 8 bits are refused, since Pillow would clip them silently
+(of 16-bit RGB it keeps the upper 8 bits); transparency is dropped; an EXIF orientation is not
+applied (as in torchvision).
 """
 
 from __future__ import annotations
@@ -44,22 +45,29 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         remedy: what the error about a corrupt file recommends.
 
     Raises:
-        DataError: the file is corrupt, or has more than 8 bits per channel.
+        DataError: the file is corrupt, or a grey image of more than 8 bits.
     """
     try:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
             raise OSError("it is no regular file")
         with Image.open(path, "r", FORMATS) as image:
-            if not image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
-                return image.convert("RGB" if channels == 3 else "L")
-            mode = image.mode
+            check_depth(image, path)
+            return image.convert("RGB" if channels == 3 else "L")
+    except DataError:
+        raise
     except Exception as error:  # Pillow's decoders raise many types
         raise DataError(
             f"cannot decode image {path} ({type(error).__name__}: {error}): {remedy}"
         ) from error
-    raise DataError(
-        f"{path} has more than 8 bits per channel (Pillow mode {mode}): convert it to 8 bits"
-    )
+
+
+def check_depth(image: Image.Image, name: str) -> None:
+    """Raise a DataError for a grey image of more than 8 bits, which Pillow would clip."""
+    if image.mode.startswith(("I", "F")):  # Pillow's 16 and 32 bits, and floats
+        raise DataError(
+            f"{name} has more than 8 bits per channel (Pillow mode {image.mode}): convert it to 8 "
+            "bits"
+        )
 
 
 def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image.Image:

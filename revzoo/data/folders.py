@@ -105,7 +105,7 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
 
 
 def _list_images(folder: Path, classes: list[str]) -> Files:
-    by_class = [list(_image_files(folder / name)) for name in classes]
+    by_class = [list(images_below(folder / name)) for name in classes]
     empty = [
         str(folder.absolute() / name)
         for name, paths in zip(classes, by_class, strict=True)
@@ -143,7 +143,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         workers: number of processes; None for the CPUs minus one.
 
     Raises:
-        DataError: ``root`` is no folder.
+        DataError: ``root`` is no folder, or has no images.
     """
     root = Path(root).expanduser()
     layout = None
@@ -154,14 +154,16 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         if not root.is_dir():
             raise
         layout = str(error)  # report it with the bad images: one run shows all there is to repair
-    paths = list(_image_files(root))
+    paths = list(images_below(root))
+    if not paths:
+        raise DataError(f"no images in {root.absolute()}: expected {', '.join(IMG_EXTENSIONS)}")
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
         errors = pool.map(_error_of, paths, chunksize=64)
         return FolderReport(len(paths), [error for error in errors if error], layout)
 
 
-def _image_files(root: Path) -> Iterator[str]:
+def images_below(root: Path) -> Iterator[str]:
     """The images below ``root``, sorted by folder, then by name."""
     top = root.resolve()
     seen = {str(top), *map(str, top.parents)}  # do not follow links to parent folders

@@ -171,10 +171,13 @@ def _run(call: Call, gradient: Tensor, *, tied: bool = False) -> None:
         _add(module, inputs, gradient, exts)
         return
     for ext in exts:
-        # BackPACK's rule for BatchL2Grad multiplies all pairs of positions of a convolution
-        overwrite = type(ext) is BatchL2Grad
+        ours = vars(ext).setdefault("revzoo_rules", set())
+        # BackPACK's rule for BatchL2Grad multiplies all pairs of positions of a convolution; and
+        # another instance of a class may have other parameters
+        overwrite = type(ext) is BatchL2Grad or type(module) in ours
         with contextlib.suppress(ValueError):  # BackPACK has a rule for this layer: keep it
             ext.set_module_extension(type(module), _Rule(module._parameters), overwrite=overwrite)
+            ours.add(type(module))
     # what BackPACK's own forward hook would have stored
     module.input0 = inputs[0]
     module.output = gradient  # first-order rules only read its shape

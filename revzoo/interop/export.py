@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from revzoo._checks import is_count
 from revzoo._files import replacing
 from revzoo.core.invertible import Step
 from revzoo.core.modes import set_memory
@@ -69,7 +70,7 @@ class Export:
 
     def images(self, batch: int) -> Tensor:
         """Random images ``(batch, C, S, S)``; a batch size always gives the same images."""
-        size = self.image_size or self.network.image_size
+        size = self.network.image_size if self.image_size is None else self.image_size
         generator = torch.Generator().manual_seed(batch)
         return torch.randn(batch, self.network.in_chans, size, size, generator=generator)
 
@@ -100,7 +101,7 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
     """
     file_format = _checked(job, path, kind)
     # a copy: evaluation mode and mode "store" would otherwise stay on the caller's network
-    plain = copy.deepcopy(job.network).eval()
+    plain = copy.deepcopy(job.network).cpu().eval()
     if any(isinstance(m, Step) for m in plain.modules()):  # set_memory refuses plain networks
         set_memory(plain, "store")
     job = replace(job, network=plain)
@@ -129,8 +130,10 @@ def _checked(job: Export, path: Path, kind: str) -> Format:
         raise ExportError(f"there is no folder {path.parent}: make it, or give another file")
     if job.opset is not None and kind != "onnx":
         raise ExportError(f"opset={job.opset} applies to ONNX only: leave it out for {kind}")
-    if job.batch is not None and job.batch < 1:
+    if job.batch is not None and not is_count(job.batch):
         raise ExportError(f"batch={job.batch}: expected a whole number >= 1, or None for any")
+    if (dtype := next(job.network.parameters()).dtype) != torch.float32:
+        raise ExportError(f"the network has {dtype} weights: expected float32, network.float()")
     return FORMATS[kind]
 
 

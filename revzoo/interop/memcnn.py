@@ -53,7 +53,7 @@ def spec(weights: Weights) -> dict[str, Any]:
         KeyError: the stem, the classifier or a stage is missing.
         ValueError: the shapes fit no network of MemCNN.
     """
-    units: dict[int, int] = {}
+    units: dict[int, set[int]] = {}
     widths: dict[int, int] = {}
     convolutions = [(match, key) for key in weights if (match := _THEIRS.fullmatch(key))]
     # a basic branch has two convolutions, a bottleneck three
@@ -61,7 +61,7 @@ def spec(weights: Weights) -> dict[str, Any]:
     expansion = BOTTLENECK_EXPANSION if last == 3 else 1
     for match, key in convolutions:
         stage, unit = int(match[1]), int(match[2])
-        units[stage] = max(units.get(stage, 0), unit + 1)
+        units.setdefault(stage, set()).add(unit)
         if int(match[4]) == last:  # it writes the unit's width, or one stream of it
             streams = 2 if match[3] in ("Fm", "Gm") else 1
             widths[stage] = streams * weights[key].shape[0] // expansion
@@ -70,7 +70,7 @@ def spec(weights: Weights) -> dict[str, Any]:
     variant = Variant(
         stem_width=stem.shape[0],
         widths=tuple(widths[stage] for stage in stages),
-        units=tuple(units[stage] for stage in stages),
+        units=tuple(len(units[stage]) for stage in stages),
         strides=tuple(
             2 if stage > 1 and f"layer{stage}.0.downsample.0.weight" in weights else 1
             for stage in stages

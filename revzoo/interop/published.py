@@ -60,7 +60,7 @@ def load_published(
         ValueError: unknown ``source``, ``name`` or override.
 
     Example:
-        A file of MemCNN's loads so in ``docs/guide/weights.md``. Any other file is refused:
+        ``docs/guide/weights.md`` loads a file of MemCNN. A file of another program raises:
 
         >>> torch.save({"weight": torch.zeros(3)}, "other.pt")
         >>> revzoo.load_published("other.pt", "memcnn")
@@ -72,7 +72,12 @@ def load_published(
     weights = read_tensors(path)
     try:
         spec = SOURCES[source].spec(weights)
-    except (KeyError, IndexError, ValueError) as error:  # names or shapes of another program
+    except (
+        KeyError,
+        IndexError,
+        ValueError,
+        ZeroDivisionError,
+    ) as error:  # names or shapes of another program
         raise ConversionError(
             f"{path} is no checkpoint of {source!r}: its tensors are {_listed(weights)}"
         ) from error

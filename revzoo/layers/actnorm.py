@@ -77,7 +77,7 @@ class ActNorm(Joint):
         return centred * self.per_channel((-self.log_scale).exp(), y)
 
     def log_det_of(self, x: Tensor) -> Tensor:
-        return (self.log_scale.sum().to(x.dtype) * self.positions(x)).expand(len(x))
+        return self.at_each_position(self.log_scale.sum(), x)
 
     @torch.no_grad()
     def _initialise(self, x: Tensor) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_callable
 from revzoo.core.invertible import State
 from revzoo.layers.coupling import Coupling
+from revzoo.layers.streams import wide
 
 
 class _Adapter(nn.Module):
@@ -98,12 +99,12 @@ class ScaledCoupling(Coupling):
         super().__init__(_Stacked(branch))
 
     def log_det(self, x1: Tensor, x2: Tensor, **context: Any) -> Tensor:
-        return self._log_det_of(self.branch(x2, **context))
+        return self._log_det_of(self.branch(x2, **context), x1)
 
     def forward_with_log_det(self, *state: Tensor, **context: Any) -> tuple[State, Tensor]:
         x1, x2 = state
         value = self.branch(x2, **context)
-        return (x2, self.combine(x1, value)), self._log_det_of(value)
+        return (x2, self.combine(x1, value)), self._log_det_of(value, x1)
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         scale, shift = self._pair(value, x1)
@@ -113,8 +114,9 @@ class ScaledCoupling(Coupling):
         scale, shift = self._pair(value, y2)
         return (y2 - shift) / scale
 
-    def _log_det_of(self, value: Tensor) -> Tensor:
-        return value[0].abs().log().flatten(1).sum(1)
+    def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
+        scale, _ = self._pair(value, x1)
+        return scale.abs().log().flatten(1).sum(1, dtype=wide(scale))
 
     def _pair(self, value: Tensor, stream: Tensor) -> State:
         if value.shape[1:] != stream.shape:
@@ -139,6 +141,12 @@ class _Stacked(nn.Module):
             raise TypeError(
                 f"{type(self.branch).__name__} returned a {type(pair).__name__}, expected a pair "
                 "of tensors, scale and shift: wrap it in AffineAdapterSigmoid, say"
+            )
+        shapes = [tuple(t.shape) for t in pair]
+        if shapes[0] != shapes[1]:
+            raise ValueError(
+                f"{type(self.branch).__name__} returned scale and shift of shapes {shapes[0]} and "
+                f"{shapes[1]}: expected the shape of a stream for both"
             )
         # one tensor, since a coupling takes one value from its branch
         return torch.stack(tuple(pair))

@@ -131,7 +131,7 @@ class InvertibleBatchNorm(Joint):
                 # adds 0: forward() has put the batch into the average, but without its gradient
                 var = var + self.momentum * (batch_var - batch_var.detach())
         log_scale = -0.5 * (var + self.eps).log().sum()
-        return (log_scale.to(x.dtype) * self.positions(x)).expand(len(x))
+        return self.at_each_position(log_scale, x)
 
     def _unbiased(self, x: Tensor) -> float:
         """The factor from a batch's variance to the unbiased estimate."""

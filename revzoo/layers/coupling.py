@@ -21,7 +21,7 @@ from revzoo._checks import check_callable, check_number
 from revzoo.core.fixedpoint import Fixed, add, as_floats, fixed_of, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.tensors import unshared
-from revzoo.layers.streams import no_change_of_volume
+from revzoo.layers.streams import no_change_of_volume, wide
 
 
 class Coupling(Invertible):
@@ -30,7 +30,7 @@ class Coupling(Invertible):
     A replay evaluates the branch once: the value inverts the coupling, and the saved tensors are
     recorded. With ``extras = n`` the branch returns a tuple: the value, then n extra outputs.
     Subclasses define :meth:`combine` and :meth:`uncombine`, and may define ``log_det``, which is
-    not inherited from a class with another ``combine``.
+    not inherited from a class with another ``combine`` or ``forward``.
 
     Example:
         >>> class Xor(revzoo.Coupling):
@@ -47,13 +47,16 @@ class Coupling(Invertible):
         # a subclass that changes the map inherits facts that no longer hold: clear them unless it
         # states them itself
         own = vars(cls)
-        if "combine" in own and "log_det" not in own:
+        changed = {"forward", "combine"} & own.keys()
+        if "forward" in own and "replay" not in own:
+            cls.replay = Invertible.replay  # type: ignore[method-assign]
+        if changed and "log_det" not in own:
             cls.log_det = Invertible.log_det
-        if ("combine" in own or "log_det" in own) and "forward_with_log_det" not in own:
+        if (changed or "log_det" in own) and "forward_with_log_det" not in own:
             cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
-        if ("combine" in own or "uncombine" in own) and "exact" not in own:
+        if (changed or "uncombine" in own) and "exact" not in own:
             cls.exact = False
-        if "replay" in own and "reads_words" not in own:
+        if ("forward" in own or "replay" in own) and "reads_words" not in own:
             cls.reads_words = False
 
     def __init__(self, branch: nn.Module) -> None:
@@ -68,7 +71,7 @@ class Coupling(Invertible):
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
     def recover(self, y2: Any, value: Tensor) -> Any:
-        """Like :meth:`uncombine`, if :meth:`combine` saved nothing; may overwrite ``value``."""
+        """Like :meth:`uncombine`, but may overwrite ``value``; if :meth:`combine` saved nothing."""
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
@@ -210,7 +213,7 @@ class AffineCoupling(Coupling):
 
     def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
         log_scale, _ = self._split(value, x1)
-        return log_scale.flatten(1).sum(1)
+        return log_scale.flatten(1).sum(1, dtype=wide(log_scale))
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         log_scale, shift = self._split(value, x1)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from revzoo._checks import check_choice
+from revzoo._checks import check_choice, check_count
 from revzoo.core.invertible import State, bare, name_of
 from revzoo.layers.matrix import MATRICES, MatrixKind, mix
 from revzoo.layers.precision import unnarrowed
@@ -62,6 +62,7 @@ class InjectiveLinear(Joint):
         streams: int = 2,
     ) -> None:
         super().__init__(in_features, dim=dim, streams=streams)
+        check_count("out_features", out_features)
         if out_features < in_features:
             raise ValueError(
                 f"out_features={out_features}: expected at least in_features={in_features}, since "
@@ -103,7 +104,7 @@ class InjectiveLinear(Joint):
                 f"{name_of(self)} maps {self.size} features to {self.out_features}: the Jacobian "
                 "is not square and has no determinant; expected a map that keeps their number"
             )
-        return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
+        return self.at_each_position(self.matrix.log_abs_det(), x)
 
     def _alike(self, state: State, size: int) -> Tensor:
         each = size // self.streams
@@ -155,6 +156,12 @@ class PatchConv(ReversibleSequence):
         streams: int = 2,
         memory: str = "invert",
     ) -> None:
+        check_count("in_channels", in_channels)
+        if in_channels % streams:
+            raise ValueError(
+                f"in_channels={in_channels}: expected a multiple of streams={streams}; for an "
+                "image as one tensor give streams=1"
+            )
         squeeze = Squeeze(kernel_size, streams=streams)
         linear = InjectiveLinear(
             in_channels * math.prod(squeeze.factors),

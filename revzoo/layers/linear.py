@@ -58,4 +58,4 @@ class InvertibleLinear(Joint):
             return mix(self.matrix.inverse(), y, self.dim)
 
     def log_det_of(self, x: Tensor) -> Tensor:
-        return (self.matrix.log_abs_det().to(x.dtype) * self.positions(x)).expand(len(x))
+        return self.at_each_position(self.matrix.log_abs_det(), x)

@@ -91,7 +91,7 @@ def make_reversible(
         # a block may be in two lists: then it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
         for block in found:
-            step = SideBits(block, bits, last=block not in inner)
+            step = SideBits(block, int(bits), last=block not in inner)
             block.add_module(NAME, step.train(block.training))
             block.forward = Forward(step)
             if isinstance(block, Step):

@@ -145,6 +145,13 @@ class SpatialPadding(Streamwise):
         self.exact = not value
 
     def transform(self, x: Tensor) -> Tensor:
+        padded = len(self.padding) // 2
+        if x.dim() < 2 + padded:
+            raise ValueError(
+                f"SpatialPadding({self.padding}) got a stream of shape {tuple(x.shape)}: it pads "
+                f"the last {padded} dimensions, but neither batch nor channels. Give two numbers "
+                "for each dimension after the channels, (1, 1) for signals"
+            )
         with keeping_shape_of(x):
             return functional.pad(x, self.padding, self.mode, self.value or None)
 

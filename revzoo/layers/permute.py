@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from revzoo._checks import counts_of
 from revzoo.layers.streams import Joint
 
 
@@ -60,12 +61,14 @@ class ChannelPermutation(Joint):
 
 
 def _permutation(channels: int, order: str | Sequence[int], seed: int) -> Tensor:
-    if order == "random":
+    if isinstance(order, str) and order == "random":
         return torch.randperm(channels, generator=torch.Generator().manual_seed(seed))
-    if order == "reverse":
+    if isinstance(order, str) and order == "reverse":
         return torch.arange(channels - 1, -1, -1)
-    if isinstance(order, str) or sorted(order) != list(range(channels)):
+    values = order.tolist() if hasattr(order, "tolist") else order  # arrays of NumPy and torch
+    numbers = counts_of(values, repeat=0, least=0)
+    if sorted(numbers) != list(range(channels)):
         raise ValueError(
             f"order={order!r}: expected 'random', 'reverse' or each of 0 to {channels - 1} once"
         )
-    return torch.tensor(order)
+    return torch.tensor(numbers)

@@ -18,14 +18,15 @@ from revzoo.core.evaluation import evaluation_mode
 
 
 def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:
-    """Replace the running statistics of all BatchNorms of ``model`` by averages over ``batches``.
+    """Replace the running statistics of torch's BatchNorms in ``model`` by averages over batches.
 
-    Everything else runs as in evaluation; weights, modes and momenta stay as they are.
+    Everything else runs as in evaluation; weights, modes and momenta stay as they are. After an
+    error the statistics are as before. An :class:`~revzoo.InvertibleBatchNorm` keeps its own.
 
     Args:
         model: called with each batch.
-        batches: images ``(B, C, H, W)``, normalised; a few hundred in all do. If a batch is a
-            tuple or list, as from a loader of images and labels, the images are its first item.
+        batches: images ``(B, C, H, W)``, normalised; a few hundred images are enough. If a batch
+            is a tuple or list, as from a loader of images and labels, its first item is used.
 
     Raises:
         ValueError: there is no batch.
@@ -38,6 +39,7 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence
     """
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
     momenta = [norm.momentum for norm in norms]
+    before = [{k: b.clone() for k, b in norm.named_buffers(recurse=False)} for norm in norms]
     count = 0
     try:
         # no dropout or stochastic depth: evaluation has none either
@@ -49,8 +51,13 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence
             for batch in batches:
                 model(batch if isinstance(batch, Tensor) else batch[0])
                 count += 1
+        if not count:
+            raise ValueError("batches is empty: expected at least one batch of images")
+    except BaseException:
+        for norm, buffers in zip(norms, before, strict=True):
+            for name, value in buffers.items():
+                getattr(norm, name).copy_(value)
+        raise
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
-    if not count:
-        raise ValueError("batches is empty: expected at least one batch of images")

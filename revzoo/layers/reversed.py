@@ -24,6 +24,7 @@ from revzoo.core.invertible import (
 )
 from revzoo.layers.sequence import ReversibleSequence
 from revzoo.layers.split import HALVES
+from revzoo.layers.streams import Joint
 
 
 class Reversed(ReversibleSequence):
@@ -58,7 +59,9 @@ class Reversed(ReversibleSequence):
         # super().__init__ labels the steps anew
         labels = [(m, m.label) for m in module.modules() if isinstance(m, Step)]
         steps = (ReversedStep(step) for step in _from_last(module))
-        dim, split = getattr(module, "dim", 1), getattr(module, "split", HALVES)
+        # other modules may have attributes of these names for other things
+        dim = module.dim if isinstance(module, (ReversibleSequence, Joint)) else 1
+        split = module.split if isinstance(module, ReversibleSequence) else HALVES
         super().__init__(steps, memory=memory, dim=dim, split=split)
         for step, label in labels:  # errors name steps by their path in the module
             step.label = label
@@ -66,7 +69,10 @@ class Reversed(ReversibleSequence):
 
 def _from_last(module: Step) -> Iterator[Invertible]:
     """The steps of ``module`` that are no containers, from the last to the first."""
-    if isinstance(module, ReversibleSequence):
+    directions = type(module).forward, type(module).inverse if isinstance(module, Invertible) else 0
+    # a container that overrides a direction does more than its steps: it is one step
+    if directions == (ReversibleSequence.forward, ReversibleSequence.inverse):
+        assert isinstance(module, ReversibleSequence)
         for step in reversed(list(module)):
             yield from _from_last(step)
     elif isinstance(module, Invertible) and module.invertible:

@@ -51,7 +51,7 @@ from revzoo.layers.logdet import WithLogDet, zero_total
 from revzoo.layers.precision import widened
 from revzoo.layers.split import HALVES, Merge, Split, check_cut
 
-_thread = threading.local()  # ``nested``: whether a sequence is calling the next one as its step
+_thread = threading.local()  # ``nested``: whether another sequence is calling this one as a step
 
 
 class ReversibleSequence(Invertible):
@@ -161,7 +161,11 @@ class ReversibleSequence(Invertible):
     def __setitem__(self, index: int | str | slice, step: Step | Iterable[Step]) -> None:
         items = self._items()
         if isinstance(index, slice):
-            assert not isinstance(step, Step)
+            if isinstance(step, Step):
+                raise TypeError(
+                    f"a slice of {name_of(self)} got one {type(step).__name__}: expected a list of "
+                    "steps, seq[i:j] = [step]"
+                )
             items[index] = [(None, each) for each in step]
         else:
             if isinstance(index, str) and index not in self:
@@ -231,8 +235,12 @@ class ReversibleSequence(Invertible):
         return self.insert(len(self), step, name=name)
 
     def extend(self, steps: Iterable[Step]) -> ReversibleSequence:
-        """Add ``steps`` at the end; returns the sequence."""
-        self._set_steps([*self._items(), *((None, step) for step in steps)])
+        """Add ``steps`` at the end; returns the sequence. Those of a sequence keep their names."""
+        if isinstance(steps, ReversibleSequence):
+            more = steps._items()
+        else:
+            more = [(None, step) for step in steps]
+        self._set_steps([*self._items(), *more])
         return self
 
     def insert(self, index: int, step: Step, *, name: str | None = None) -> ReversibleSequence:
@@ -398,6 +406,7 @@ class ReversibleSequence(Invertible):
             NotImplementedError: a step has no log-determinant; the message names it.
         """
         self._check_invertible()
+        self._check_tensors(state, "log_det(x1, x2)")
         renew_words(t for t in state if isinstance(t, Tensor))
         outputs, (total,), _ = self._walk(list(state), (zero_total(state[0]),), context)
         return bare(outputs), total
@@ -588,9 +597,8 @@ def _check_step(i: int, step: object) -> None:
 
 
 def _checked_name(name: str | None) -> str | None:
-    if name is not None and (
-        name.isdigit() or "." in name or not name or hasattr(nn.ModuleList(), name)
-    ):
+    taken = hasattr(nn.ModuleList(), name) if isinstance(name, str) else name is not None
+    if taken or (name is not None and (name.isdigit() or "." in name or not name)):
         raise ValueError(
             f"a step got the name {name!r}: expected one without dots that is no number and no "
             "attribute of nn.ModuleList"

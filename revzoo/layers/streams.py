@@ -55,6 +55,11 @@ class Streamwise(_OfOneTensor):
         return torch.stack([self.log_det_of(x) for x in state]).sum(0)
 
 
+def wide(x: Tensor) -> torch.dtype:
+    """The type of ``x``'s log-determinants: at least float32, since they are sums over an image."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 class Joint(_OfOneTensor):
     """Applies ``transform`` to the streams concatenated along ``dim``, and splits the result.
 
@@ -108,9 +113,10 @@ class Joint(_OfOneTensor):
         """The dimensions of ``x`` other than ``dim``."""
         return tuple(i for i in range(x.dim()) if i != self.dim % x.dim())
 
-    def positions(self, x: Tensor) -> int:
-        """The number of positions of an image in ``x``, e.g. ``H * W``."""
-        return x[0].numel() // self.size if len(x) else 0
+    def at_each_position(self, log_det: Tensor, x: Tensor) -> Tensor:
+        """``(B,)``: the log-determinant of one position times their number, e.g. ``H * W``."""
+        positions = x[0].numel() // self.size if len(x) else 0
+        return (log_det.to(wide(x)) * positions).expand(len(x))
 
     def extra_repr(self) -> str:
         return f"{self.size}, dim={self.dim}, streams={self.streams}"

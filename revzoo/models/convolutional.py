@@ -22,7 +22,7 @@ class ConvolutionalClassifier(ImageNetwork):
     """Height and width of an image must be multiples of it."""
 
     size_reason: ClassVar[str]
-    """Why, for the error message: "this model ... and expects"."""
+    """The reason in the error message, after "this model": "squeezes them", say."""
 
     def _append_norm(self, norm_act: NormAct, *, size_multiple: int) -> None:
         self.size_multiple = size_multiple

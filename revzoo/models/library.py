@@ -160,7 +160,7 @@ class LibraryNetwork(ImageNetwork):
             with torch.device("cpu"):
                 net = _built(library, name, img_size, pretrained)
             self.net = net.to(torch.get_default_device())
-        self._heads = [  # distilled networks have two
+        self._heads = [
             f"net.{path}"
             for path, m in self.net.named_modules()
             if isinstance(m, nn.Linear) and m.out_features == LIBRARY_CLASSES
@@ -188,6 +188,11 @@ class LibraryNetwork(ImageNetwork):
 
     def _get_name(self) -> str:  # in repr and errors
         return self._name
+
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        """The paths of all classifiers: distilled networks have two."""
+        return tuple(self._heads)
 
     @property
     def image_size(self) -> int:
@@ -259,11 +264,15 @@ class LibraryNetwork(ImageNetwork):
                 f"global_pool={global_pool!r}: expected None, since the pooling of a library's "
                 "network cannot change"
             )
+        like = next(self.net.parameters())  # device and precision may have changed since creation
         for path in self._heads:
             old = self.get_submodule(path)
-            device = next(self.net.parameters()).device  # `old` may be an Identity without any
-            new = nn.Linear(self.num_features, num_classes, device=device)
-            self._replace(path, new.train(old.training) if num_classes else nn.Identity())
+            new: nn.Module = nn.Identity()
+            if num_classes:
+                new = nn.Linear(
+                    self.num_features, num_classes, device=like.device, dtype=like.dtype
+                )
+            self._replace(path, new.train(old.training))
         self.num_classes, self.fresh_head = num_classes, True
 
     def _replace(self, path: str, module: nn.Module) -> None:
@@ -370,13 +379,20 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
             if library == "timm":
                 import timm
 
-                return timm.create_model(name, pretrained=pretrained, **sizes)
-            from torchvision import models
+                net = timm.create_model(name, pretrained=pretrained, **sizes)
+            else:
+                from torchvision import models
 
-            weights = "DEFAULT" if pretrained else None
-            return models.get_model(name, weights=weights, **sizes)
+                weights = "DEFAULT" if pretrained else None
+                net = models.get_model(name, weights=weights, **sizes)
     except TypeError as error:  # an unexpected keyword: convolutional networks take any size
         raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
+    for head in ("aux1", "aux2", "AuxLogits"):  # of training alone, while we return one tensor
+        if getattr(net, head, None) is not None:
+            setattr(net, head, None)
+    if hasattr(net, "aux_logits"):
+        net.aux_logits = False  # type: ignore[assignment]
+    return net
 
 
 @contextmanager

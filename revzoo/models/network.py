@@ -229,6 +229,11 @@ class ImageNetwork(Saved, ABC):
                 break  # stage_states is lazy: later stages do not run
         return maps if intermediates_only else (self.normed(z, last), maps)
 
+    @property
+    def classifiers(self) -> tuple[str, ...]:
+        """The paths of all classifiers; nearly every network has one."""
+        return (self.classifier,)
+
     def get_classifier(self) -> nn.Module:
         """The classifier: a linear layer, or ``nn.Identity`` if ``num_classes`` is 0."""
         return self.get_submodule(self.classifier)

@@ -58,7 +58,8 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
     *earlier, last = stages
     # what is left in `named`, the normalisation and layers without parameters, reads the last stage
     return (
-        Part("stem", (stem,)),
+        # parameters of the network itself go with the first part
+        Part("stem", (stem,), tuple(network.parameters(recurse=False))),
         *(Part(f"stages.{i}", (stage,)) for i, stage in enumerate(earlier)),
         Part(f"stages.{len(earlier)}", (last, *named.values())),
         Part(network.classifier, (classifier,)),

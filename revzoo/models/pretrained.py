@@ -142,8 +142,8 @@ def load_weights(
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)
     if not network.num_classes:  # no classifier: drop the file's
-        prefix = f"{network.classifier}."
-        tensors = {key: t for key, t in tensors.items() if not key.startswith(prefix)}
+        prefixes = _prefixes(network)
+        tensors = {key: t for key, t in tensors.items() if not key.startswith(prefixes)}
     head = _fresh_head(network, own, tensors)
     if head:
         log.warning(
@@ -241,8 +241,12 @@ def _fresh_head(
     # a missing or misshapen classifier is an error of the file, which check_fit reports
     if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
         return {}
-    prefix = f"{network.classifier}."
-    return {key: value for key, value in own.items() if key.startswith(prefix)}
+    return {key: value for key, value in own.items() if key.startswith(_prefixes(network))}
+
+
+def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
+    """How the names of the classifiers' tensors begin."""
+    return tuple(f"{path}." for path in network.classifiers)
 
 
 def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:

@@ -182,7 +182,7 @@ def create_model(
     num_classes: int | None = None,
     in_chans: int | None = None,
     features_only: bool = False,
-    out_indices: Sequence[int] | None = None,
+    out_indices: int | Sequence[int] | None = None,
     checkpoint_path: str | Path | None = None,
     cache_dir: str | Path | None = None,
     table: WeightsTable | None = None,
@@ -204,13 +204,14 @@ def create_model(
         in_chans: channels of the images; None for the weights', or 3. If it differs from the
             weights', the first convolution is adapted.
         features_only: return a list of feature maps instead, see :class:`FeatureNet`.
-        out_indices: the stages whose maps to return, negative ones from the last; None for all.
+        out_indices: the stages whose maps to return, negative ones from the last; a number n for
+            the last n; None for all.
         checkpoint_path: a local file of weights to use instead: safetensors, a ``state_dict``
             (.pt, .pth) or a training checkpoint (.ckpt).
         cache_dir: folder of downloads; None for ``$REVZOO_CACHE``, or the user's cache.
         table: the weights to search for ``name``; None for the package's.
         allow_nonfinite: also load weights with NaN or Inf.
-        reversible_bits: make the runs of blocks of a ResNet or a library's network reversible, see
+        reversible_bits: make the runs of blocks of a ResNet, ViT or library network reversible, see
             :func:`revzoo.make_reversible`; ``memory=None`` is then ``"exact"``. With None, a
             saved model keeps its bits, and other networks are plain.
         keywords: arguments of the network's class, or fields of its row:

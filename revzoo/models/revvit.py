@@ -193,7 +193,7 @@ class RevViT(ImageNetwork):
         return ReversibleBlock(attention, mlp)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Fused tokens ``(B, N, 2 D)``: streams concatenated and normalised.
+        """Tokens ``(B, N, num_features)``: streams concatenated and normalised.
 
         Raises:
             ValueError: the images' channels or size do not fit.

@@ -214,7 +214,7 @@ class Report:
         Raises:
             ValueError: matplotlib is not installed.
         """
-        pyplot = plotting()
+        figure = matplotlib_figure()(layout="constrained")
         series = [audit.series() for audit in self.audits.values()]
         peaks: dict[str, int] = {}
         for levels, _ in series:
@@ -225,14 +225,8 @@ class Report:
         large = large if len(large) <= _STAGES else large[: _STAGES - 1]
         shown = [name for name in peaks if name in large]
         width = max(4.8, 3.6 * len(series))  # inches
-        figure, panels = pyplot.subplots(
-            1,
-            len(series),
-            figsize=(width, 3.6),
-            sharey=True,
-            squeeze=False,
-            layout="constrained",
-        )
+        figure.set_size_inches(width, 3.6)
+        panels = figure.subplots(1, len(series), sharey=True, squeeze=False)
         for axes, audit, (levels, turn) in zip(
             panels[0], self.audits.values(), series, strict=True
         ):
@@ -269,14 +263,13 @@ class Report:
         figure = self.figure()
         with replacing(Path(path)) as file:
             figure.savefig(file, dpi=120)
-        plotting().close(figure)
 
     def to_tensorboard(self, folder: str | Path) -> None:
         """Write the picture and the peaks as an event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         with SummaryWriter(str(folder)) as writer:
-            writer.add_figure("memory/step", self.figure())  # also closes the figure
+            writer.add_figure("memory/step", self.figure(), close=False)  # pyplot does not know it
             for mode, audit in self.audits.items():
                 writer.add_scalar(f"memory/peak_bytes/{mode}", audit.peak_bytes)
 
@@ -373,20 +366,17 @@ def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]
     return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
-def plotting() -> Any:
-    """Matplotlib's pyplot, drawing into files.
+def matplotlib_figure() -> Any:
+    """Matplotlib's class ``Figure``. Not pyplot, which would change the caller's backend.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    matplotlib.use("Agg")  # before pyplot: other backends need a display
-    from matplotlib import pyplot
-
-    return pyplot
+    return Figure
 
 
 def audit(

@@ -34,6 +34,7 @@ class MetricsCSV(Logger):
         self._first_step = first_step
         self._columns: list[str] | None = None  # None before the file is read
         self._rows: list[dict[str, Any]] = []  # not yet written
+        self._last = first_step or 0  # the newest step
         self._failed = False  # whether the last attempt to write failed
 
     @property
@@ -50,8 +51,9 @@ class MetricsCSV(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._last = self._last if step is None else step
         # tensors become numbers here, so the logger keeps none on a GPU
-        self._rows.append({"step": step, **{k: float(v) for k, v in metrics.items()}})
+        self._rows.append({"step": self._last, **{k: float(v) for k, v in metrics.items()}})
 
     @rank_zero_only
     def save(self) -> None:
@@ -97,7 +99,7 @@ class MetricsCSV(Logger):
         if new:
             self._write([*self._columns, *dict.fromkeys(new)], self._read())
         # appending costs the same at every step, however long the run
-        with self.path.open("a", newline="") as file:
+        with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.DictWriter(file, self._columns).writerows(self._rows)
         self._rows = []
 
@@ -110,7 +112,7 @@ class MetricsCSV(Logger):
         self._write(columns, kept)
 
     def _read(self) -> list[dict[str, str]]:
-        with self.path.open(newline="") as file:
+        with self.path.open(newline="", encoding="utf-8") as file:
             rows = list(csv.DictReader(file))
         # a kill may have cut off the last row
         return [row for row in rows if None not in row.values() and row["step"].isdigit()]

@@ -7,6 +7,7 @@ the step at which a resumed run starts to log, and the options of its configurat
 from __future__ import annotations
 
 import re
+import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -84,9 +85,11 @@ def _charts(metrics: Mapping[str, float]) -> Iterator[tuple[str, float]]:
             yield f"{GROUP}/{chart}", value / unit
         elif group == "footprint":
             yield f"{GROUP}/{rest}", value
-        elif name != "epoch" and group not in ("drift", "test"):
-            # the others get no chart; metrics.csv has them
+        elif group in ("train", "val"):
             yield name, value
+        elif name != "epoch" and group not in ("drift", "test"):
+            # those get no chart; metrics.csv has them
+            yield f"{GROUP}/{name.replace('/', '_')}", value
 
 
 def name_of(run_dir: Path) -> str:
@@ -102,12 +105,13 @@ def wandb(
     project: str = "revzoo",
     offline: bool = False,
 ) -> Logger:
-    """Weights & Biases; a resumed run continues its record."""
+    """Weights & Biases; a run resumed in the same folder continues its record."""
     name = name_of(run_dir)
     logger = WandbLogger(
         # the same id continues the record
         name=name,
-        id=name,
+        # two sweeps may have folders of one name
+        id=f"{name}-{zlib.crc32(str(run_dir.absolute()).encode()):08x}",
         save_dir=run_dir,
         project=project,
         offline=offline,
@@ -125,7 +129,10 @@ def mlflow(
     experiment: str = "revzoo",
     tracking_uri: str | None = None,
 ) -> Logger:
-    """MLflow; the default ``tracking_uri`` is the environment's ``MLFLOW_TRACKING_URI``."""
+    """MLflow; a resumed run begins a second record of the same name.
+
+    The default ``tracking_uri`` is the environment's ``MLFLOW_TRACKING_URI``.
+    """
     # an argument of None would replace the environment's variable
     uri: dict[str, Any] = {} if tracking_uri is None else {"tracking_uri": tracking_uri}
     logger = MLFlowLogger(experiment_name=experiment, run_name=name_of(run_dir), **uri)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from revzoo._checks import check_count
 from revzoo.core.evaluation import evaluation_mode
-from revzoo.data.decode import open_image
+from revzoo.data.decode import check_depth, open_image
 from revzoo.data.errors import DataError
 from revzoo.models.network import ImageNetwork
 from revzoo.training.checkpoint.files import CheckpointError
@@ -109,7 +109,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     """Open an image if it is a file; return Pillow images and tensors unchanged.
 
     Raises:
-        DataError: there is no such file, or it is no image.
+        DataError: there is no such file, or it is no image, or a grey one of more than 8 bits.
         TypeError: ``image`` has another type.
         ValueError: a tensor is not (C, H, W), or is neither of bytes nor of floats in [0, 1].
     """
@@ -119,7 +119,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
                 f"image is a tensor of shape {tuple(image.shape)}: expected (C, H, W); for a "
                 "batch give a list: list(images)"
             )
-        # Normalize repeats the single channel of a grey image
+        # v2.RGB repeats the single channel of a grey image
         if image.shape[0] not in (1, channels):
             remedy = ": put them first, image.permute(2, 0, 1)" * (image.shape[2] in (1, channels))
             raise ValueError(
@@ -142,6 +142,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
             )
         return image.clamp(0, 1)
     if isinstance(image, Image.Image):
+        check_depth(image, "image")
         return image
     if not isinstance(image, str | Path):
         raise TypeError(

@@ -35,6 +35,7 @@ from revzoo.core.guard import DriftError
 from revzoo.core.invertible import Step
 from revzoo.core.modes import mode_of
 from revzoo.core.ranges import RangeError
+from revzoo.training.callbacks.sample_gradients import ReadsNorms
 from revzoo.training.checkpoint.state import RunState, can_drift, set_grid, set_states, states_of
 from revzoo.training.distributed import gathered
 from revzoo.training.lightning_compat import callbacks_of
@@ -227,6 +228,8 @@ class Redo:
             # the reducer of the failed pass still waits for gradients
             trainer.strategy.model = self.module
             trainer.strategy.configure_ddp()
+        for reader in callbacks_of(trainer, ReadsNorms):  # type: ignore[type-abstract]
+            reader.restart()
         # training_step must neither log again nor count twice
         self.running, self.counted = True, counted
         try:

@@ -271,3 +271,28 @@ def test_a_pickled_model_stays_extended_once():
     assert_equals_loop(other, loop)
     remove(other)
     assert not any(m._forward_hooks or m._forward_hooks_with_kwargs for m in other.modules())
+
+
+class _Affine(nn.Module):
+    """``weight * x``, and plus ``shift`` in some instances."""
+
+    def __init__(self, *, shifts: bool) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3))
+        self.shift = nn.Parameter(torch.randn(3)) if shifts else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * self.weight
+        return y if self.shift is None else y + self.shift
+
+
+@pytest.mark.parametrize("order", [(True, False), (False, True)])
+def test_instances_of_a_class_may_have_other_parameters(order: tuple[bool, bool]) -> None:
+    """The first instance's names served all, so gradients of samples were missing."""
+    torch.manual_seed(0)
+    net = extend(nn.Sequential(*(_Affine(shifts=shifts) for shifts in order)))
+    with backpack(BatchGrad()):
+        net(torch.randn(4, 3)).square().sum().backward()
+    for p in net.parameters():
+        assert torch.allclose(p.grad_batch.sum(0), p.grad, atol=1e-5)
+    remove(net)

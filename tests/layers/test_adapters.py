@@ -7,6 +7,7 @@ import torch
 from compare import assert_same_training, images, twin
 from torch import nn
 
+import revzoo
 from revzoo import (
     AffineAdapterNaive,
     AffineAdapterSigmoid,
@@ -79,3 +80,12 @@ def test_refusals():
         ScaledCoupling(AffineAdapterSigmoid(nn.Linear(2, 3)))(x, x)
     with pytest.raises(ValueError, match="is not exact on fixed-point streams, since"):
         set_memory(net("naive"), "exact")
+
+
+def test_scale_and_shift_of_different_shapes_are_refused():
+    class Pair(nn.Module):
+        def forward(self, x):
+            return x[:, :1], x
+
+    with pytest.raises(ValueError, match=r"shapes \(2, 1\) and \(2, 4\)"):
+        revzoo.ScaledCoupling(Pair())(torch.ones(2, 4), torch.ones(2, 4))

@@ -7,6 +7,7 @@ import torch
 from compare import assert_same_training, error, twin
 from torch import nn
 
+import revzoo
 from revzoo import AdditiveCoupling, AffineCoupling, Coupling, ReversibleSequence, set_memory
 from revzoo.core.fixedpoint import fixed_of, put_on_grid
 from revzoo.profiling.live import LiveMemory
@@ -214,3 +215,28 @@ def test_recovering_a_stream_takes_no_memory(grid, monkeypatch):
     scratch = 0 if grid is None else 4 * 2**16
     assert spared <= scratch
     assert plain >= stream > 4 * scratch
+
+
+class _Tripled(revzoo.AdditiveCoupling):
+    """``y2 = 3 x1 + F(x2)``, by ``forward`` and ``inverse``."""
+
+    def forward(self, x1, x2):
+        return x2, 3 * x1 + self.branch(x2)
+
+    def inverse(self, y1, y2):
+        return (y2 - self.branch(y1)) / 3, y1
+
+
+def test_a_coupling_with_another_forward_inherits_no_facts():
+    """Its log-determinant was zero, and mode invert blamed its inverse."""
+    step = _Tripled(nn.Linear(3, 3).double())
+    x = [torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2)]
+    with pytest.raises(NotImplementedError, match="defines no log_det"):
+        step.log_det(*x)
+    assert not step.exact
+    gradients = []
+    for mode in ("invert", "store"):
+        net = revzoo.ReversibleSequence([step], memory=mode)
+        loss = sum(y.square().sum() for y in net(*x))
+        gradients.append(torch.autograd.grad(loss, [*x, *net.parameters()]))
+    assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))

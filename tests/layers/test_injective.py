@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+import revzoo
 from revzoo import InjectiveLinear, PatchConv, Squeeze
 
 
@@ -69,3 +70,10 @@ def test_patches_name_their_own_channels():
     for channels, streams, x in ((3, 1, (1, 5, 8, 8)), (4, 2, (1, 8, 8, 8))):
         with pytest.raises(ValueError, match=rf"PatchConv got .*expected {channels // streams} ch"):
             PatchConv(channels, 64, 4, streams=streams)(torch.zeros(x))
+
+
+def test_channels_that_do_not_split_are_refused_when_the_layer_is_made():
+    with pytest.raises(ValueError, match="in_channels=3: expected a multiple of streams=2"):
+        revzoo.PatchConv(3, 64, 4)
+    with pytest.raises(ValueError, match="out_features='5'"):
+        revzoo.InjectiveLinear(4, "5")

@@ -1,11 +1,14 @@
 """Log-determinants of chains: sums, gradients in every mode, memory, layers that have none."""
 
+import math
+
 import pytest
 import torch
 from compare import conv_net, error, images, twin
 from layer_table import build
 from torch import nn
 
+import revzoo
 from revzoo import (
     ActNorm,
     AffineCoupling,
@@ -181,3 +184,16 @@ def test_a_layer_without_one_is_named():
 def test_additive_networks_keep_volume():
     net = conv_net(norm=lambda c: nn.GroupNorm(2, c))
     assert torch.equal(net.log_det(images()), torch.zeros(3).double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_log_determinants_are_at_least_float32(dtype):
+    """As float16 they overflowed for images, and as bfloat16 they lost digits."""
+    x = -torch.ones(2, 3, 224, 224, dtype=dtype)
+    relu = revzoo.InvertibleLeakyReLU(0.2, streams=1)
+    norm = revzoo.ActNorm(3, streams=1)
+    norm.log_scale.data.fill_(1.0)
+    for step, of_value in ((relu, math.log(0.2)), (norm.eval(), 1.0)):
+        found = step.log_det(x)
+        assert found.dtype == torch.float32
+        assert torch.allclose(found, torch.full((2,), of_value * x[0].numel()), rtol=1e-5)

@@ -81,3 +81,10 @@ def test_frames_that_are_refused():
     with pytest.raises(ValueError, match="larger than the frame"):
         SpatialPadding(1, streams=1).inverse(torch.zeros(1, 1, 2, 5))
     assert not SpatialPadding(1, value=0.3).exact
+
+
+@pytest.mark.parametrize("shape", [(2, 3, 8), (2, 3)])
+def test_neither_channels_nor_the_batch_are_padded(shape):
+    """One number pads two dimensions, which in a signal include the channels."""
+    with pytest.raises(ValueError, match="neither batch nor channels"):
+        SpatialPadding(1, streams=1)(torch.zeros(shape))

@@ -1,5 +1,6 @@
 """Channel permutations: orders, seeds, checkpoints."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -44,3 +45,15 @@ def test_a_checkpoint_brings_its_order():
 def test_what_is_no_permutation(order):
     with pytest.raises(ValueError, match=r"expected 'random', 'reverse' or each of 0 to 2 once"):
         ChannelPermutation(3, order=order)
+
+
+@pytest.mark.parametrize("order", [np.array([2, 0, 1]), torch.tensor([2, 0, 1]), (2, 0, 1)])
+def test_an_order_may_be_an_array(order):
+    x = torch.arange(3.0)[None]
+    assert ChannelPermutation(3, order=order, streams=1)(x).tolist() == [[2.0, 0.0, 1.0]]
+
+
+@pytest.mark.parametrize("order", [[2.0, 1.0, 0.0], None])
+def test_an_order_is_of_whole_numbers(order):
+    with pytest.raises(ValueError, match="each of 0 to 2 once"):
+        ChannelPermutation(3, order=order, streams=1)

@@ -5,6 +5,7 @@ import torch
 from compare import conv_net, error, images, linear_net, twin
 from torch import nn
 
+import revzoo
 from revzoo import (
     AdditiveCoupling,
     InvertibleConv1x1,
@@ -63,3 +64,33 @@ def test_refusals():
         Reversed(nn.Linear(2, 2))
     with pytest.raises(NotInvertibleError, match=r"steps\.1 Halve has no inverse"):
         Reversed(ReversibleSequence([AdditiveCoupling(nn.Tanh()), Halve()]))
+
+
+class _Scaled(revzoo.ReversibleSequence):
+    def forward(self, *state, **context):
+        return 2 * super().forward(*state, **context)
+
+    def inverse(self, *state, **context):
+        return super().inverse(*(y / 2 for y in state), **context)
+
+
+def test_a_container_that_overrides_its_directions_is_one_step():
+    """Its own forward and inverse were ignored."""
+    sequence = _Scaled([revzoo.AdditiveCoupling(nn.Linear(2, 2))], memory="invert").double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    back = revzoo.Reversed(sequence, memory="store")
+    assert torch.allclose(back(sequence(x)), x)
+
+
+def test_an_attribute_called_dim_is_no_dimension():
+    class Wide(revzoo.Invertible):
+        dim = 64  # a width
+
+        def forward(self, x1, x2):
+            return x2, x1
+
+        def inverse(self, y1, y2):
+            return y2, y1
+
+    x = torch.randn(3, 4)
+    assert torch.equal(revzoo.Reversed(Wide())(x), torch.cat((x[:, 2:], x[:, :2]), 1))

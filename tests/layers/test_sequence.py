@@ -8,6 +8,7 @@ import torch
 from compare import assert_same_training, conv_net, error, images, linear_net
 from torch import nn
 
+import revzoo
 from revzoo import (
     AdditiveCoupling,
     AffineCoupling,
@@ -497,3 +498,30 @@ def test_inner_sequences_are_called_if_anybody_watches(kind):
     assert called
     for y, plain in zip((y1, y2), nested_blocks()(*state), strict=True):
         assert torch.equal(y, plain)
+
+
+def test_a_sum_of_sequences_keeps_names_also_in_place():
+    def block():
+        return revzoo.ReversibleBlock(nn.Linear(2, 2))
+
+    first, second = (revzoo.ReversibleSequence({name: block()}) for name in "ab")
+    names = list((first + second).keys())
+    first += second
+    assert list(first.keys()) == names == ["a", "b"]
+
+
+def test_a_slice_takes_a_list_of_steps():
+    sequence = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(2, 2))])
+    with pytest.raises(TypeError, match=r"seq\[i:j\] = \[step\]"):
+        sequence[0:1] = revzoo.ReversibleBlock(nn.Linear(2, 2))
+
+
+def test_streams_in_a_tuple_are_explained_by_log_det_too():
+    sequence = revzoo.ReversibleSequence([revzoo.AdditiveCoupling(nn.Linear(2, 2))])
+    with pytest.raises(TypeError, match="pass the streams one by one"):
+        sequence.log_det((torch.zeros(1, 2), torch.zeros(1, 2)))
+
+
+def test_a_step_named_by_a_number_is_refused():
+    with pytest.raises(ValueError, match="a step got the name 0"):
+        revzoo.ReversibleSequence({0: revzoo.ReversibleBlock(nn.Linear(2, 2))})

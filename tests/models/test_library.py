@@ -306,3 +306,20 @@ def test_weights_from_before_batch_norm_counted(tmp_path):
     torch.save(state, tmp_path / "broken.pth")
     with pytest.raises(StateMismatchError, match=r"1 missing: net\.bn1\.running_mean"):
         resnet(num_classes=7, checkpoint_path=tmp_path / "broken.pth")
+
+
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_a_network_with_classifiers_of_training_alone():
+    """It could not train, and its features failed in evaluation, as did inception_v3's."""
+    model = revzoo.create_model("torchvision:googlenet", num_classes=3)
+    x = torch.randn(2, 3, 64, 64)
+    assert model(x).shape == (2, 3)
+    model.eval()
+    with torch.no_grad():
+        assert torch.equal(model.forward_head(model.forward_features(x)), model(x))
+
+
+def test_a_fresh_classifier_has_the_precision_of_the_network():
+    model = revzoo.create_model("torchvision:resnet18", num_classes=3).bfloat16()
+    model.reset_classifier(5)
+    assert model(torch.randn(2, 3, 64, 64, dtype=torch.bfloat16)).shape == (2, 5)

@@ -505,3 +505,23 @@ def test_a_module_without_an_inverse_is_refused_where_it_needs_one():
 def test_a_coupling_is_no_step_and_the_error_says_which_one_is():
     with pytest.raises(TypeError, match=r"memcnn\.AdditiveCoupling, expected.*ReversibleBlock\(Fm"):
         revzoo.ReversibleSequence([ours.AdditiveCoupling(nn.Linear(4, 4))])
+
+
+class _Shifted(ours.AdditiveCoupling):
+    def forward(self, x):
+        return super().forward(x) + 1
+
+    def inverse(self, y):
+        return super().inverse(y - 1)
+
+
+def test_a_wrapper_calls_a_couplings_own_forward_and_hooks():
+    """Both were ignored, silently."""
+    coupling = _Shifted(nn.Linear(2, 2), nn.Linear(2, 2))
+    x = torch.randn(3, 4)
+    assert torch.equal(ours.InvertibleModuleWrapper(coupling)(x), coupling(x))
+    plain = ours.AdditiveCoupling(nn.Linear(2, 2), nn.Linear(2, 2))
+    calls = []
+    plain.register_forward_hook(lambda *_: calls.append(1))
+    ours.InvertibleModuleWrapper(plain)(x)
+    assert calls

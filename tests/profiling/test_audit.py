@@ -362,3 +362,14 @@ def test_complex_outputs():
 class Complex(nn.Module):
     def forward(self, x):
         return x.to(torch.complex64)
+
+
+def test_a_picture_leaves_the_callers_backend(tmp_path):
+    """Each picture switched matplotlib to files, and a notebook showed no more of its own."""
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("svg")
+    try:
+        audit(revzoo.create_model("irevnet13"), (2, 3, 8, 8), modes=[]).plot(tmp_path / "a.png")
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use("agg")

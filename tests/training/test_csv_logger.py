@@ -139,3 +139,10 @@ def test_a_disk_that_refuses_rows_does_not_end_the_run(
     logger.log_metrics({"a": 2.0}, 2)
     logger.save()
     assert [row["a"] for row in rows(path)] == ["2.0"]
+
+
+def test_figures_without_a_step_belong_to_the_newest(tmp_path: Path) -> None:
+    """Their row was lost when the next column came."""
+    path = tmp_path / "metrics.csv"
+    write(path, (3, {"a": 1.0}), (None, {"b": 2.0}), (4, {"c": 3.0}))
+    assert rows(path)[1] == {"step": "3", "b": "2.0"}

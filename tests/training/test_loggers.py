@@ -87,7 +87,12 @@ def test_hyperparameters_describe_the_run_with_its_accuracies(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("kind", "builder", "options", "given"),
     [
-        ("wandb", "WandbLogger", {"project": "p", "offline": True}, {"project": "p", "id": "m-r"}),
+        (
+            "wandb",
+            "WandbLogger",
+            {"project": "p", "offline": True},
+            {"project": "p", "name": "m-r"},
+        ),
         (
             "mlflow",
             "MLFlowLogger",
@@ -118,3 +123,27 @@ def test_other_loggers_get_their_options_and_a_description(
     LOGGERS[kind](tmp_path / "m" / "r", RUN, None, **options)
     assert given.items() <= seen.items()
     assert seen["params"] == RUN
+
+
+def test_two_folders_of_one_name_have_two_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trials 0003 of two sweeps shared one, since their names decided alone."""
+    seen: list[str] = []
+
+    class Fake:
+        def __init__(self, **keywords: Any) -> None:
+            seen.append(keywords["id"])
+
+        def log_hyperparams(self, params: dict[str, Any]) -> None:
+            pass
+
+    monkeypatch.setattr(loggers, "WandbLogger", Fake)
+    for folder in ("a", "b", "a"):
+        LOGGERS["wandb"](tmp_path / folder / "lr" / "0003", RUN, None)
+    assert seen[0] == seen[2] != seen[1]
+
+
+def test_figures_of_other_callbacks_come_after_val_too() -> None:
+    charts = dict(loggers._charts({"private/epsilon": 1.0, "gradients/norm": 2.0, "val/acc": 3.0}))
+    assert charts == {"watch/private_epsilon": 1.0, "watch/gradients_norm": 2.0, "val/acc": 3.0}

@@ -123,5 +123,11 @@ def test_an_output_of_nan_is_refused(folder: Path, image: Path) -> None:
 
 def test_a_misspelt_name_suggests_the_nearest(image: Path) -> None:
     """``revnet39`` was taken for the path of a checkpoint."""
-    with pytest.raises(UnknownWeightsError, match=r"no weights 'revnet39'; did you mean '\w+net38"):
+    with pytest.raises(UnknownWeightsError, match=r"folder 'revnet39'; did you mean '\w+net38"):
         revzoo.predict(image, "revnet39")
+
+
+def test_a_grey_image_of_16_bits_is_refused() -> None:
+    """Pillow would clip it, as it would the same image in a file."""
+    with pytest.raises(DataError, match="more than 8 bits per channel"):
+        revzoo.predict(Image.new("I;16", (8, 8)), "irevnet13.digits")

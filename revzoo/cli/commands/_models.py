@@ -75,17 +75,16 @@ def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None)
 @contextmanager
 def memory_chart(path: Path) -> Iterator[Any]:
     """Yield matplotlib's axes for time against memory, and save the picture."""
-    from revzoo.profiling.audit import plotting
+    from revzoo.profiling.audit import matplotlib_figure
 
-    pyplot = plotting()
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = matplotlib_figure()(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
     yield axes
     axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
     # beside the axes: names beside the points would cover each other
     figure.legend(frameon=False, loc="outside right upper")
     with replacing(path) as file:
         figure.savefig(file, dpi=120)
-    pyplot.close(figure)  # pyplot keeps figures
 
 
 def check_picture(path: Path | None) -> None:
@@ -96,9 +95,9 @@ def check_picture(path: Path | None) -> None:
     """
     if path is None:
         return
-    from revzoo.profiling.audit import plotting
+    from revzoo.profiling.audit import matplotlib_figure
 
-    plotting()
+    matplotlib_figure()
     check_writable(path)
     from matplotlib.backend_bases import FigureCanvasBase
 

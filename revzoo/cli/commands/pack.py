@@ -78,15 +78,20 @@ def publish(
 
 
 def _summary(checkpoint: Path) -> dict[str, float]:
-    """The figures of the run's test."""
+    """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
+    from revzoo.training.checkpoint.files import CHECKPOINTS, LAST
 
     path = run_of(checkpoint) / "summary.json"
     if not path.is_file():
         return {}
-    figures = json.loads(path.read_text())["metrics"]
+    summary = json.loads(path.read_text())
+    # without a best checkpoint, the test was of the last weights
+    tested = path.parent / (summary.get("checkpoint") or f"{CHECKPOINTS}/{LAST}")
+    if tested.resolve() != checkpoint.resolve():
+        return {}
     # validation chose the checkpoint, so its figures are too good
-    return {k: v for k, v in figures.items() if k.startswith("test/")}
+    return {k: v for k, v in summary["metrics"].items() if k.startswith("test/")}
 
 
 def _metric(text: str) -> tuple[str, float]:

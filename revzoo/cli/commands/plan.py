@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from revzoo._checks import check_choice
 from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
@@ -58,9 +59,14 @@ def run(args: argparse.Namespace) -> None:
     """
     import torch
 
+    from revzoo.core.modes import INVERTING
     from revzoo.profiling.plan import Planner
     from revzoo.profiling.units import bytes_from, in_units
 
+    if args.fit and (args.save or args.plot):
+        raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
+    if args.memory is not None:
+        check_choice("--memory", args.memory, INVERTING)
     # a wrong budget is refused before the model is built
     budget = bytes_from(args.budget)
     check_picture(args.plot)

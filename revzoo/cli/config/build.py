@@ -15,6 +15,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.exceptions import MisconfigurationException
+from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.callbacks import Checkpoint, ProgressBar
 from pytorch_lightning.loggers import Logger
 from pytorch_lightning.profilers import AdvancedProfiler, PyTorchProfiler, SimpleProfiler
@@ -198,8 +199,11 @@ def make_trainer(**options: Any) -> pl.Trainer:
 def in_parallel(trainer: Mapping[str, Any]) -> bool:
     """Whether Lightning will wrap the module in ``DistributedDataParallel``."""
     devices = trainer.get("devices")
-    # "auto" and lists count as one: Lightning decides later
-    several = isinstance(devices, int) and devices > 1
+    if devices in ("auto", -1, "-1"):
+        # one on the CPU
+        on_cpu = trainer.get("accelerator") == "cpu"
+        devices = 1 if on_cpu else max(1, CUDAAccelerator.auto_device_count())
+    several = (devices if isinstance(devices, int) else len(devices or ())) > 1
     return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
 
 

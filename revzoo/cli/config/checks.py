@@ -41,7 +41,12 @@ from revzoo.cli.run.tune import check_tuner
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.training.callbacks.finetune import Finetuning
-from revzoo.training.callbacks.registry import CALLBACKS, build_callbacks, check_callbacks
+from revzoo.training.callbacks.registry import (
+    CALLBACKS,
+    build_callbacks,
+    check_callbacks,
+    check_network,
+)
 from revzoo.training.loggers import LOGGERS
 
 MONITORED = {
@@ -70,6 +75,7 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_data(config["data"])
         check_finetuning(config)
         check_compiled(config["callbacks"])
+        check_network(config["callbacks"], check_model(config))
         if config.get(TUNER) is not None:
             check_tuner(config)
 
@@ -114,7 +120,7 @@ def check_monitors(callbacks: Mapping[str, Mapping[str, Any] | None]) -> None:
                 # val_acc is the name in other programs
                 + did_you_mean(str(figure).replace("_", "/"), MONITORED)
             )
-        if mode != (better := MONITORED[figure]):
+        if mode not in (None, better := MONITORED[figure]):
             raise ConfigError(
                 f"callbacks.{name}.mode={mode}: the best {figure} is the {better}imum, so set "
                 f"callbacks.{name}.mode={better}"

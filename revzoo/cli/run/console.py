@@ -107,9 +107,7 @@ def log_opening(
     shape = f"{data.in_chans}x{data.image_size}x{data.image_size}"
     kept = kept_bytes(module, data)
     size = "" if kept is None else f", {kept / 1024:,.0f} KiB of activations per image"
-    epochs = trainer.max_epochs or -1  # -1 or None if max_steps ends the run
-    length = _epochs(epochs) if epochs > 0 else f"{config['trainer']['max_steps']} steps"
-    length += " in all" * resumed
+    length = _length(trainer, config["trainer"].get("max_time")) + " in all" * resumed
     # of all processes, for one update of the weights
     batch = data.batch_size * trainer.world_size * trainer.accumulate_grad_batches
     rate = f"{config['optim']['name']} with lr {config['optim']['lr']:g}"
@@ -124,6 +122,13 @@ def log_opening(
     ]
     for name, text in lines:
         log.info("%-8s %s", name, text)
+
+
+def _length(trainer: pl.Trainer, max_time: object) -> str:
+    """What ends the run: ``"30 epochs or 2,000 steps"``, whichever comes first."""
+    epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
+    limits = [_epochs(epochs)] * (epochs > 0) + [f"{steps:,} steps"] * (steps > 0)
+    return " or ".join(limits) or f"{max_time} of time"
 
 
 def _epochs(count: int) -> str:
@@ -161,7 +166,7 @@ def kept_bytes(module: Classifier, data: ImageData) -> int | None:
         with torch.device("meta"):
             images = torch.empty(COUNTED, data.in_chans, data.image_size, data.image_size)
             return activation_bytes(model, images)
-    except (RuntimeError, MemoryError):  # for instance, a user's layer reads values
+    except Exception:  # a user's layer may raise anything on the meta device
         return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from revzoo._checks import check_choice, check_count
@@ -144,7 +145,7 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
             )
         return
     # of another data set, no image was a training image
-    same = all(data.get(key) == trained.get(key) for key in ("_target_", "root"))
+    same = _place(data) == _place(trained)
     differing = [k for k in ("val_fraction", "split_seed") if data.get(k) != trained.get(k)]
     if same and differing:
         expected, got = (
@@ -154,6 +155,11 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
             f"{got} would evaluate training images: the run's validation split has {expected}; "
             f"give {expected}"
         )
+
+
+def _place(data: Mapping[str, Any]) -> tuple[Any, Path]:
+    """The kind of a data set and its folder; one folder has many spellings."""
+    return data.get("_target_"), Path(data.get("root", "")).expanduser().resolve()
 
 
 def _check_images(restored: Restored, *, in_chans: int) -> None:

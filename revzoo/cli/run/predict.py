@@ -14,6 +14,7 @@ from torchvision.datasets.folder import IMG_EXTENSIONS
 from revzoo.cli.terminal import columns
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
+from revzoo.data.folders import images_below
 from revzoo.training.checkpoint.restore import Restored
 from revzoo.training.predict import classify
 
@@ -31,7 +32,7 @@ def predict(
 ) -> Iterator[Prediction]:
     """Yield the class probabilities of image files, and of all images in folders.
 
-    Images are resized and cropped as in training; without ``crop_pct`` they are not cropped.
+    Images are prepared as for evaluation: the shorter side resized, the centre cropped.
 
     Args:
         restored: from :func:`revzoo.training.checkpoint.restore.restore`.
@@ -65,8 +66,7 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         if path.is_file():
             yield path
         elif path.is_dir():
-            # sorted: the order of a file system is arbitrary
-            images = [p for p in sorted(path.rglob("*")) if p.suffix.lower() in IMG_EXTENSIONS]
+            images = [Path(name) for name in images_below(path)]
             if not images:
                 raise DataError(f"no images in {path}: expected {', '.join(IMG_EXTENSIONS)}")
             yield from images

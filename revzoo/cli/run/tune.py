@@ -1,4 +1,4 @@
-"""``python train.py tuner=lr`` and ``tuner=batch_size``: search a value before or instead of a run.
+"""``revzoo train tuner=lr`` and ``tuner=batch_size``: search a value before or instead of a run.
 
 The search trains copies (:mod:`revzoo.training.tuning.trial`). The run that follows builds all its
 parts again, so it equals a run without a tuner, bit for bit.

@@ -90,10 +90,7 @@ class CompiledBranches(RestoresAfterFit):
         # of the children: Lightning calls training_step, never the module itself
         parts = [part for child in pl_module.children() for part in compiled_parts(child)]
         if not parts:
-            raise ValueError(
-                f"{type(pl_module).__name__} has no residual function to compile: expected a model "
-                "of couplings or residual units; compile other models with torch.compile"
-            )
+            raise ValueError(_nothing_to_compile(pl_module))
         for name in LIMITS:
             limit = getattr(torch.compiler.config, name)
             self._replace(torch.compiler.config, name, max(limit, GRAPHS_PER_PART * len(parts)))
@@ -107,6 +104,11 @@ class CompiledBranches(RestoresAfterFit):
             # another one, which keeps other tensors.
             part.compile(backend=self.backend, dynamic=False)
 
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError if nothing of the network would be compiled."""
+        if not any(True for _ in compiled_parts(network)):
+            raise ValueError(_nothing_to_compile(network))
+
     def _replace(self, settings: Any, name: str, value: Any) -> None:
         self._replaced.append((settings, name, getattr(settings, name)))
         setattr(settings, name, value)
@@ -118,6 +120,13 @@ class CompiledBranches(RestoresAfterFit):
         for settings, name, value in self._replaced:
             setattr(settings, name, value)
         self._compiled, self._replaced = [], []
+
+
+def _nothing_to_compile(module: nn.Module) -> str:
+    return (
+        f"{type(module).__name__} has no residual function to compile: expected a model of "
+        "couplings or residual units; compile other models with torch.compile"
+    )
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:

@@ -26,6 +26,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch import nn
 
 from revzoo._checks import check_choice, check_number
 from revzoo.data import ImageData
@@ -86,6 +87,7 @@ class PrivateTraining(RestoresAfterFit):
         self._accountant: Any = None
         self._clipped: ClippedGradients | None = None
         self._sampler: PoissonSampler | None = None
+        self._data: ImageData | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
         """Refuse what would break the guarantee, and ask for Poisson batches."""
@@ -97,12 +99,20 @@ class PrivateTraining(RestoresAfterFit):
             raise ValueError("callbacks.private needs Opacus: pip install opacus") from None
         data: Any = trainer.datamodule  # type: ignore[attr-defined]
         _check(trainer, data)
-        pl_module.model.train()
-        refuse_unsupported(pl_module.model)
+        if not pl_module.model.training:  # gradients of a model in evaluation mode are not clipped
+            raise ValueError(
+                "callbacks.private: the model is in evaluation mode: call model.train()"
+            )
+        self.check_model(pl_module.model)
         # the loaders are built after this hook
+        self._data = data
         data.poisson = True
         self._history, self.noise_multiplier = [], self.options["noise_multiplier"]
         self._accountant = opacus.create_accountant(self.options["accountant"])
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError for a layer that mixes samples."""
+        refuse_unsupported(network)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
         """Choose the noise, and clip from here on: images, steps and checkpoint are known now."""
@@ -231,7 +241,9 @@ class PrivateTraining(RestoresAfterFit):
     def undo(self, pl_module: pl.LightningModule) -> None:
         if self._clipped is not None:
             self._clipped.remove()
-        self._clipped = None
+        if self._data is not None:
+            self._data.poisson = False
+        self._clipped = self._data = None
 
 
 def noise_seed(seed: int, step: int) -> int:

@@ -66,7 +66,8 @@ class Progress(ProgressBar):
         self._shown = time.perf_counter()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._begun = self._shown = time.perf_counter()
+        # a run resumed inside an epoch skips on_train_epoch_start
+        self._begun = self._shown = self._epoch_begun = time.perf_counter()
         self._batches = batches_of_run(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -14,6 +14,7 @@ from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
+from torch import nn
 
 from revzoo._checks import check_count, check_types, in_section, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
@@ -41,13 +42,20 @@ log = logging.getLogger(__name__)
 CONFUSION_FILE = "confusion.csv"
 
 
-def best_checkpoint(run_dir: Path, *, monitor: str = "val/acc", mode: str = "max") -> pl.Callback:
+def direction(figure: str) -> str:
+    """``"min"`` for a loss, ``"max"`` for an accuracy."""
+    return "min" if figure.endswith("loss") else "max"
+
+
+def best_checkpoint(
+    run_dir: Path, *, monitor: str = "val/acc", mode: str | None = None
+) -> pl.Callback:
     """``checkpoints/best.ckpt``: the weights of the validation with the best ``monitor``."""
     return BestCheckpoint(
         dirpath=run_dir / CHECKPOINTS,
         filename=BEST.removesuffix(".ckpt"),
         monitor=monitor,
-        mode=mode,
+        mode=mode or direction(monitor),
         auto_insert_metric_name=False,
         enable_version_counter=False,  # each run has its own folder
     )
@@ -64,11 +72,11 @@ def confusion(run_dir: Path, *, every_n_epochs: int = 5) -> pl.Callback:
 
 
 def early_stopping(
-    *, monitor: str = "val/acc", mode: str = "max", patience: int = 10
+    *, monitor: str = "val/acc", mode: str | None = None, patience: int = 10
 ) -> pl.Callback:
     """Stop after ``patience`` validations without a better ``monitor``."""
     check_count("patience", patience)
-    return EarlyStopping(monitor=monitor, mode=mode, patience=patience)
+    return EarlyStopping(monitor=monitor, mode=mode or direction(monitor), patience=patience)
 
 
 # runs call the hooks in this order; Lightning moves callbacks that save to the end
@@ -157,6 +165,22 @@ def build_callbacks(
     return [
         _build(name, options, run_dir) for name, options in ordered.items() if options is not None
     ]
+
+
+def check_network(specs: Mapping[str, Mapping[str, Any] | None], network: nn.Module) -> None:
+    """Let the callbacks that need something of the network check it, before a run begins.
+
+    Raises:
+        ValueError: names the callback and what it needs.
+    """
+    for name, options in specs.items():
+        callback = None if options is None else _build(name, options, Path())
+        check = getattr(callback, "check_model", None)
+        try:
+            if check is not None:
+                check(network)
+        except ValueError as error:
+            raise in_section(f"callbacks.{name}", error) from error
 
 
 def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_number
 from revzoo.layers.per_sample import refuse_unsupported
@@ -42,7 +42,7 @@ from revzoo.training.metrics import true_classes
 from revzoo.training.sample_gradients import SampleNorms
 
 
-class _ReadsNorms(RestoresAfterFit):
+class ReadsNorms(RestoresAfterFit):
     """Passes the norms of every ``every_n_steps``-th step to :meth:`read`.
 
     Args:
@@ -50,7 +50,7 @@ class _ReadsNorms(RestoresAfterFit):
 
     Raises:
         ValueError: ``every_n_steps`` is no positive whole number. When training starts: the model
-            has a batch normalisation, gradients are accumulated, or training is private.
+            has a batch normalisation, gradients are accumulated or scaled, or training is private.
     """
 
     def __init__(self, *, every_n_steps: int) -> None:
@@ -72,10 +72,22 @@ class _ReadsNorms(RestoresAfterFit):
                 f"{name} with trainer.accumulate_grad_batches={trainer.accumulate_grad_batches}: "
                 "expected 1"
             )
-        # refuse_unsupported looks at layers in training mode only
-        pl_module.model.train()
-        refuse_unsupported(pl_module.model)
+        if trainer.precision == "16-mixed":
+            raise ValueError(
+                f"{name} with precision=fp16, whose gradients are scaled: expected precision=bf16 "
+                "or precision=fp32"
+            )
+        self.check_model(pl_module.model)
         self._norms = SampleNorms(pl_module.model)
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError for a layer that mixes samples."""
+        refuse_unsupported(network)
+
+    def restart(self) -> None:
+        """Forget the norms of a backward pass that failed; it is repeated."""
+        if self._norms is not None and self._norms.collecting:
+            self._norms.start(len(self._batch[0]))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int
@@ -104,7 +116,7 @@ class _ReadsNorms(RestoresAfterFit):
         self._norms = self._batch = None
 
 
-class GradientNoiseScale(_ReadsNorms):
+class GradientNoiseScale(ReadsNorms):
     """Logs ``gradients/noise_scale``, in samples, and ``gradients/norm`` of the batch's gradient.
 
     Args:
@@ -141,7 +153,7 @@ class GradientNoiseScale(_ReadsNorms):
         self._trace, self._square = state_dict["trace"], state_dict["square"]
 
 
-class HardSamples(_ReadsNorms):
+class HardSamples(ReadsNorms):
     """Shows the training images with the largest gradients of an epoch, tag ``hard_samples``.
 
     Often these are hard or mislabelled. Logs the median and the largest norm of each measured batch

@@ -11,6 +11,7 @@ import logging
 from typing import Any
 
 import pytorch_lightning as pl
+from torch import nn
 
 from revzoo._checks import check_count
 from revzoo.layers.side_bits import MOST_BITS, SideBits
@@ -49,14 +50,24 @@ class AnnealedBits(pl.Callback):
         # None or -1: a run that max_steps or a time limit ends
         if (trainer.max_epochs or -1) < 1:
             raise ValueError("annealed bits need a last epoch: give trainer.max_epochs")
+        self.check_model(pl_module)
         self._first = {m: m.bits for m in pl_module.modules() if isinstance(m, SideBits)}
-        if not self._first:
+
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError if the network has no blocks with side bits."""
+        if not any(isinstance(m, SideBits) for m in network.modules()):
             raise ValueError(
                 "the network has no blocks with side bits: give model.reversible_bits=4, or call "
                 "revzoo.make_reversible"
             )
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_bits(trainer)  # a run resumed inside an epoch skips on_train_epoch_start
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set_bits(trainer)
+
+    def _set_bits(self, trainer: pl.Trainer) -> None:
         assert trainer.max_epochs is not None, "see setup"
         # 1 in the first of the annealed epochs, so the last one has all bits
         passed = trainer.current_epoch + 1 - (trainer.max_epochs - self.epochs)

@@ -29,7 +29,8 @@ from revzoo.training.optim.schedules import make_schedule
 
 Group = dict[str, Any]  # a parameter group of torch
 # _ConvNd is private in torch 2.15, but the one base of all convolutions
-DECAYED = (_ConvNd, nn.Linear)
+DECAYED = (_ConvNd, nn.Linear, nn.MultiheadAttention)
+WEIGHTS = ("weight", "in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +44,8 @@ class OptimSpec:
         sgd_lr: with Muon, the peak rate of all other parameters.
         momentum: in [0, 1); AdamW and registered optimisers ignore it.
         nesterov: use Nesterov momentum; needs momentum above 0. Muon always uses it.
-        weight_decay: for convolution and linear weights; with Muon, for the hidden weights only,
-            and decoupled (``lr * weight_decay`` per step).
+        weight_decay: for the weights of convolutions, linear layers and attention; with Muon, for
+            the hidden weights only, and decoupled (``lr * weight_decay`` per step).
         decay_all: decay norms and biases too, as ``SGD(model.parameters())`` does; not with Muon.
         label_smoothing: in [0, 1), of the training loss.
         layer_decay: in (0, 1]; multiplies the rate of the last stage once, of the stage before
@@ -84,7 +85,7 @@ class OptimSpec:
         check_number("optim.label_smoothing", self.label_smoothing, high=1, open_high=True)
         check_number("optim.layer_decay", self.layer_decay, high=1, open_low=True)
         # torch's SGD raises for this only when it is built
-        if self.nesterov and not self.momentum:
+        if self.name == "sgd" and self.nesterov and not self.momentum:
             raise ValueError("optim.nesterov=True needs optim.momentum > 0; got 0")
         make_schedule(self.schedule)  # only for its errors
 
@@ -106,16 +107,13 @@ class OptimSpec:
 
 
 def split_weights(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """The trainable parameters: weights of convolutions and linear layers, and the others.
+    """The trainable parameters: weights of :data:`DECAYED` layers, and the others.
 
-    A parameter shared by several modules is a weight if one of them is a convolution or linear.
+    A parameter shared by several modules is a weight if one of them is such a layer.
     """
-    decayed = {
-        # by identity: `==` of tensors compares values
-        id(module.weight)
-        for module in model.modules()
-        if isinstance(module, DECAYED) and module.weight.requires_grad
-    }
+    layers = [module for module in model.modules() if isinstance(module, DECAYED)]
+    # by identity: `==` of tensors compares values
+    decayed = {id(getattr(layer, name, None)) for layer in layers for name in WEIGHTS}
     trainable = [p for p in model.parameters() if p.requires_grad]
     weights = [p for p in trainable if id(p) in decayed]
     return weights, [p for p in trainable if id(p) not in decayed]

@@ -131,9 +131,10 @@ def find_batch_size(
     bounds["training images"] = data.train_count
     limited_by = min(bounds, key=lambda name: bounds[name])
     if bounds[limited_by] < SMALLEST:
+        raised = "" if max_bytes is None else f", raise tuner.max_bytes ({max_bytes})"
         raise NoRoomError(
             f"a batch of {SMALLEST} images does not fit ({limited_by}: {bounds[limited_by]}); "
-            f"free memory, raise tuner.max_bytes ({max_bytes}) or choose a smaller model"
+            f"free memory{raised} or choose a smaller model"
         )
     size = _Trials(module, data, options, limit).largest(bounds[limited_by])
     # the trials ended below the upper end

@@ -35,6 +35,11 @@ class Trial(Classifier):
     """A copy of a classifier, without the callbacks and the schedule of a run."""
 
     def __init__(self, original: Classifier) -> None:
+        if type(original).training_step is not Classifier.training_step:
+            raise TypeError(
+                f"{type(original).__name__} has a training_step of its own, which trials do not "
+                "run: expected a Classifier"
+            )
         channels_last = bool(original.hparams["channels_last"])
         # the copy trains, so the run starts from the original's weights
         network = copy.deepcopy(original.model)

@@ -69,3 +69,10 @@ def test_a_split_alone_is_no_fault(tmp_path: Path, capsys: pytest.CaptureFixture
     """``revzoo check data DIR/train`` reported train/train as missing."""
     main(["check", "data", str(image_folder(tmp_path) / "train"), "--workers", "1"])
     assert capsys.readouterr().out == "all 40 images can be read\n"
+
+
+def test_a_folder_without_images_is_a_fault(tmp_path: Path) -> None:
+    """It said that all 0 images can be read."""
+    (tmp_path / "train").mkdir()
+    with pytest.raises(SystemExit, match="no images in"):
+        main(["check", "data", str(tmp_path / "train"), "--workers", "1"])

@@ -235,3 +235,14 @@ def test_bench_measures_modes_side_by_side(capsys, tmp_path):
     for row in rows:
         rate = float(row["images_per_second"]) * float(row["seconds"])
         assert rate == pytest.approx(4)
+
+
+def test_a_fit_has_no_plan_to_save(tmp_path):
+    """The options were ignored."""
+    with pytest.raises(SystemExit, match="--fit makes no plan to save or plot"):
+        main(["plan", *SMALL, "--budget", "1GiB", "--fit", "batch", "--save", str(tmp_path / "p")])
+
+
+def test_a_plan_inverts_in_an_inverting_mode():
+    with pytest.raises(SystemExit, match="--memory=store: expected one of invert, exact"):
+        main(["plan", *SMALL, "--budget", "1GiB", "--memory", "store"])

@@ -36,7 +36,8 @@ def run_dir(tmp_path: Path) -> Path:
         },
     }
     torch.save(content, run / "checkpoints" / "best.ckpt")
-    figures = {"metrics": {"test/acc": 0.75, "train/loss": 0.1}}
+    figures = {"checkpoint": "checkpoints/best.ckpt"}
+    figures["metrics"] = {"test/acc": 0.75, "train/loss": 0.1}
     (run / "summary.json").write_text(json.dumps(figures))
     return run
 
@@ -89,3 +90,12 @@ def test_a_file_that_is_no_checkpoint_of_training_is_refused(tmp_path: Path) -> 
     torch.save({"state_dict": {}}, path)
     with pytest.raises(SystemExit, match="has no hyperparameters of a model"):
         main(["pack", str(path), "revnet38.x", *DESCRIPTION])
+
+
+def test_figures_of_another_checkpoint_are_left_out(run_dir: Path, tmp_path: Path) -> None:
+    """last.ckpt got the test accuracy of the best checkpoint."""
+    last = run_dir / "checkpoints" / "last.ckpt"
+    last.write_bytes((run_dir / "checkpoints" / "best.ckpt").read_bytes())
+    out = tmp_path / "out"
+    main(["pack", str(last), "revnet38.halves", "--out", str(out), *DESCRIPTION])
+    assert read_entry(out / "revnet38.halves.json").metrics == {}

@@ -8,7 +8,7 @@ import torch
 from small_images import image_folder
 
 from revzoo.cli.main import main
-from revzoo.cli.run.predict import predict
+from revzoo.cli.run.predict import image_files, predict
 from revzoo.cli.run.train import train
 from revzoo.data import ImageFolder
 from revzoo.data.decode import IMAGENET_CROP_PCT
@@ -77,3 +77,11 @@ def test_an_output_of_nan_is_refused(tmp_path: Path) -> None:
         restored.module.model.fc.weight.fill_(torch.finfo(torch.float32).max)
     with pytest.raises(CheckpointError, match=r"output is NaN or Inf: .* earlier checkpoint"):
         list(predict(restored, [root / "test"]))
+
+
+def test_hidden_files_of_a_folder_are_no_images(tmp_path: Path) -> None:
+    """An archive of macOS adds ``._NAME.png``, which ended the prediction."""
+    root = image_folder(tmp_path)
+    first = next(iter(sorted((root / "test").rglob("*.png"))))
+    (first.parent / f"._{first.name}").write_bytes(b"no image")
+    assert not [path for path in image_files([root / "test"]) if path.name.startswith(".")]

@@ -17,6 +17,7 @@ import yaml
 from small_images import image_folder
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from revzoo.cli.main import main
 from revzoo.cli.run import train as train_module
 from revzoo.cli.run.folder import check_unused
 from revzoo.cli.run.lock import locked
@@ -441,3 +442,10 @@ def test_a_folder_is_used_by_one_program_at_a_time(stopped: Path) -> None:
     assert f"{stopped} is in use by process {os.getpid()} on " in message
     assert f"kill {os.getpid()}" in message
     assert "test/acc" in go_on(stopped)
+
+
+@pytest.mark.parametrize("option", ["--cfg=job", "-m", "--info", "--config-name=other"])
+def test_options_of_new_runs_are_refused(option: str, tmp_path: Path) -> None:
+    """They were ignored: --cfg job trained instead of printing."""
+    with pytest.raises(SystemExit, match="a resumed run has its configuration in its folder"):
+        main(["train", "--resume", str(tmp_path), option])

@@ -7,13 +7,14 @@ import re
 import shutil
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from revzoo.cli.invocation import short_path
-from revzoo.cli.run.console import LogFormat, kept_bytes, logged_warnings
+from revzoo.cli.run.console import LogFormat, _length, kept_bytes, logged_warnings
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.profiling.costs import activation_bytes
@@ -138,3 +139,18 @@ def test_paths_are_short_below_the_working_directory(
     monkeypatch.chdir(tmp_path)
     assert short_path(tmp_path / "outputs" / "a") == Path("outputs/a")
     assert short_path(Path("/etc")) == Path("/etc")
+
+
+@pytest.mark.parametrize(
+    ("epochs", "steps", "text"),
+    [
+        (30, 2000, "30 epochs or 2,000 steps"),
+        (1, -1, "1 epoch"),
+        (-1, 5, "5 steps"),
+        (None, -1, "00:01:00:00 of time"),
+    ],
+)
+def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
+    """With both limits, only the epochs were named; with a time alone, -1 steps."""
+    trainer: Any = SimpleNamespace(max_epochs=epochs, max_steps=steps)
+    assert _length(trainer, "00:01:00:00") == text

@@ -202,3 +202,18 @@ def test_noise_shares_no_seed_with_batches_and_augmentation() -> None:
         hash_seed(7, epoch, i, rank) for epoch in numbers for i in numbers for rank in (0, 1)
     }
     assert not {noise_seed(7, step) for step in numbers} & (batches | augmented)
+
+
+def test_the_data_draw_ordinary_batches_again_after_training(tmp_path: Path) -> None:
+    data = Digits(batch_size=32)
+    fit(tmp_path, data=data, max_epochs=1)
+    assert not data.poisson
+
+
+def test_a_model_in_evaluation_mode_is_refused(tmp_path: Path) -> None:
+    """It was switched to training mode, frozen parts included."""
+    module = Classifier({**NET, "memory": "exact"})
+    module.model.eval()
+    (callback,) = build_callbacks({"private": {"epsilon": 8.0}}, run_dir=tmp_path)
+    with pytest.raises(ValueError, match=r"evaluation mode: call model\.train"):
+        trainer(tmp_path, callbacks=[callback]).fit(module, datamodule=Digits(batch_size=32))

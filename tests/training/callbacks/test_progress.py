@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +101,10 @@ def test_figures_so_far_leave_the_metrics_alone(tmp_path: Path) -> None:
     torch.manual_seed(0)
     watched = fit(tmp_path / "b", Progress(log_seconds=1e-9)).callback_metrics
     assert {k: float(v) for k, v in plain.items()} == {k: float(v) for k, v in watched.items()}
+
+
+def test_a_run_resumed_inside_an_epoch_has_a_rate(tmp_path: Path) -> None:
+    """Lightning skips on_train_epoch_start, so the epoch began when the machine did."""
+    bar = Progress()
+    bar.on_train_start(trainer(tmp_path), Classifier(TinyNet()))
+    assert time.perf_counter() - bar._epoch_begun < 10

@@ -187,3 +187,11 @@ def test_a_registered_callback_is_selected_by_name(
         ValueError, match="callback 'ema' is registered already: choose another name"
     ):
         revzoo.register_callback("ema", confetti)
+
+
+@pytest.mark.parametrize("name", ["best_checkpoint", "early_stopping"])
+def test_the_direction_follows_from_the_figure(name: str, tmp_path: Path) -> None:
+    """The best loss was the largest unless mode=min was given, too."""
+    for monitor, mode in (("val/loss", "min"), ("val/acc", "max")):
+        (callback,) = build_callbacks({name: {"monitor": monitor}}, run_dir=tmp_path)
+        assert callback.mode == mode

@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytorch_lightning as pl
 import torch
 from small_task import TINY, halves, loader, trainer
+from torch import Tensor
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
+from revzoo import AdditiveCoupling
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks import sample_gradients
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 
 NET = {**TINY, "norm": "group"}
+
+
+def change(module: Classifier, what: str) -> None:
+    """Make one step drift at its first replay, or recompute it."""
+    step = [m for m in module.modules() if isinstance(m, AdditiveCoupling)][-2]
+    if what == "drift":
+        step.drift_limit = 0.0  # any rounding exceeds it
+    else:
+        step.memory = what
 
 
 def module() -> Classifier:
@@ -115,3 +127,39 @@ def test_what_has_no_meaning_is_refused(tmp_path: Path) -> None:
         trainer(tmp_path, callbacks=[HardSamples()], accumulate_grad_batches=2).fit(
             module(), loader()
         )
+
+
+def test_scaled_gradients_are_refused() -> None:
+    """The norms were too large by the scale of the loss."""
+    runner: Any = SimpleNamespace(callbacks=[], accumulate_grad_batches=1, precision="16-mixed")
+    with pytest.raises(ValueError, match="precision=fp16, whose gradients are scaled"):
+        GradientNoiseScale().on_fit_start(runner, module())
+
+
+@pytest.mark.filterwarnings("ignore:Found .* in eval mode")
+def test_a_measurement_leaves_the_mode_of_the_model(tmp_path: Path) -> None:
+    """A model in evaluation mode was trained."""
+    frozen = module()
+    frozen.model.eval()
+    runner = trainer(tmp_path, callbacks=[GradientNoiseScale()], max_steps=1)
+    runner.fit(frozen, loader())
+    assert not any(m.training for m in frozen.model.modules())
+
+
+def test_a_repeated_step_is_counted_once(tmp_path: Path) -> None:
+    """After a drift, the norms of the failed pass stayed in the sum."""
+    seen: dict[str, list[Tensor]] = {}
+
+    class Seen(HardSamples):
+        def read(self, trainer: Any, module: Any, squares: Tensor, batch: Any) -> None:
+            seen.setdefault(self.what, []).append(squares)
+
+    for what in ("drift", "recompute"):
+        callback = Seen(every_n_steps=1)
+        callback.what = what
+        torch.manual_seed(0)
+        deep = Classifier({**NET, "units": [2, 2, 2], "memory": "invert"}, optim={"lr": 0.05})
+        change(deep, what)
+        trainer(tmp_path, callbacks=[callback], max_steps=2).fit(deep, loader())
+    for found, expected in zip(*seen.values(), strict=True):
+        assert torch.allclose(found, expected, rtol=1e-4)

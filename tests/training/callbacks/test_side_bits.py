@@ -94,6 +94,7 @@ def test_statistics_are_the_average_over_the_batches() -> None:
     assert torch.equal(net[0].running_mean, before)
     with pytest.raises(ValueError, match="batches is empty"):
         revzoo.recalibrate_batch_norm(net, [])
+    assert torch.equal(net[0].running_mean, before)  # an error changes nothing
 
 
 def test_a_run_may_begin_with_new_statistics(tmp_path: Path) -> None:
@@ -106,3 +107,22 @@ def test_a_run_may_begin_with_new_statistics(tmp_path: Path) -> None:
         found.append(norms_of(module)[0].running_mean)
     assert found[0].abs().max() < 1e-5
     assert found[1].abs().max() > 1e-3
+
+
+@pytest.mark.filterwarnings("ignore:You're resuming from a checkpoint")
+def test_a_run_resumed_inside_an_epoch_has_the_bits_of_the_epoch(tmp_path: Path) -> None:
+    """Lightning skips on_train_epoch_start, so an instance of a module had the first bits."""
+
+    class Save(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            if trainer.global_step == 6:
+                trainer.save_checkpoint(tmp_path / "middle.ckpt")
+
+    def fit(**options: Any) -> list[set[int]]:
+        module = Classifier(revzoo.make_reversible(Net(), 4), optim=OPTIM)
+        callbacks = [AnnealedBits(epochs=2, most=8), seen := Bits(), Save()]
+        trainer(tmp_path, max_epochs=2, callbacks=callbacks).fit(module, loader(), **options)
+        return seen.values
+
+    assert fit() == [{6}, {8}]
+    assert fit(ckpt_path=tmp_path / "middle.ckpt", weights_only=False) == [{8}]

@@ -225,3 +225,28 @@ def test_adamw_is_torchs_and_decays_only_weights():
             net(x).square().sum().backward()
             steps.step()
     assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
+def test_a_networks_own_parameters_are_optimised_with_rates_by_depth() -> None:
+    """A parameter beside stem, stages and classifier was in no group."""
+    model = create_model("revnet38", units=(1, 1, 1))
+    model.temperature = nn.Parameter(torch.ones(()))
+    optimizer = build_optimizer(model, OptimSpec(layer_decay=0.9))
+    ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    assert ids == {id(p) for p in model.parameters()}
+
+
+def test_attention_is_decayed() -> None:
+    """The weight of its three projections was not, and Muon did not orthogonalise it."""
+    attention = nn.MultiheadAttention(4, 2)
+    weights, _ = split_weights(attention)
+    assert {id(w) for w in weights} == {
+        id(attention.in_proj_weight),
+        id(attention.out_proj.weight),
+    }
+
+
+def test_only_sgd_needs_momentum_for_nesterov() -> None:
+    OptimSpec(name="adamw", momentum=0.0)
+    with pytest.raises(ValueError, match=r"needs optim\.momentum > 0"):
+        OptimSpec(momentum=0.0)

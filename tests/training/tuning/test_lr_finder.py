@@ -15,6 +15,7 @@ from revzoo.training import Classifier
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.tuning import lr_finder
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr, rates_at
+from revzoo.training.tuning.trial import Trial
 
 CPU = {"accelerator": "cpu"}
 TEN = {**TINY, "num_classes": 10, "memory": "invert"}
@@ -135,3 +136,14 @@ def test_a_sweep_that_moves_no_rate_is_refused(data: Digits) -> None:
 def test_a_sweep_without_a_range_is_refused(data: Digits) -> None:
     with pytest.raises(ValueError, match=r"max_lr=0\.1: expected a number in \(0\.1"):
         find_lr(Classifier(TEN), data, min_lr=0.1, max_lr=0.1)
+
+
+def test_a_training_step_of_ones_own_is_refused() -> None:
+    """The finder trained a plain classifier instead."""
+
+    class Own(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            raise AssertionError
+
+    with pytest.raises(TypeError, match="Own has a training_step of its own"):
+        Trial(Own(TINY))
