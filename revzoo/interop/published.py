@@ -17,13 +17,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
 from revzoo._checks import check_choice, shortened
 from revzoo.interop import irevnet, memcnn
 from revzoo.interop.foreign import ConversionError, Weights, read_tensors
 from revzoo.models.network import ImageNetwork
+from revzoo.models.pretrained import check_fit, missing_counts
 from revzoo.models.registry import create_model
+from revzoo.models.tensors import check_finite
+from revzoo.weights.errors import StateMismatchError
 
 
 class Source(NamedTuple):
@@ -57,6 +58,7 @@ def load_published(
     Raises:
         OSError: the file cannot be read.
         ConversionError: it is no checkpoint of ``source``, or holds another network than ``name``.
+        NotFiniteError: it has NaN or Inf.
         ValueError: unknown ``source``, ``name`` or override.
 
     Example:
@@ -92,22 +94,15 @@ def load_published(
 def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: str | Path) -> None:
     """Load the weights under revzoo's names; ``keys`` maps names of modules."""
     renamed = {_rename(key, keys): value for key, value in weights.items()}
-    expected = model.state_dict()
-    for key, value in expected.items():  # torch before 0.4.1 did not count batches
-        if key.endswith("num_batches_tracked") and key not in renamed:
-            renamed[key] = torch.zeros_like(value)
-    missing, unknown = expected.keys() - renamed.keys(), renamed.keys() - expected.keys()
-    misfits = [
-        f"{key} {tuple(renamed[key].shape)} for {tuple(value.shape)}"
-        for key, value in expected.items()
-        if key in renamed and renamed[key].shape != value.shape
-    ]
-    if missing or unknown or misfits:
+    own = model.state_dict()
+    renamed |= missing_counts(own, renamed)
+    try:
+        check_fit(own, renamed, str(path))
+    except StateMismatchError as error:
         raise ConversionError(
-            f"{path} does not fit {type(model).__name__}: missing {_listed(missing)}; not expected "
-            f"{_listed(unknown)}; of another shape {_listed(misfits)}. Name its network "
-            "(name=...), or pass the differing options as keywords"
-        )
+            f"{error}\nName its network (name=...), or pass the differing options as keywords"
+        ) from None
+    check_finite(renamed, str(path))
     model.load_state_dict(renamed)
 
 

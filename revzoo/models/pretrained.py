@@ -138,7 +138,7 @@ def load_weights(
     # a file that the library wrote has its keys without our prefix
     if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
         tensors = {f"net.{key}": t for key, t in tensors.items()}
-    tensors = _counts_of_batches(own, tensors) | tensors
+    tensors = missing_counts(own, tensors) | tensors
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)
     if not network.num_classes:  # no classifier: drop the file's
@@ -187,9 +187,7 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     return classes, channels
 
 
-def _counts_of_batches(
-    own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def missing_counts(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """BatchNorm's counts for a file from before torch 0.4.1, which has none; torch adds them, too.
 
     Torchvision's weights of ResNets are such files.

@@ -7,6 +7,7 @@ from torch import nn
 from revzoo import ConversionError, create_model, load_published, set_memory
 from revzoo.interop import irevnet
 from revzoo.interop.irevnet import FIRST_BLOCK, OTHER_BLOCKS
+from revzoo.weights.errors import NotFiniteError
 
 BLOCKS = {"resnet": ("BasicBlock", "Bottleneck"), "revnet": ("RevBasicBlock", "RevBottleneck")}
 CIFAR = {  # blocks a stage, filters, bottleneck: MemCNN's config/experiments.json
@@ -162,5 +163,21 @@ def test_weights_that_do_not_fit_the_network_named_are_listed(tmp_path):
     path = tmp_path / "a.pt"
     model = create_model("irevnet13", units=(1, 1), in_chans=1)
     torch.save(release_keys(model) | {"module.extra": torch.ones(1)}, path)
-    with pytest.raises(ConversionError, match=r"missing stages\.1\.steps\.1.*not expected extra"):
+    with pytest.raises(
+        ConversionError, match=r"(?s)missing: stages\.1\.steps\.1.*unexpected: extra"
+    ):
         load_published(path, "irevnet", name="irevnet13")
+
+
+@pytest.mark.parametrize(("value", "message"), [(torch.nan, "NaN or Inf"), (1, "int64")])
+def test_weights_that_are_no_weights_are_refused(value, message, tmp_path):
+    """NaN loaded silently, and whole numbers were converted."""
+    model = create_model("irevnet13", units=(1, 1), in_chans=1)
+    weights = release_keys(model)
+    key = next(k for k, v in weights.items() if v.dim() == 4)
+    weights[key] = torch.full_like(
+        weights[key], value, dtype=torch.int64 if value == 1 else torch.float32
+    )
+    torch.save(weights, tmp_path / "model.pth")
+    with pytest.raises((ConversionError, NotFiniteError), match=message):
+        load_published(tmp_path / "model.pth", "irevnet", units=(1, 1))
