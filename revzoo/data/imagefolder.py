@@ -15,9 +15,9 @@ import torch
 from revzoo._checks import check_choice, check_count
 from revzoo.data.decode import IMAGENET_CROP_PCT, SkippedFiles, common_size, decode_all
 from revzoo.data.errors import DataError
+from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files, Tree, no_training, scan
 from revzoo.data.images import ImageSet, TensorImages
-from revzoo.data.lazy import FileImages
 from revzoo.data.module import ImageData, LoadingOptions, Split
 from revzoo.data.state import crop_of
 

@@ -48,9 +48,11 @@ def train_loader(
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
     share: dict[str, Any] = {"seed": seed, "processes": processes, "rank": rank}
-    sampler = EpochSampler(len(images), **share)
-    if poisson:
-        sampler = PoissonSampler(len(images), batch_size=batch_size, **share)
+    sampler = (
+        PoissonSampler(len(images), batch_size=batch_size, **share)
+        if poisson
+        else EpochSampler(len(images), **share)
+    )
     any_trainer: Any = trainer  # Lightning declares no type for overfit_batches
     overfits = trainer is not None and any_trainer.overfit_batches
     loader = TrainLoader(

@@ -15,6 +15,7 @@ from torch import nn
 
 from revzoo._checks import shortened
 from revzoo._files import write_together
+from revzoo.core.invertible import steps_in
 from revzoo.layers.make_reversible import one_number_converts, reversible_blocks
 from revzoo.layers.side_bits import SideBits
 from revzoo.models.tensors import safetensors_bytes
@@ -167,7 +168,8 @@ class Saved(nn.Module):
 
 def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -> WeightsEntry:
     data, entry = pack(network, file=TENSORS_FILE, facts=facts)
-    card = model_card(entry, source=source).encode()
+    inverts = any(step.invertible for step in steps_in(network).values())
+    card = model_card(entry, source=source, reversible=inverts).encode()
     contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
     # together: an entry beside other weights would fail their verification
     write_together({folder / name: content for name, content in contents.items()})

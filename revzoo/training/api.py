@@ -1,6 +1,5 @@
 """The public names of training; :mod:`revzoo.training` loads them on first use."""
 
-from revzoo.training.advice import quiet
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
 from revzoo.training.callbacks.compile import CompiledBranches
 from revzoo.training.callbacks.confusion import ConfusionMatrix
@@ -13,6 +12,7 @@ from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import make_schedule
+from revzoo.training.quiet import quiet
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""Trained weights: descriptions and files. Only ``torch_file`` and ``transforms`` import torch."""
+"""Trained weights: descriptions and files. ``torch_file`` and ``transforms`` import torch."""

@@ -8,24 +8,25 @@ from collections.abc import Iterator
 from revzoo.weights.entry import WeightsEntry
 
 
-def model_card(entry: WeightsEntry, *, source: str = "DIR") -> str:
+def model_card(entry: WeightsEntry, *, source: str = "DIR", reversible: bool = False) -> str:
     """``README.md`` for ``entry``, without empty fields.
 
     Args:
         entry: the description of the weights.
         source: the argument of ``from_pretrained`` in the example: a folder or a repository.
+        reversible: whether the network has steps with an inverse, for the tags.
     """
-    return "\n".join([*_header(entry), "", *_body(entry, source)]) + "\n"
+    return "\n".join([*_header(entry, reversible), "", *_body(entry, source)]) + "\n"
 
 
-def _header(entry: WeightsEntry) -> Iterator[str]:
+def _header(entry: WeightsEntry, reversible: bool) -> Iterator[str]:
     """YAML; strings are JSON strings, which are valid YAML."""
     yield "---"
     if entry.license:
         yield f"license: {json.dumps(entry.license.lower())}"  # the hub's spelling of SPDX names
     yield "library_name: revzoo"
     yield "pipeline_tag: image-classification"
-    yield "tags: [image-classification, reversible, revzoo]"
+    yield f"tags: [image-classification, {'reversible, ' * reversible}revzoo]"
     if entry.metrics:
         yield "model-index:"
         yield f"- name: {json.dumps(entry.name)}"

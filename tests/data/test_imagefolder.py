@@ -11,8 +11,8 @@ from PIL import Image
 from small_images import image_folder
 
 from revzoo.data import DataError, ImageFolder
+from revzoo.data.file_images import FileImages
 from revzoo.data.images import TensorImages
-from revzoo.data.lazy import FileImages
 
 MakeFolder = Callable[..., Path]
 _TWO = {"cat": 20, "dog": 20}

@@ -13,9 +13,9 @@ from torch.utils.data import get_worker_info
 
 from revzoo.data import Augment, Digits
 from revzoo.data.errors import DataError
+from revzoo.data.file_images import FileImages
 from revzoo.data.folders import Files
 from revzoo.data.images import Batch, TensorImages
-from revzoo.data.lazy import FileImages
 from revzoo.data.loaders import eval_loader, train_loader
 from revzoo.data.order import EpochSampler, TrainLoader, hash_seed, seeded
 

@@ -64,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
     check_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate
-    from revzoo.training.advice import quiet
     from revzoo.training.distributed import is_first_process
+    from revzoo.training.quiet import quiet
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))

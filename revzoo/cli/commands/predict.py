@@ -58,8 +58,8 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.config.yaml_files import run_of
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.predict import FORMS, predict
-    from revzoo.training.advice import quiet
     from revzoo.training.checkpoint.restore import restore
+    from revzoo.training.quiet import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -62,13 +62,13 @@ from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
 from revzoo.training import Classifier
-from revzoo.training.advice import quiet
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run, callbacks_of
+from revzoo.training.quiet import quiet
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)

@@ -8,8 +8,8 @@ from torchvision import datasets
 from torchvision.transforms import v2
 
 from revzoo.data import Augment
+from revzoo.data.file_images import FileImages
 from revzoo.data.folders import scan
-from revzoo.data.lazy import FileImages
 
 
 @pytest.fixture
@@ -94,6 +94,6 @@ def test_flip_is_drawn_per_image(root: Path) -> None:
 def test_the_sample_is_spread_over_the_set_and_not_augmented(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("revzoo.data.lazy._SAMPLE", 4)
+    monkeypatch.setattr("revzoo.data.file_images._SAMPLE", 4)
     expected, _ = _set(root, training=False).__getitems__([0, 3, 6, 9])
     assert torch.equal(_set(root, training=True).sample(), expected)
