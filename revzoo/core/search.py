@@ -14,7 +14,7 @@ NOTE [ What counts as reached ]
        follows only attributes that a reached function loads by name. So a method of a large object
        does not bring in what only other methods use. A function that calls ``getattr`` may load
        any attribute. Operators call special methods without naming them, so these count as called,
-       and so do methods that override one of torch's or revzoo's.
+       and so do methods that override one which torch's or revzoo's forward pass calls.
     3. A module encloses the step if it contains the step, or if one of the module's methods is
        running and may have called ``invertible_checkpoint`` or ``checkpoint``. The other parts of
        an enclosing module belong to other steps. So the search follows only the submodules,
@@ -400,9 +400,8 @@ class Search:
             return
         cls = type(m)
         skipped = _STANDARD | _STEP_OPTIONS if isinstance(m, Step) else _STANDARD
-        called = _named_by_bases(cls)
-        # code that is not searched may load any attribute
-        self._object(m.__dict__, _methods(cls), skipped, all_names=bool(called), called=called)
+        inherits, called = _inherits_code(cls), _called_by_bases(cls)
+        self._object(m.__dict__, _methods(cls), skipped, all_names=inherits, called=called)
         self._class(cls)
         for hooks in (m._forward_pre_hooks, m._forward_hooks):
             self.sized.append(hooks)
@@ -627,9 +626,29 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 @_cached
-def _named_by_bases(cls: type) -> frozenset[str]:
-    """The names that the bases of ``cls`` in torch and revzoo define; empty without such bases."""
+def _inherits_code(cls: type) -> bool:
+    """Whether the class inherits code that is not searched and may load any attribute."""
+    return bool(_library_bases(cls))
+
+
+@_cached
+def _called_by_bases(cls: type) -> frozenset[str]:
+    """The methods that the forward passes of torch's and revzoo's bases of ``cls`` may call."""
+    defined: dict[str, list[types.FunctionType]] = {}
+    for c in _library_bases(cls):
+        for name, value in vars(c).items():
+            defined.setdefault(name, []).extend(_functions_of(value))
+    operators = {name for name in defined if name[:2] == "__" and name not in _NO_OPERATORS}
+    called: set[str] = set()
+    new: set[str] = {*_ENTRY_POINTS, *operators} & defined.keys()
+    while new:  # and what these call, and so on
+        called |= new
+        loaded = [_loads(f.__code__)[1] for name in new for f in defined[name]]
+        new = (set[str]().union(*loaded) & defined.keys()) - called
+    return frozenset(name for name in called if name[:2] != "__")
+
+
+def _library_bases(cls: type) -> list[type]:
     bare = (object, nn.Module, Step, Invertible)
     bases = [c for c in cls.__mro__ if c not in bare]
-    searched = [c for c in bases if c.__module__.partition(".")[0] in ("torch", "revzoo")]
-    return frozenset(name for c in searched for name in vars(c) if name[:2] != "__")
+    return [c for c in bases if c.__module__.partition(".")[0] in ("torch", "revzoo")]

@@ -46,8 +46,11 @@ class Coupling(Invertible):
         super().__init_subclass__(**kwargs)
         # a subclass that changes the map inherits facts that no longer hold: clear them unless it
         # states them itself
-        own = vars(cls)
-        changed = {"forward", "combine"} & own.keys()
+        # also those of mixins in front of the first coupling
+        bases = cls.__mro__[1:]
+        first = next(i for i, c in enumerate(bases) if issubclass(c, Coupling))
+        own = {name for c in (cls, *bases[:first]) for name in vars(c)}
+        changed = {"forward", "combine"} & own
         if "forward" in own and "replay" not in own:
             cls.replay = Invertible.replay  # type: ignore[method-assign]
         if changed and "log_det" not in own:
@@ -56,7 +59,7 @@ class Coupling(Invertible):
             cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
         if (changed or "uncombine" in own) and "exact" not in own:
             cls.exact = False
-        if ("forward" in own or "replay" in own) and "reads_words" not in own:
+        if (changed or {"uncombine", "replay"} & own) and "reads_words" not in own:
             cls.reads_words = False
 
     def __init__(self, branch: nn.Module) -> None:

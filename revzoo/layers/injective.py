@@ -157,6 +157,7 @@ class PatchConv(ReversibleSequence):
         memory: str = "invert",
     ) -> None:
         check_count("in_channels", in_channels)
+        check_count("streams", streams)
         if in_channels % streams:
             raise ValueError(
                 f"in_channels={in_channels}: expected a multiple of streams={streams}; for an "

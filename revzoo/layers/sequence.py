@@ -235,9 +235,13 @@ class ReversibleSequence(Invertible):
         return self.insert(len(self), step, name=name)
 
     def extend(self, steps: Iterable[Step]) -> ReversibleSequence:
-        """Add ``steps`` at the end; returns the sequence. Those of a sequence keep their names."""
+        """Add ``steps`` at the end; returns the sequence.
+
+        Those of a sequence keep their names, except names that are taken.
+        """
         if isinstance(steps, ReversibleSequence):
-            more = steps._items()
+            taken = {name for name, _ in self._items()}
+            more = [(None if name in taken else name, step) for name, step in steps._items()]
         else:
             more = [(None, step) for step in steps]
         self._set_steps([*self._items(), *more])

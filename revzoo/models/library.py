@@ -108,6 +108,10 @@ def _cache_of(address: str) -> Path:
     return Path(torch.hub.get_dir()) / "checkpoints"
 
 
+AUXILIARY = ("aux1", "aux2", "AuxLogits")
+"""Classifiers of training alone, which are left out: a network returns one tensor."""
+
+
 @dataclass(frozen=True)
 class LibraryVariant:
     """The row of a library's network: its full name."""
@@ -387,7 +391,7 @@ def _built(library: str, name: str, img_size: int | None, pretrained: bool) -> n
                 net = models.get_model(name, weights=weights, **sizes)
     except TypeError as error:  # an unexpected keyword: convolutional networks take any size
         raise ValueError(f"{library}:{name} refuses img_size={img_size}: {error}") from error
-    for head in ("aux1", "aux2", "AuxLogits"):  # of training alone, while we return one tensor
+    for head in AUXILIARY:
         if getattr(net, head, None) is not None:
             setattr(net, head, None)
     if hasattr(net, "aux_logits"):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from revzoo._libraries import library_hint
-from revzoo.models.library import LibraryNetwork, is_library_name, weights_address
+from revzoo.models.library import AUXILIARY, LibraryNetwork, is_library_name, weights_address
 from revzoo.models.network import ImageNetwork
 from revzoo.models.tensors import TensorFile, adapt_channels, check_finite, parse_safetensors
 from revzoo.weights.entry import HUB, WeightsEntry, read_entry
@@ -138,6 +138,9 @@ def load_weights(
     # a file that the library wrote has its keys without our prefix
     if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
         tensors = {f"net.{key}": t for key, t in tensors.items()}
+    if isinstance(network, LibraryNetwork):
+        left_out = tuple(f"net.{head}." for head in AUXILIARY)
+        tensors = {k: t for k, t in tensors.items() if k in own or not k.startswith(left_out)}
     tensors = missing_counts(own, tensors) | tensors
     _adapt_input(network, tensors)
     _adapt_positions(network, own, tensors)

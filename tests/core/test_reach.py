@@ -886,3 +886,26 @@ def test_containers_written_in_python(kind, mode):
         net(x).square().sum().backward()
         found.append(x.grad)
     assert (found[0] - found[1]).abs().max() < 1e-12
+
+
+EMA = nn.Linear(4, 4)
+
+
+class _Described(nn.Linear):
+    def extra_repr(self):
+        return f"{super().extra_repr()}, average {EMA.weight.norm():.2f}"
+
+    def reset_parameters(self):
+        self.weight.data.normal_()
+        self.bias.data.zero_()
+
+
+def test_overrides_that_no_forward_pass_calls_are_not_searched():
+    """A module that only they name had to stay unchanged, and .data made each step slow."""
+    net = ReversibleSequence([AdditiveCoupling(_Described(4, 4))], memory="invert")
+    y = net(torch.randn(2, 8, requires_grad=True))
+    with torch.no_grad():
+        EMA.weight.mul_(0.9)
+    y.sum().backward()
+    assert search._called_by_bases(_Described) == {"forward"}
+    assert search._called_by_bases(type("C", (nn.Conv2d,), {})) == {"forward", "_conv_forward"}

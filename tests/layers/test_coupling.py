@@ -240,3 +240,40 @@ def test_a_coupling_with_another_forward_inherits_no_facts():
         loss = sum(y.square().sum() for y in net(*x))
         gradients.append(torch.autograd.grad(loss, [*x, *net.parameters()]))
     assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+
+
+class _Scales:
+    def combine(self, x1, value):
+        return 0.5 * x1 + value
+
+    def uncombine(self, y2, value):
+        return 2 * (y2 - value)
+
+
+class _Subtracts(revzoo.AdditiveCoupling):
+    exact = True
+
+    def combine(self, x1, value):
+        return super().uncombine(x1, value)
+
+    def uncombine(self, y2, value):
+        return super().combine(y2, value)
+
+
+def test_a_mixin_changes_the_facts_of_a_coupling():
+    """Its log-determinant was zero, and its default mode exact."""
+    step = type("Mixed", (_Scales, revzoo.AdditiveCoupling), {})(nn.Linear(3, 3))
+    assert not step.exact
+    with pytest.raises(NotImplementedError, match="defines no log_det"):
+        step.log_det(torch.zeros(1, 3), torch.zeros(1, 3))
+
+
+def test_a_subclass_that_says_it_is_exact_is():
+    """The words were inverted as those of a sum."""
+    net = revzoo.ReversibleSequence([_Subtracts(nn.Linear(4, 4)) for _ in range(3)], memory="exact")
+    x = torch.randn(2, 8, requires_grad=True)
+    gradients = []
+    for mode in ("exact", "store"):
+        revzoo.set_memory(net, mode, grid="auto")
+        gradients.append(torch.autograd.grad(net(x).square().sum(), [x, *net.parameters()]))
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*gradients, strict=True))

@@ -508,6 +508,7 @@ def test_a_sum_of_sequences_keeps_names_also_in_place():
     names = list((first + second).keys())
     first += second
     assert list(first.keys()) == names == ["a", "b"]
+    assert list(first.extend(second).keys()) == ["a", "b", "2"]  # a name that is taken
 
 
 def test_a_slice_takes_a_list_of_steps():

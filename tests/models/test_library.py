@@ -319,6 +319,14 @@ def test_a_network_with_classifiers_of_training_alone():
         assert torch.equal(model.forward_head(model.forward_features(x)), model(x))
 
 
+@pytest.mark.filterwarnings("ignore:The default weight initialization")
+def test_a_file_with_classifiers_of_training_alone_loads(tmp_path):
+    net = torchvision.models.googlenet(weights=None, init_weights=False)
+    torch.save(net.state_dict(), tmp_path / "g.pt")
+    model = revzoo.create_model("torchvision:googlenet", checkpoint_path=tmp_path / "g.pt")
+    assert torch.equal(model.net.conv1.conv.weight, net.conv1.conv.weight)
+
+
 def test_a_fresh_classifier_has_the_precision_of_the_network():
     model = revzoo.create_model("torchvision:resnet18", num_classes=3).bfloat16()
     model.reset_classifier(5)

@@ -146,7 +146,10 @@ def _resume(args: argparse.Namespace) -> None:
     from revzoo.cli.config.overrides import check_changes
     from revzoo.cli.config.yaml_files import recorded_config
 
-    new_runs = ("multirun", "cfg", "info", "hydra_help", "config_dir", "config_name", "config_path")
+    new_runs = (
+        *("multirun", "cfg", "resolve", "package", "info", "hydra_help"),
+        *("config_dir", "config_name", "config_path"),
+    )
     if excess := [name for name in new_runs if getattr(args, name)]:
         raise ConfigError(
             f"--resume with --{excess[0].replace('_', '-')}: a resumed run has its configuration "

@@ -203,6 +203,9 @@ def in_parallel(trainer: Mapping[str, Any]) -> bool:
         # one on the CPU
         on_cpu = trainer.get("accelerator") == "cpu"
         devices = 1 if on_cpu else max(1, CUDAAccelerator.auto_device_count())
+    if isinstance(devices, str):  # "2" is a number, "0,1" are devices
+        listed = [device for device in devices.split(",") if device.strip()]
+        devices = listed if "," in devices else int(devices)
     several = (devices if isinstance(devices, int) else len(devices or ())) > 1
     return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
 

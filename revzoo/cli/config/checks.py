@@ -7,7 +7,7 @@ torch's ``meta`` device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from inspect import signature
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -40,12 +40,12 @@ from revzoo.cli.config.quick import (
 from revzoo.cli.run.tune import check_tuner
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
+from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import (
     CALLBACKS,
     build_callbacks,
     check_callbacks,
-    check_network,
 )
 from revzoo.training.loggers import LOGGERS
 
@@ -70,12 +70,13 @@ def check_config(config: Mapping[str, Any]) -> None:
         check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
         check_callbacks(config["callbacks"])
         check_monitors(config["callbacks"])
-        build_callbacks(config["callbacks"], run_dir=Path())  # each constructor checks its values
+        # each constructor checks its values
+        callbacks = build_callbacks(config["callbacks"], run_dir=Path())
         check_logger(config["logger"])
         check_data(config["data"])
         check_finetuning(config)
         check_compiled(config["callbacks"])
-        check_network(config["callbacks"], check_model(config))
+        check_network(callbacks, config)
         if config.get(TUNER) is not None:
             check_tuner(config)
 
@@ -92,6 +93,18 @@ def check_finetuning(config: Mapping[str, Any]) -> None:
             "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
             "+model.checkpoint_path=FILE, or set callbacks.finetuning=null"
         )
+
+
+def check_network(callbacks: Sequence[pl.Callback], config: Mapping[str, Any]) -> None:
+    """Check that the network has what callbacks need of it."""
+    checking = [callback for callback in callbacks if isinstance(callback, ChecksModel)]
+    network = check_model(config) if checking else None
+    for callback in checking:
+        assert network is not None
+        try:
+            callback.check_model(network)
+        except ValueError as error:
+            raise in_section(f"callbacks, {type(callback).__name__}", error) from error
 
 
 def check_compiled(callbacks: Mapping[str, Any]) -> None:

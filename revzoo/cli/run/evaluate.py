@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,9 +158,13 @@ def check_held_back(checkpoint: str, data: Mapping[str, Any]) -> None:
         )
 
 
-def _place(data: Mapping[str, Any]) -> tuple[Any, Path]:
+def _place(data: Mapping[str, Any]) -> tuple[Any, Any]:
     """The kind of a data set and its folder; one folder has many spellings."""
-    return data.get("_target_"), Path(data.get("root", "")).expanduser().resolve()
+    root = data.get("root")
+    if isinstance(root, str):
+        with suppress(RuntimeError, ValueError):  # no such home; a NUL
+            root = Path(root).expanduser().resolve()
+    return data.get("_target_"), root
 
 
 def _check_images(restored: Restored, *, in_chans: int) -> None:

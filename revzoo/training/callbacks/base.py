@@ -6,6 +6,15 @@ from abc import ABC, abstractmethod
 
 import pytorch_lightning as pl
 from pytorch_lightning.trainer.states import TrainerFn
+from torch import nn
+
+
+class ChecksModel(pl.Callback, ABC):
+    """A callback that needs something of the network, which a run checks before it begins."""
+
+    @abstractmethod
+    def check_model(self, network: nn.Module) -> None:
+        """Raise a ValueError if the network lacks it; called again when training starts."""
 
 
 class RestoresAfterFit(pl.Callback, ABC):

@@ -34,7 +34,7 @@ from revzoo.core.invertible import Step, steps_in
 from revzoo.layers.coupling import Coupling
 from revzoo.models.network import ImageNetwork
 from revzoo.models.unit import ResidualUnit, Transition
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 
 # training and evaluation, for full batches and other batch sizes, with and without frozen parts
 GRAPHS_PER_PART = 16
@@ -50,7 +50,7 @@ BANS = (
 )
 
 
-class CompiledBranches(RestoresAfterFit):
+class CompiledBranches(RestoresAfterFit, ChecksModel):
     """Compiles the residual functions and the storing parts of ``pl_module`` during training.
 
     Args:

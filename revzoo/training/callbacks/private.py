@@ -32,7 +32,7 @@ from revzoo._checks import check_choice, check_number
 from revzoo.data import ImageData
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.layers.per_sample import refuse_unsupported
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.lightning_compat import batches_of_epoch
 from revzoo.training.sample_gradients import ClippedGradients
 
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PRECISIONS = ("32-true", "64-true")  # a norm rounded to fewer bits would bound nothing
 
 
-class PrivateTraining(RestoresAfterFit):
+class PrivateTraining(RestoresAfterFit, ChecksModel):
     """Clips and perturbs gradients, draws Poisson batches, logs ``private/epsilon`` every epoch.
 
     The state of the accountant and the noise multiplier are part of a checkpoint, so a resumed run

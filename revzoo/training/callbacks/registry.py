@@ -14,7 +14,6 @@ from typing import Any, get_type_hints
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import LearningRateMonitor
-from torch import nn
 
 from revzoo._checks import check_count, check_types, in_section, keyword_names
 from revzoo.training.callbacks.batch_norm import BatchNormMomentum
@@ -165,22 +164,6 @@ def build_callbacks(
     return [
         _build(name, options, run_dir) for name, options in ordered.items() if options is not None
     ]
-
-
-def check_network(specs: Mapping[str, Mapping[str, Any] | None], network: nn.Module) -> None:
-    """Let the callbacks that need something of the network check it, before a run begins.
-
-    Raises:
-        ValueError: names the callback and what it needs.
-    """
-    for name, options in specs.items():
-        callback = None if options is None else _build(name, options, Path())
-        check = getattr(callback, "check_model", None)
-        try:
-            if check is not None:
-                check(network)
-        except ValueError as error:
-            raise in_section(f"callbacks.{name}", error) from error
 
 
 def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from revzoo._checks import check_count, check_number
 from revzoo.layers.per_sample import refuse_unsupported
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.callbacks.pictures import (
     COLUMNS,
     TextLine,
@@ -42,7 +42,7 @@ from revzoo.training.metrics import true_classes
 from revzoo.training.sample_gradients import SampleNorms
 
 
-class ReadsNorms(RestoresAfterFit):
+class ReadsNorms(RestoresAfterFit, ChecksModel):
     """Passes the norms of every ``every_n_steps``-th step to :meth:`read`.
 
     Args:

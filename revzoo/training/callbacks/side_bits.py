@@ -15,12 +15,13 @@ from torch import nn
 
 from revzoo._checks import check_count
 from revzoo.layers.side_bits import MOST_BITS, SideBits
+from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.progress import epoch_of
 
 log = logging.getLogger(__name__)
 
 
-class AnnealedBits(pl.Callback):
+class AnnealedBits(ChecksModel):
     """Raises the bits of a network that :func:`revzoo.make_reversible` has changed.
 
     Args:
