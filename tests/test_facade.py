@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
@@ -30,6 +31,14 @@ def test_a_star_imports_every_name():
         "import revzoo.api; missing = set(revzoo.api.__all__) - set(globals()); assert not missing"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("package", ["revzoo", "revzoo.training"])
+def test_no_module_has_the_name_of_a_public_name(package):
+    """Its import replaces the function: ``revzoo.training.quiet`` was a module for a while."""
+    folder = Path(import_module(package).__file__).parent
+    modules = {path.stem for path in folder.iterdir()}
+    assert not modules & set(import_module(f"{package}.api").__all__)
 
 
 @pytest.mark.parametrize("name", ["nothing", "_private", "__nothing__"])

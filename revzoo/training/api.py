@@ -10,9 +10,9 @@ from revzoo.training.callbacks.footprint import Footprint, peak_bytes, peak_host
 from revzoo.training.callbacks.pictures import Reconstructions, Samples
 from revzoo.training.callbacks.registry import build_callbacks
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_messages import quiet
 from revzoo.training.optim.optimizers import OptimSpec, build_optimizer, build_schedule
 from revzoo.training.optim.schedules import make_schedule
-from revzoo.training.quiet import quiet
 from revzoo.training.tuning.lr_finder import LRCurve, find_lr
 
 __all__ = [

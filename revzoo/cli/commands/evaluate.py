@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate
     from revzoo.training.distributed import is_first_process
-    from revzoo.training.quiet import quiet
+    from revzoo.training.lightning_messages import quiet
 
     with quiet():
         check_imports(run_of(str(config["ckpt"])))

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.predict import FORMS, predict
     from revzoo.training.checkpoint.restore import restore
-    from revzoo.training.quiet import quiet
+    from revzoo.training.lightning_messages import quiet
 
     default = "cuda" if torch.cuda.is_available() else "cpu"
     try:

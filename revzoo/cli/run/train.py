@@ -68,7 +68,7 @@ from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process
 from revzoo.training.lightning_compat import batches_of_run, callbacks_of
-from revzoo.training.quiet import quiet
+from revzoo.training.lightning_messages import quiet
 from revzoo.training.tuning.out_of_memory import NoMemoryError, memory_errors
 
 log = logging.getLogger(__name__)
