@@ -225,7 +225,7 @@ def autocast_state(device_types: Iterable[str]) -> AutocastState:
 
 @functools.cache
 def autocast_device_types(devices: frozenset[torch.device]) -> list[str]:
-    """The device types with autocast among the CPU's and those of ``devices``, in a fixed order."""
+    """The CPU's and the ``devices``' types that have autocast, sorted."""
     # the CPU always: branches may compute there, whatever the inputs' device
     kinds = sorted({"cpu", *(d.type for d in devices)})
     return [d for d in kinds if torch.amp.is_autocast_available(d)]

@@ -1,4 +1,4 @@
-"""What the guard keeps of a stream: weighted sums and single values, at places drawn at random."""
+"""Samples of streams for the guard: weighted sums and single values, at random places."""
 
 from __future__ import annotations
 

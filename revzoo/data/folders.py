@@ -156,11 +156,16 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         layout = str(error)  # report it with the bad images: one run shows all there is to repair
     paths = list(images_below(root))
     if not paths:
-        raise DataError(f"no images in {root.absolute()}: expected {', '.join(IMG_EXTENSIONS)}")
+        raise no_images(root)
     # processes: Python's share of decoding small images would keep threads waiting for its lock
     with ProcessPoolExecutor(workers or suggested_max_num_workers(1)) as pool:
         errors = pool.map(_error_of, paths, chunksize=64)
         return FolderReport(len(paths), [error for error in errors if error], layout)
+
+
+def no_images(folder: Path) -> DataError:
+    """The error for a folder without images."""
+    return DataError(f"no images in {folder.absolute()}: expected {', '.join(IMG_EXTENSIONS)}")
 
 
 def images_below(root: Path) -> Iterator[str]:

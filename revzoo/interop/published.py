@@ -26,6 +26,9 @@ from revzoo.models.registry import create_model
 from revzoo.models.tensors import check_finite
 from revzoo.weights.errors import StateMismatchError
 
+# what other names or shapes than a program's own raise
+_OTHER_PROGRAM = (KeyError, IndexError, ValueError, ZeroDivisionError)
+
 
 class Source(NamedTuple):
     """How to read the checkpoints of one program."""
@@ -74,12 +77,7 @@ def load_published(
     weights = read_tensors(path)
     try:
         spec = SOURCES[source].spec(weights)
-    except (
-        KeyError,
-        IndexError,
-        ValueError,
-        ZeroDivisionError,
-    ) as error:  # names or shapes of another program
+    except _OTHER_PROGRAM as error:
         raise ConversionError(
             f"{path} is no checkpoint of {source!r}: its tensors are {_listed(weights)}"
         ) from error

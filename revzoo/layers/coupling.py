@@ -45,8 +45,7 @@ class Coupling(Invertible):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # a subclass that changes the map inherits facts that no longer hold: clear them unless it
-        # states them itself
-        # also those of mixins in front of the first coupling
+        # states them itself; mixins in front of the first coupling may change it, too
         bases = cls.__mro__[1:]
         first = next(i for i, c in enumerate(bases) if issubclass(c, Coupling))
         own = {name for c in (cls, *bases[:first]) for name in vars(c)}

@@ -108,9 +108,8 @@ def _batch_norm(layer: Any, x: Tensor) -> Tensor:
     node = y.grad_fn
     if _repeats_exactly(layer, y) and node is not None and node.name() == _NATIVE:
         saved = node._raw_saved_result1, node._raw_saved_result2
-        remember(
-            layer, *(getattr(t, "data", None) for t in saved)
-        )  # private: without it do nothing
+        # `data` is private in torch: without it, nothing is remembered
+        remember(layer, *(getattr(t, "data", None) for t in saved))
     else:
         remember(layer)
     return y

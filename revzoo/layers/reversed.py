@@ -69,10 +69,12 @@ class Reversed(ReversibleSequence):
 
 def _from_last(module: Step) -> Iterator[Invertible]:
     """The steps of ``module`` that are no containers, from the last to the first."""
-    directions = type(module).forward, type(module).inverse if isinstance(module, Invertible) else 0
     # a container that overrides a direction does more than its steps: it is one step
-    if directions == (ReversibleSequence.forward, ReversibleSequence.inverse):
-        assert isinstance(module, ReversibleSequence)
+    if (
+        isinstance(module, ReversibleSequence)
+        and type(module).forward is ReversibleSequence.forward
+        and type(module).inverse is ReversibleSequence.inverse
+    ):
         for step in reversed(list(module)):
             yield from _from_last(step)
     elif isinstance(module, Invertible) and module.invertible:

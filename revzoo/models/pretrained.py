@@ -135,10 +135,9 @@ def load_weights(
         )
     own = network.state_dict()
     tensors = dict(file.tensors)
-    # a file that the library wrote has its keys without our prefix
-    if isinstance(network, LibraryNetwork) and not tensors.keys() & own.keys():
-        tensors = {f"net.{key}": t for key, t in tensors.items()}
     if isinstance(network, LibraryNetwork):
+        if not tensors.keys() & own.keys():  # the library's file: its keys lack our prefix
+            tensors = {f"net.{key}": t for key, t in tensors.items()}
         left_out = tuple(f"net.{head}." for head in AUXILIARY)
         tensors = {k: t for k, t in tensors.items() if k in own or not k.startswith(left_out)}
     tensors = missing_counts(own, tensors) | tensors

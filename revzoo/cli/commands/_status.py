@@ -1,4 +1,4 @@
-"""What a command says beside its result: what it computes meanwhile, and the files it has written.
+"""Messages beside a command's result: the present computation, and the written files.
 
 Both go to standard error, since standard output may go into a file.
 """

@@ -31,7 +31,6 @@ from revzoo.cli.config.quick import (
     MANAGED_BY_TRAIN,
     TUNER,
     check_data_complete,
-    check_model,
     check_precision_options,
     check_quickly,
     check_trainer_numbers,
@@ -40,17 +39,19 @@ from revzoo.cli.config.quick import (
 from revzoo.cli.run.tune import check_tuner
 from revzoo.data import ImageData
 from revzoo.data.registry import DATA
+from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.base import ChecksModel
 from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import (
     CALLBACKS,
     build_callbacks,
     check_callbacks,
+    direction,
 )
 from revzoo.training.loggers import LOGGERS
 
 MONITORED = {
-    f"{split}/{name}": "min" if name == "loss" else "max"
+    f"{split}/{name}": direction(name)
     for split, names in {"val": ("loss", "acc", "acc5"), "train": ("loss", "acc")}.items()
     for name in names
 }  # logged figures -> whether the best is the smallest or the largest
@@ -64,7 +65,7 @@ def check_config(config: Mapping[str, Any]) -> None:
     Raises:
         ValueError: naming the value, the expected ones and the remedy.
     """
-    check_quickly(config)
+    network = check_quickly(config)
     with type_errors_explained():
         check_trainer(config["trainer"])
         check_precision(config["precision"], device_kind(config["trainer"]["accelerator"]))
@@ -74,20 +75,20 @@ def check_config(config: Mapping[str, Any]) -> None:
         callbacks = build_callbacks(config["callbacks"], run_dir=Path())
         check_logger(config["logger"])
         check_data(config["data"])
-        check_finetuning(config)
+        check_finetuning(config, network)
         check_compiled(config["callbacks"])
-        check_network(callbacks, config)
+        check_network(callbacks, network)
         if config.get(TUNER) is not None:
             check_tuner(config)
 
 
-def check_finetuning(config: Mapping[str, Any]) -> None:
+def check_finetuning(config: Mapping[str, Any], network: ImageNetwork) -> None:
     """Check that the model has the parts to unfreeze, and starts from trained weights."""
     options = config["callbacks"].get("finetuning")
     if options is None:
         return
     # raises for parts that the model does not have
-    Finetuning(**options).first_trained(check_model(config), epoch=0)
+    Finetuning(**options).first_trained(network, epoch=0)
     if not (config["model"].get("pretrained") or config["model"].get("checkpoint_path")):
         raise ConfigError(
             "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
@@ -95,14 +96,12 @@ def check_finetuning(config: Mapping[str, Any]) -> None:
         )
 
 
-def check_network(callbacks: Sequence[pl.Callback], config: Mapping[str, Any]) -> None:
+def check_network(callbacks: Sequence[pl.Callback], network: ImageNetwork) -> None:
     """Check that the network has what callbacks need of it."""
-    checking = [callback for callback in callbacks if isinstance(callback, ChecksModel)]
-    network = check_model(config) if checking else None
-    for callback in checking:
-        assert network is not None
+    for callback in callbacks:
         try:
-            callback.check_model(network)
+            if isinstance(callback, ChecksModel):
+                callback.check_model(network)
         except ValueError as error:
             raise in_section(f"callbacks, {type(callback).__name__}", error) from error
 

@@ -61,8 +61,11 @@ PRECISION = {"trainer": str, "tf32": bool, "channels_last": bool}
 PRECISIONS = ("32-true", "64-true", "16-mixed", "bf16-mixed")
 
 
-def check_quickly(config: Mapping[str, Any]) -> None:
+def check_quickly(config: Mapping[str, Any]) -> ImageNetwork:
     """Check the sections, the model, memory, optimiser, callbacks and the Trainer's numbers.
+
+    Returns:
+        The model, on ``meta``.
 
     Raises:
         ValueError: naming the value, the expected ones and the remedy.
@@ -89,7 +92,7 @@ def check_quickly(config: Mapping[str, Any]) -> None:
 
         OptimSpec.of(config["optim"])
         check_memory(config["memory"])
-        check_model(config)
+        return check_model(config)
 
 
 def check_evaluated(config: Mapping[str, Any]) -> None:

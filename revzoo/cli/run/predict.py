@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from torchvision.datasets.folder import IMG_EXTENSIONS
 
 from revzoo.cli.terminal import columns
 from revzoo.data import DataError
 from revzoo.data.decode import open_image
-from revzoo.data.folders import images_below
+from revzoo.data.folders import images_below, no_images
 from revzoo.training.checkpoint.restore import Restored
 from revzoo.training.predict import classify
 
@@ -68,7 +67,7 @@ def image_files(paths: Sequence[str | Path]) -> Iterator[Path]:
         elif path.is_dir():
             images = [Path(name) for name in images_below(path)]
             if not images:
-                raise DataError(f"no images in {path}: expected {', '.join(IMG_EXTENSIONS)}")
+                raise no_images(path)
             yield from images
         else:
             raise DataError(f"there is no image or folder {path}")
