@@ -27,7 +27,7 @@ test-slow: $(TOOLS)
 	$(BIN)/python -m pytest -m slow --timeout=3600 $(ARGS)
 
 lint: $(TOOLS)
-	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff check --no-cache .
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m mypy
 

@@ -41,7 +41,7 @@ from revzoo.data import Digits
 from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Finetuning
-from revzoo.training.quiet import quiet
+from revzoo.training.lightning_messages import quiet
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 TUNED = ("experiment=finetune", "model.pretrained=true")
