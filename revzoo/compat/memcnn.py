@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from revzoo.core.calls import calls_only_forward
 from revzoo.core.checkpoint import checkpoint
 from revzoo.core.invertible import Step
 from revzoo.core.invertible_checkpoint import invertible_checkpoint
@@ -229,8 +230,8 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable:
             return _unpacked(fn(*xin))
         directions = type(fn).forward, getattr(type(fn), "inverse", None)
-        # a subclass with another forward or inverse is a module like any other
-        if directions == (_Coupling.forward, _Coupling.inverse):
+        # with hooks, or another forward or inverse, a coupling is a module like any other
+        if directions == (_Coupling.forward, _Coupling.inverse) and calls_only_forward(fn):
             # as a sequence it inverts and replays one branch at a time, not both
             fn._check(fn.implementation_fwd)
             return fn.block(self.memory)(*xin)

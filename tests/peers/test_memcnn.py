@@ -520,3 +520,19 @@ def test_a_wrapper_calls_a_couplings_own_forward():
     coupling = _Shifted(nn.Linear(2, 2), nn.Linear(2, 2))
     x = torch.randn(3, 4)
     assert torch.equal(ours.InvertibleModuleWrapper(coupling)(x), coupling(x))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_couplings_hooks_run(keep):
+    """They were passed by, silently."""
+    coupling = ours.AdditiveCoupling(nn.Linear(2, 2), nn.Linear(2, 2))
+    coupling.register_forward_pre_hook(lambda _, inputs: (inputs[0] * 2,))
+    coupling.inverse = lambda y: ours.AdditiveCoupling.inverse(coupling, y) / 2
+    x = torch.randn(3, 4)
+    values = []
+    for disable in (True, False):
+        leaf = x.clone().requires_grad_()
+        y = ours.InvertibleModuleWrapper(coupling, keep_input=keep, disable=disable)(leaf)
+        y.square().sum().backward()
+        values.append((y, leaf.grad))
+    torch.testing.assert_close(values[0], values[1])
