@@ -10,7 +10,7 @@ import functools
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self, TypeGuard, overload
+from typing import Any, NamedTuple, Self, TypeGuard, overload
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from revzoo.core.conditions import Conditions
 from revzoo.core.fixedpoint import (
     Grid,
     apply_with_words,
+    fixed_of,
     forget_stale_words,
     keeps_words,
     renew_words,
@@ -333,7 +334,12 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
-            state = run_step(_edge(Split, self.dim, self.split, _step_at_end(self, 0)), state)
+            first = _options_beside(_step_at_end(self, 0))
+            # a tensor without words continues no exact chain: then the pieces are rounded, which
+            # takes less memory than rounding the whole first
+            if first.grid is not None and fixed_of(state[0]) is None:
+                first = _Options("store", None, None)
+            state = run_step(_edge(Split, self.dim, self.split, first), state)
         self._check_count(state)
         unchecked = ForwardRange() if checks_forward() else None
         waiting = list(self)[::-1]
@@ -353,7 +359,8 @@ class ReversibleSequence(Invertible):
             unchecked.check((*state, *extras))
         if splits:
             self._check_mergeable(state)
-            state = run_step(_edge(Merge, self.dim, self.split, _step_at_end(self, -1)), state)
+            last = _options_beside(_step_at_end(self, -1))
+            state = run_step(_edge(Merge, self.dim, self.split, last), state)
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
@@ -520,30 +527,34 @@ def _step_at_end(step: Step, index: int) -> Step:
     return step
 
 
-def merged(state: State, last: Step, merge: Merge) -> State:
-    """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    return run_step(_like(_step_at_end(last, -1), merge), state)
+class _Options(NamedTuple):
+    """What a split or merge takes from the step beside it."""
 
-
-def _like(neighbour: Step, edge: Step) -> Step:
-    """Let a split or merge join the chain of the step beside it, if that step is inverted."""
-    edge.memory, edge.grid, edge.drift_limit = _options_beside(neighbour)
-    return edge
-
-
-_Options = tuple[str, Grid | None, float | None]  # memory, grid, drift limit
+    memory: str
+    grid: Grid | None
+    drift_limit: float | None
 
 
 def _options_beside(neighbour: Step) -> _Options:
     memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
-    return memory, neighbour.grid, neighbour.drift_limit
+    return _Options(memory, neighbour.grid, neighbour.drift_limit)
 
 
-def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], neighbour: Step) -> Step:
-    """A split or merge that joins the chain of the step beside it."""
+def merged(state: State, last: Step, merge: Merge) -> State:
+    """Merge the two streams of ``last`` into one tensor, which joins its chain."""
+    return run_step(_with(_options_beside(_step_at_end(last, -1)), merge), state)
+
+
+def _with(options: _Options, edge: Step) -> Step:
+    edge.memory, edge.grid, edge.drift_limit = options
+    return edge
+
+
+def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options) -> Step:
+    """A split or merge that joins the chain of the step whose options it has."""
     if torch.compiler.is_compiling():  # which does not trace caches
-        return _like(neighbour, kind(dim, parts))
-    return _edge_in(kind, dim, parts, _options_beside(neighbour))
+        return _with(options, kind(dim, parts))
+    return _edge_in(kind, dim, parts, options)
 
 
 @functools.lru_cache(maxsize=256)
@@ -551,8 +562,7 @@ def _edge_in(
     kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options
 ) -> Step:
     # the same object in each call: what a new one reaches would be searched again
-    edge = kind(dim, parts)
-    edge.memory, edge.grid, edge.drift_limit = options
+    edge = _with(options, kind(dim, parts))
     edge.guarded = False
     return edge
 

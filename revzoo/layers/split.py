@@ -132,7 +132,8 @@ class Merge(Invertible):
             )
         # the gradients of cat() are views of one tensor, which would live as long as either of
         # them; the gradient of a product is dense and separate
-        return torch.cat((x1 * 1, x2 * 1), dim=self.dim)
+        pieces = [x * 1 if x.requires_grad else x for x in (x1, x2)]
+        return torch.cat(pieces, dim=self.dim)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
         return halves(y, self.dim, self.parts)
