@@ -19,11 +19,12 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.checkpoint.files import CHECKPOINTS, LAST, was_saved
+from revzoo.training.checkpoint.files import LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
 
+from revzoo.weights.table import CHECKPOINTS
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
 SAVE_AGAIN_AFTER = 60.0  # seconds, after a failed save

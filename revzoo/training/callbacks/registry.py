@@ -34,7 +34,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
+from revzoo.weights.table import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
