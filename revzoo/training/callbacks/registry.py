@@ -177,6 +177,14 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
         raise in_section(f"callbacks.{name}", error) from error
 
 
+def best_figures(trainer: pl.Trainer) -> dict[str, float]:
+    """The figures of the validation that the best checkpoint was saved after; mostly not empty."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, BestCheckpoint):
+            return dict(callback.figures)
+    return {}
+
+
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
     for callback in trainer.checkpoint_callbacks:
