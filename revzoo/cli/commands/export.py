@@ -32,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "name",
-        help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), a folder of "
-        "save_pretrained, or a model, which gets random weights",
+        help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), the folder of "
+        "a run, for its best one, a folder of save_pretrained, or a model, with random weights",
     )
     parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")

@@ -62,7 +62,7 @@ def test_long_comments_are_filled_and_stay_comments(
     monkeypatch.setenv("COLUMNS", "80")
     text = output_of(capsys, "experiment")
     # of one paragraph in the file
-    assert re.search(r"Measured: 89\.5 % of the\n# test images of five classes of CIFAR-10 ", text)
+    assert "Measured: 89.5 % of the test images of\n# five classes of CIFAR-10 (JPEG copy)" in text
     # a command is whole, with its result below
     command = "#   python train.py experiment=cifar_revnet model=revnet110 data=cifar100\n"
     assert f"{command}#     published: 74.00 % [1], 73.30 % [2]\n" in text
