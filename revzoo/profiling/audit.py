@@ -289,12 +289,14 @@ class Report:
         yield f"peak: {in_peak(sized(extra) if extra else '')}"
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
-        for audit in self._listed:
+        for mode in in_table_order([*self.audits, *self._left_out]):
+            audit = self.audits.get(mode)
+            if audit is None:
+                yield f"{mode:12}keeps as much as store, in host memory: it helps on a GPU only"
+                continue
             kept, peak = sized(audit.kept_bytes), sized(audit.peak_bytes)
             note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
             yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
-        for mode in self._left_out:
-            yield f"{mode:12}keeps as much as store, in host memory: it helps on a GPU only"
         for note in self.uncounted:
             yield textwrap.fill(f"not counted: {note}", 79, subsequent_indent="    ")
         if self.plain is not None:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
-from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.modes import MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
@@ -291,7 +291,7 @@ def test_a_report_says_what_its_peak_includes_and_has_the_order_of_the_table():
     """A plan's peak seemed to be comparable, and its modes had another order."""
     lines = str(audit(small(), SHAPE)).splitlines()
     assert lines[2] == f"peak: {in_peak()}"
-    assert [line.split()[0] for line in lines[5:10]] == [*DEVICE_MODES, "offload"]
+    assert [line.split()[0] for line in lines[5:10]] == [*MODES]
     with_momentum = str(audit(small(), SHAPE, extra="2MiB", modes=[]))
     assert f"peak: {in_peak('2.00 MiB')}" in with_momentum
     assert "offload" not in with_momentum

@@ -11,7 +11,7 @@ import pytest
 import revzoo
 from revzoo.cli.commands import plan
 from revzoo.cli.main import main
-from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.modes import DEVICE_MODES, MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.bench import bench
 from revzoo.profiling.units import bytes_from, in_peak
@@ -31,7 +31,7 @@ def test_audit_lists_every_mode(capsys, tmp_path):
     peak = audit(model, (8, 3, 32, 32), modes=[]).peak_bytes
     (line,) = [line for line in printed.splitlines() if line.startswith("store")]
     assert line.endswith(f"{peak / 2**20:.2f} MiB")
-    assert [line.split()[0] for line in printed.splitlines()[5:10]] == [*DEVICE_MODES, "offload"]
+    assert [line.split()[0] for line in printed.splitlines()[5:10]] == [*MODES]
     assert (tmp_path / "a.png").stat().st_size > 5000
     assert {row["mode"] for row in rows_of(tmp_path / "a.csv")} >= {"exact"}
 
