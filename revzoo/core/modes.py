@@ -145,6 +145,15 @@ INVERTING = tuple(name for name, mode in MODES.items() if mode.inverts)
 """The modes that recover a step's inputs from its outputs."""
 
 
+def in_table_order(names: Iterable[str]) -> list[str]:
+    """Each of the ``names`` once, in the order of :data:`MODES`; other names first.
+
+    Every list that a user sees has this order.
+    """
+    rank = {name: number for number, name in enumerate(MODES)}
+    return sorted({*names}, key=lambda name: (rank.get(name, -1), name))
+
+
 def mode_of(name: str) -> Mode:
     """The mode by name; raises a ValueError that lists the modes."""
     if name not in MODES:

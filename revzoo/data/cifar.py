@@ -108,10 +108,13 @@ class CIFAR10(ImageData):
         source = self.source
         state = "is damaged" if bad_file.exists() else "does not exist"
         root = self.root.absolute()
+        # a download that has just failed is no remedy
+        download = "" if self.download else "use data.download=true, or "
         return (
             f"{source.__name__} cannot be read: {bad_file.absolute()} {state}, and {reason}. "
-            f"Set data.root to the folder that holds {source.base_folder}/, or with a network use "
-            f"data.download=true, or fetch it by hand: "
+            f"Set data.root to the folder that holds {source.base_folder}/, if you have a copy; or "
+            "take folders of images, data=imagefolder data.root=DIR (DIR/train/CLASS/*.png); or, "
+            f"with a network, {download}fetch it by hand: "
             f"mkdir -p {root} && curl -L {source.url} | tar -xz -C {root}"
         )
 

@@ -66,6 +66,11 @@ def train_loader(
     return loader
 
 
+def left_out(batch_size: int, images: int, processes: int) -> int:
+    """The number of images that each epoch leaves out, since its last batch is incomplete."""
+    return images - images // processes // batch_size * batch_size * processes
+
+
 def check_batch_size(batch_size: int, images: int, processes: int) -> None:
     """Refuse a batch size above a process's share of the training images.
 

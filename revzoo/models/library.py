@@ -99,6 +99,11 @@ def weights_address(name: str) -> str:
     return str(address)
 
 
+def weights_name(name: str) -> str:
+    """The published name of the default weights of ``LIBRARY:NAME``: ``resnet50-11ad3fa6.pth``."""
+    return weights_address(name).rpartition("/")[2]
+
+
 def _cache_of(address: str) -> Path:
     """The folder in which the libraries keep what they download."""
     if address.startswith(_HUB):

@@ -148,8 +148,9 @@ def load_weights(
         tensors = {key: t for key, t in tensors.items() if not key.startswith(prefixes)}
     head = _fresh_head(network, own, tensors)
     if head:
-        log.warning(
-            "%s does not have %d classes: the classifier stays randomly initialised",
+        # no warning: other classes are what the caller asked for
+        log.info(
+            "%s does not have %d classes: the classifier starts from random weights",
             file.where,
             network.num_classes,
         )

@@ -26,7 +26,7 @@ from torch import nn
 from revzoo._checks import check_choice
 from revzoo._files import replacing, replacing_table
 from revzoo.core.invertible import Step, steps_in
-from revzoo.core.modes import MODES, assign_memory, modes_in, set_memory
+from revzoo.core.modes import MODES, assign_memory, in_table_order, modes_in, set_memory
 from revzoo.layers.make_reversible import BlockRow, make_reversible, reversible_blocks
 from revzoo.layers.side_bits import NAME as REVERSIBLE
 from revzoo.profiling.stages import OUTSIDE
@@ -39,7 +39,7 @@ from revzoo.profiling.trace import (
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for, real_twin
-from revzoo.profiling.units import in_one_unit, in_units
+from revzoo.profiling.units import in_one_unit, in_peak
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,9 +179,12 @@ class Report:
         blocks: Sequence[tuple[BlockRow, str]] = (),
         plain: Audit | None = None,
         uncounted: Iterable[str] = (),
+        left_out: Sequence[str] = (),
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
+        self._listed = [self.audits[mode] for mode in in_table_order(self.audits)]
+        self._left_out = left_out  # modes that were not worth counting here
         # each once: most are the same in all modes
         of_modes = itertools.chain.from_iterable(audit.uncounted for audit in audits)
         self.uncounted = [*dict.fromkeys([*uncounted, *of_modes])]
@@ -205,7 +208,7 @@ class Report:
         with replacing_table(Path(path)) as file:
             writer = csv.writer(file)
             writer.writerow([field.name for field in fields(Row)])
-            for audit in self.audits.values():
+            for audit in self._listed:
                 writer.writerows(map(astuple, audit.rows))
 
     def figure(self) -> Figure:
@@ -215,7 +218,8 @@ class Report:
             ValueError: matplotlib is not installed.
         """
         figure = matplotlib_figure()(layout="constrained")
-        series = [audit.series() for audit in self.audits.values()]
+        series = [audit.series() for audit in self._listed]
+        sized = in_one_unit(max(audit.activation_bytes for audit in self._listed))
         peaks: dict[str, int] = {}
         for levels, _ in series:
             for name, row in levels.items():
@@ -227,9 +231,7 @@ class Report:
         width = max(4.8, 3.6 * len(series))  # inches
         figure.set_size_inches(width, 3.6)
         panels = figure.subplots(1, len(series), sharey=True, squeeze=False)
-        for axes, audit, (levels, turn) in zip(
-            panels[0], self.audits.values(), series, strict=True
-        ):
+        for axes, audit, (levels, turn) in zip(panels[0], self._listed, series, strict=True):
             length = max(map(len, levels.values()), default=0)
             # every panel has the same names in the same order, so one legend serves all
             stacked = {name: levels.get(name, [0] * length) for name in shown}
@@ -239,7 +241,7 @@ class Report:
             rows = [[b / 2**20 for b in row] for row in stacked.values()]
             axes.stackplot(range(length), rows, labels=stacked, step="post")
             axes.axvline(turn, color="#7d858d", lw=1, ls=":")
-            peak = in_units(audit.activation_bytes)
+            peak = sized(audit.activation_bytes)
             axes.set(
                 title=f"{audit.mode}: activations peak at {peak}",
                 xlabel="operator (dotted: backward)",
@@ -278,19 +280,23 @@ class Report:
 
     def _lines(self) -> Iterator[str]:
         shape = "x".join(map(str, self.input_shape))
+        present = self._present
+        # one unit for all tables
+        sized = in_one_unit(max(audit.peak_bytes for audit in self._listed))
+        extra = present.kinds.get("optimiser")
         yield f"{self.model}, one training step on {shape}"
+        yield "kept: activations between the forward and the backward pass"
+        yield f"peak: {in_peak(sized(extra) if extra else '')}"
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
-        present = self._present
-        # one unit for all tables: columns of mixed ones cannot be compared at a glance
-        sized = in_one_unit(max(audit.peak_bytes for audit in self.audits.values()))
-        for audit in self.audits.values():
+        for mode in in_table_order([*self.audits, *self._left_out]):
+            audit = self.audits.get(mode)
+            if audit is None:
+                yield f"{mode:12}keeps as much as store, in host memory: it helps on a GPU only"
+                continue
             kept, peak = sized(audit.kept_bytes), sized(audit.peak_bytes)
             note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
             yield f"{audit.mode:12}{kept:>14}{peak:>14}{note}"
-        yield ""
-        yield "kept: activations between the forward and the backward pass"
-        yield "peak: most bytes alive at once, with weights and gradients"
         for note in self.uncounted:
             yield textwrap.fill(f"not counted: {note}", 79, subsequent_indent="    ")
         if self.plain is not None:
@@ -455,7 +461,15 @@ def audit(
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     notes = uncounted_in(model)
-    return Report(name, shape, audits, blocks=blocks, plain=plain, uncounted=notes)
+    # no mode fits a model without steps, so there is nothing to leave out
+    left_out = [m for m in MODES if m not in wanted] if modes is None and len(audits) > 1 else []
+    return Report(
+        *(name, shape, audits),
+        blocks=blocks,
+        plain=plain,
+        uncounted=notes,
+        left_out=left_out,
+    )
 
 
 def present_mode(model: nn.Module) -> str:

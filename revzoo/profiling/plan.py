@@ -32,7 +32,7 @@ from torch import nn
 
 from revzoo._checks import either
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import INVERTING, default_mode, mode_of, set_memory
+from revzoo.core.modes import INVERTING, default_mode, in_table_order, mode_of, set_memory
 from revzoo.core.samples import CHANNELS, PER_CHANNEL, SUMMED, SUMS
 from revzoo.models.network import ImageNetwork
 from revzoo.profiling.chain import Chain, Choice, Outcome, evaluate, fastest, in_modes, leanest
@@ -48,7 +48,7 @@ from revzoo.profiling.trace import (
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for
-from revzoo.profiling.units import bytes_from, in_units
+from revzoo.profiling.units import bytes_from, in_one_unit, in_peak, in_units
 
 log = logging.getLogger(__name__)
 
@@ -80,6 +80,7 @@ class Plan(Mapping[str, str]):
             ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
             :func:`plan_memory`.
         uncounted: what takes memory that the peak does not count, and why; mostly empty.
+        extra: the bytes of ``extra`` in the peak.
     """
 
     modes: dict[str, str]
@@ -88,6 +89,7 @@ class Plan(Mapping[str, str]):
     budget: int
     inverting: str | None = None
     uncounted: tuple[str, ...] = ()
+    extra: int = 0
 
     def __getitem__(self, path: str) -> str:
         return self.modes[path]
@@ -105,7 +107,8 @@ class Plan(Mapping[str, str]):
             rest = f".{path}".partition(f".{stage}.")[2]
             stages.setdefault(stage, {})[rest] = self.modes[path]
         width = max(map(len, stages), default=0)
-        lines = []
+        sized = in_one_unit(max(self.peak_bytes, self.budget))
+        lines = [f"peak: {in_peak(sized(self.extra) if self.extra else '')}"]
         for stage, modes in stages.items():
             lines.append(f"{stage:{width}}  {count_modes(list(modes.values()))}")
             if len({*modes.values()}) > 1:
@@ -113,7 +116,7 @@ class Plan(Mapping[str, str]):
                 runs = "; ".join(_runs(modes))
                 lines += textwrap.wrap(runs, 79, initial_indent=margin, subsequent_indent=margin)
         lines.append(
-            f"peak {in_units(self.peak_bytes)} of {in_units(self.budget)}, "
+            f"peak {sized(self.peak_bytes)} of {sized(self.budget)}, "
             f"{self.seconds:.3g} s a step"
             + (f"; inverting mode: {self.inverting}" if self.inverting else "")
         )
@@ -130,8 +133,8 @@ def _runs(modes: Mapping[str, str]) -> Iterator[str]:
 
 
 def count_modes(modes: Sequence[str]) -> str:
-    """The number of steps in each mode: ``12 exact, 6 store``."""
-    return ", ".join(f"{modes.count(mode)} {mode}" for mode in dict.fromkeys(modes))
+    """The number of steps in each mode: ``6 store, 12 exact``."""
+    return ", ".join(f"{modes.count(mode)} {mode}" for mode in in_table_order(modes))
 
 
 class Planner:
@@ -268,7 +271,7 @@ class Planner:
 
     def pures(self) -> dict[str, Outcome]:
         """:meth:`pure` of each mode that fits, by mode."""
-        outcomes = {mode: self.pure(mode) for mode in dict.fromkeys((*self.modes, *INVERTING))}
+        outcomes = {mode: self.pure(mode) for mode in in_table_order((*self.modes, *INVERTING))}
         return {mode: outcome for mode, outcome in outcomes.items() if outcome is not None}
 
     def frontier(self, points: int = 20) -> list[Plan]:
@@ -298,7 +301,8 @@ class Planner:
         inverting = self.inverting if self.inverting in self.modes else None
         seconds = evaluate(self.chain, choices).cost / 1e9
         notes = (*uncounted_in(self.model), *trace.uncounted)
-        return Plan(modes, trace.peak + self.extra, seconds, budget, inverting, notes)
+        peak = trace.peak + self.extra
+        return Plan(modes, peak, seconds, budget, inverting, notes, self.extra)
 
     def _step_in(self, modes: Mapping[str, str]) -> Trace:
         """Count a training step in these modes."""
@@ -314,7 +318,9 @@ class Planner:
 
     def _too_small(self, limit: int) -> str:
         need, fixed = self.least, self.chain.base
-        unit = " with a unit, such as 500MiB" if limit < 2**20 else ""
+        unit = " (with a unit, such as 500MiB)" if limit < 2**20 else ""
+        sized = in_one_unit(need)
+        given = in_units(limit) if unit else sized(limit)
         remedies = [f"a larger budget{unit}", "a smaller model"]
         if limit > fixed:
             # the share of the activations that fits; they grow with the images' number and area
@@ -325,9 +331,9 @@ class Planner:
                 remedies.insert(1, f"a batch of about {fits}")
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
-            f"budget={in_units(limit)} is less than any plan needs: at least {in_units(need)} for "
-            f"an input of {'x'.join(map(str, self.shape))}, of which {in_units(fixed)} are "
-            f"parameters, gradients{extra}, and {in_units(self._reserve)} a reserve for random "
+            f"budget={given} is less than any plan needs: at least {sized(need)} for "
+            f"an input of {'x'.join(map(str, self.shape))}, of which {sized(fixed)} are "
+            f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states and the guard; use {either(remedies)}"
         )
 

@@ -45,10 +45,21 @@ def in_units(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def in_one_unit(largest: float) -> Callable[[float], str]:
-    """A function like :func:`in_units` for a table: all in MiB, or in KiB if ``largest`` is less.
+def in_peak(optimiser: str = "") -> str:
+    """What a counted peak includes, in words; an audit, a plan and a bench say it alike.
 
-    Small numbers read ``<0.01 MiB``.
+    Args:
+        optimiser: the bytes that were added for it, in units; empty for none.
+    """
+    if optimiser:
+        return f"weights, gradients, input, activations, and {optimiser} for the optimiser"
+    return "weights, gradients, input and activations; not the optimiser's state"
+
+
+def in_one_unit(largest: float) -> Callable[[float], str]:
+    """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
+
+    Sizes in several units cannot be compared at a glance. Small ones read ``<0.01 MiB``.
     """
     unit, size = _SIZES[1 if largest >= 2**20 else 2]
     return lambda count: f"{'<0.01' if 0 < count < size / 200 else f'{count / size:,.2f}'} {unit}"

@@ -63,9 +63,9 @@ def predict(
     Args:
         images: a file, a Pillow image, a tensor (C, H, W) of bytes or of floats in [0, 1]; or a
             list of these.
-        model: the name of weights (``revnet38.cifar10``), a checkpoint of a run, a safetensors
-            file, a folder from ``save_pretrained``; or a model with weights from one of these,
-            which keeps its device and mode.
+        model: the name of weights (``revnet38.cifar10``), a checkpoint of a run, or the folder of a
+            run, for its best one; a safetensors file, a folder from ``save_pretrained``; or a model
+            with weights from one of these, which keeps its device and mode.
         size: side in pixels to which images are resized and cropped; None for the weights' size.
         top: number of classes to return; None for all.
 

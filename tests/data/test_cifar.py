@@ -61,6 +61,8 @@ def test_without_download_the_error_names_path_and_remedy(fake_cifar: Path) -> N
     message = str(caught.value)
     assert f"{fake_cifar / _BATCH} does not exist, and data.download is false" in message
     assert "Set data.root to the folder that holds cifar-10-batches-py/" in message
+    assert "or take folders of images, data=imagefolder data.root=DIR" in message
+    assert "with a network, use data.download=true, or fetch it by hand" in message
     assert f"tar -xz -C {fake_cifar}" in message
 
 
@@ -98,7 +100,7 @@ def test_a_truncated_download_is_refused_and_removed(fake_cifar: Path, tmp_path:
     whole = server.read_bytes()
     _truncate(server)
     data = CIFAR10(fake_cifar, batch_size=10)
-    with pytest.raises(DataError, match=r"downloading failed .*corrupted"):
+    with pytest.raises(DataError, match=r"downloading failed .*corrupted.* network, fetch it by"):
         data.prepare_data()
     assert not (fake_cifar / datasets.CIFAR10.filename).exists()
     with pytest.raises(DataError, match="does not exist"):

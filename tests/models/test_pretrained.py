@@ -68,12 +68,14 @@ def test_without_weights_the_tag_gives_the_shape_and_the_bare_name_does_not(tabl
 
 
 def test_other_classes_start_the_classifier_afresh_and_load_the_rest(table, caplog):
+    caplog.set_level("INFO", logger="revzoo")
     model = create_model("revnet38", pretrained=True, num_classes=7, table=table)
     reference = small()
     reference.reset_classifier(7)
     assert same(model, reference, but=["fc.weight"])  # biases start at zero
     assert model(torch.randn(2, 3, 8, 8)).shape == (2, 7)
     assert "does not have 7 classes" in caplog.text
+    assert {record.levelname for record in caplog.records} == {"INFO"}
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 7])

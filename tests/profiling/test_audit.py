@@ -11,12 +11,13 @@ from torch import nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 import revzoo
+from revzoo.core.modes import MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 from revzoo.profiling.trace import trace_step
 from revzoo.profiling.twins import images_for, real_twin
-from revzoo.profiling.units import in_one_unit
+from revzoo.profiling.units import in_one_unit, in_peak
 
 SMALL = {"units": (2, 2, 2)}
 SHAPE = (16, 3, 32, 32)
@@ -284,6 +285,16 @@ def test_a_report_fits_into_80_columns():
     vit = revzoo.create_model("revvit_cifar", memory="store", depth=12)  # has long paths
     report = str(audit(vit, (2, 3, 32, 32), modes=[]))
     assert max(map(len, report.splitlines())) <= 80
+
+
+def test_a_report_says_what_its_peak_includes_and_has_the_order_of_the_table():
+    """A plan's peak seemed to be comparable, and its modes had another order."""
+    lines = str(audit(small(), SHAPE)).splitlines()
+    assert lines[2] == f"peak: {in_peak()}"
+    assert [line.split()[0] for line in lines[5:10]] == [*MODES]
+    with_momentum = str(audit(small(), SHAPE, extra="2MiB", modes=[]))
+    assert f"peak: {in_peak('2.00 MiB')}" in with_momentum
+    assert "offload" not in with_momentum
 
 
 def test_a_report_has_one_unit_and_one_meaning_of_kept():

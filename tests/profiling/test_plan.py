@@ -12,7 +12,7 @@ import revzoo
 from revzoo.profiling import clock
 from revzoo.profiling.audit import audit
 from revzoo.profiling.plan import Plan, Planner, largest, plan_memory, state_bytes
-from revzoo.profiling.units import bytes_from, in_units
+from revzoo.profiling.units import bytes_from, in_peak, in_units
 
 SHAPE = (16, 3, 32, 32)
 
@@ -109,7 +109,8 @@ def test_the_least_budget_is_reported_and_possible():
     least = str(error.value).split("at least ")[1].split(" for")[0].replace(" ", "")
     assert planner.plan(bytes_from(least) + 2**14)
     with pytest.raises(
-        revzoo.BudgetError, match=r"use a larger budget with a unit, .* or a smaller model"
+        revzoo.BudgetError,
+        match=r"^budget=1 bytes is .* use a larger budget \(with a unit, .*\) or a smaller model$",
     ):
         planner.plan(1)
 
@@ -134,13 +135,13 @@ def test_a_smaller_image_is_one_that_makes_sense(name, share, remedies):
 def test_a_printed_plan_says_which_steps_have_a_mode():
     modes = {f"stages.{i}.steps.{k}": "exact" for i in range(2) for k in range(4)}
     modes |= {"stages.1.steps.3": "store", "stages.1.steps.1": "store"}
-    lines = str(Plan(modes, 2**20, 0.5, 2**21)).splitlines()
-    assert lines[:2] == ["stages.0  4 exact", "stages.1  2 exact, 2 store"]
+    _, *lines = str(Plan(modes, 2**20, 0.5, 2**21)).splitlines()
+    assert lines[:2] == ["stages.0  4 exact", "stages.1  2 store, 2 exact"]
     assert " ".join(map(str.strip, lines[2:-1])) == (
         "steps.0: exact; steps.1: store; steps.2: exact; steps.3: store"
     )
     net = Plan({"net.layer1.0.a": "exact", "net.layer2.0.a": "store"}, 1, 1, 1, "exact")
-    assert str(net).startswith("layer1  1 exact\nlayer2  1 store\n")
+    assert "\nlayer1  1 exact\nlayer2  1 store\n" in str(net)
     assert str(net).endswith("; inverting mode: exact")
     modes["stages.1.steps.2"] = "store"
     assert "steps.0: exact; steps.1 to steps.3: store" in str(Plan(modes, 2**20, 0.5, 2**21))
@@ -169,7 +170,18 @@ def test_a_plan_is_data_and_text():
     assert plan.modes == dict(plan)
     assert set(plan.values()) == {"store"}
     assert "stages.0  4 store" in str(plan)
-    assert "of 1.00 GiB" in str(plan)
+    assert "of 1,024.00 MiB" in str(plan)
+
+
+def test_a_plan_says_what_its_peak_includes():
+    """A run's plan includes the optimiser's state, an audit does not, and neither said so."""
+    planner = Planner(model_of(), SHAPE, clock=False, extra="2MiB")
+    plan = planner.plan("1GiB")
+    assert plan.extra == 2**21
+    first = str(plan).splitlines()[0]
+    assert first == f"peak: {in_peak('2.00 MiB')}"
+    without = plan_memory(model_of(), SHAPE, "1GiB", clock=False)
+    assert str(without).startswith("peak: weights, gradients, input and activations; not the opt")
 
 
 def test_times_come_from_the_clock(monkeypatch):

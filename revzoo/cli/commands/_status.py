@@ -38,6 +38,7 @@ def status_of(subject: str) -> Iterator[None]:
     Print after it: the line would stay before the text.
     """
     log, start = logging.getLogger("revzoo.profiling"), time.perf_counter()
+    show_status(subject)  # building a model takes seconds, too
 
     def show(record: logging.LogRecord) -> bool:
         show_status(f"{subject}, {time.perf_counter() - start:.0f} s: {record.getMessage()}")

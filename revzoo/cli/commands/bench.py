@@ -16,6 +16,7 @@ import argparse
 import csv
 import re
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import cycle
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.core.modes import MODES
     from revzoo.profiling.bench import bench
     from revzoo.profiling.plan import PLANNED
-    from revzoo.profiling.units import in_units
+    from revzoo.profiling.units import in_one_unit, in_peak
 
     check_picture(args.plot)
     check_writable(args.csv)
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
         with torch.device("meta"):
             shape_for(args, model_for(args, name))
     rows: list[Measured] = []
+    sized: Callable[[float], str] | None = None  # of the peaks, in one unit
     for name in names:
         # the same weights and images at each call of the program
         torch.manual_seed(0)
@@ -98,8 +100,9 @@ def run(args: argparse.Namespace) -> None:
         with status_of(name):
             # a function: each mode trains a new model
             measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
-        if not rows:  # a wrong name or option shows no table
-            sys.stdout.write(HEADER)
+        if sized is None:  # a wrong name or option shows no table
+            sys.stdout.write(f"peak: {in_peak()}\n{HEADER}")
+            sized = in_one_unit(max(row.peak_bytes for row in measured))
         label = name
         if len(name) > WIDTH:  # on a separate line, so the table fits into 80 columns
             sys.stdout.write(f"{name}\n")
@@ -108,7 +111,7 @@ def run(args: argparse.Namespace) -> None:
             ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
             sys.stdout.write(
                 f"{label:{WIDTH}} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
-                f"{row.images_per_second:>9.1f}{in_units(row.peak_bytes):>13}\n"
+                f"{row.images_per_second:>9.1f}{sized(row.peak_bytes):>13}\n"
             )
         rows += measured
         # the next model may take minutes

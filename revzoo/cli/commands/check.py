@@ -1,4 +1,10 @@
-"""``revzoo check data DIR``: decode every image of a folder and list those that fail."""
+"""``revzoo check data DIR``: decode every image of a folder and list those that fail.
+
+    revzoo check data images/train
+
+Only data can be checked. revzoo info NAME shows a model, and revzoo train ... --cfg job checks a
+configuration and prints it.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +15,9 @@ from pathlib import Path
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("what", choices=["data"], help="data")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder of images")
+    # no choices=...: argparse would not say what the word is for
+    parser.add_argument("what", metavar="data", help="the word data")
+    parser.add_argument("folder", nargs="?", type=Path, metavar="DIR", help="a folder of images")
     parser.add_argument("--workers", type=int, help="processes; the CPUs but one by default")
 
 
@@ -18,12 +25,15 @@ def run(args: argparse.Namespace) -> None:
     """Print a line for each unreadable image and each fault of the folders.
 
     Raises:
-        ValueError: an image cannot be read, or the folders are no data set.
+        ValueError: an image cannot be read, or the folders are no data set; or the arguments are
+            not ``data DIR``.
         DataError: there is no such folder, or it has no images.
     """
     from revzoo._checks import check_count
     from revzoo.data.folders import check_folder
 
+    if args.what != "data" or args.folder is None:
+        raise ValueError(_usage(args.what, args.folder))
     if args.workers is not None:
         check_count("--workers", args.workers)
     report = check_folder(args.folder, workers=args.workers)
@@ -37,3 +47,17 @@ def run(args: argparse.Namespace) -> None:
             f"all {report.images} images can be read, but their folders are no data set: see above"
         )
     sys.stdout.write(f"all {report.images} images can be read\n")
+
+
+def _usage(what: str, folder: Path | None) -> str:
+    """What to write instead of these arguments."""
+    form = "expected revzoo check data DIR, where DIR is a folder of images"
+    if what == "data":
+        return f"check data: {form}"
+    given = f"check {what}" if folder is None else f"check {what} {folder}"
+    if Path(what).is_dir():
+        return f"{given}: {form}; did you mean revzoo check data {what}?"
+    return (
+        f"{given}: {form}. To see a model: revzoo info NAME. To check a configuration: "
+        "revzoo train ... --cfg job"
+    )

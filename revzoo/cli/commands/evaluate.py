@@ -1,8 +1,9 @@
 """Evaluate a trained model.
 
-  revzoo eval ckpt=RUN_DIR/checkpoints/best.ckpt
+  revzoo eval ckpt=RUN_DIR
 
-ckpt may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file or a
+ckpt is a checkpoint, such as RUN_DIR/checkpoints/last.ckpt, or the folder of a run, for its best
+one. It may also be weights: a name (ckpt=revnet38.cifar10 data=cifar10), a safetensors file or a
 folder of save_pretrained. Weights do not name their data, so data= is needed.
 
 The default data is the run's, from its config.yaml. Another set must have the same classes
@@ -20,7 +21,7 @@ import logging
 import sys
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.weights.table import check_source
+from revzoo.weights.table import resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     # wrong keys and names are refused before torch is imported
     check_evaluated(config)
-    check_source(str(config["ckpt"]))
+    config["ckpt"] = resolve_source(str(config["ckpt"]))
     from revzoo.cli.plugins import check_imports
     from revzoo.cli.run.evaluate import evaluate
     from revzoo.training.distributed import is_first_process

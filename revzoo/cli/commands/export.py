@@ -19,6 +19,7 @@ from revzoo._checks import check_count
 from revzoo._files import file_name
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.commands.list import add_weights_option, weights_table
+from revzoo.weights.table import best_of_run
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export
@@ -31,8 +32,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     parser.add_argument(
         "name",
-        help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), a folder of "
-        "save_pretrained, or a model, which gets random weights",
+        help="weights (revnet38.cifar10), a .safetensors file, a checkpoint (.ckpt), the folder of "
+        "a run, for its best one, a folder of save_pretrained, or a model, with random weights",
     )
     parser.add_argument("--format", required=True, choices=("pt2", "onnx", "safetensors"))
     parser.add_argument("--pretrained", action="store_true", help="a model's default weights")
@@ -81,8 +82,9 @@ def _job(args: argparse.Namespace) -> Export:
     if args.image_size is not None:
         check_count("--image-size", args.image_size)
     options = {"batch": args.batch, "opset": args.opset}
-    if Path(args.name).suffix == ".ckpt":
-        restored = restore(args.name, bits=args.bits)
+    best = None if args.name in MODELS else best_of_run(Path(args.name))
+    if best or Path(args.name).suffix == ".ckpt":
+        restored = restore(best or args.name, bits=args.bits)
         size = args.image_size or restored.image_size
         return Export(network=restored.network, image_size=size, facts=restored.facts, **options)
     # any name but a bare model's is of weights

@@ -85,16 +85,56 @@ def texts(folder: Path, name: str) -> list[str]:
 def _wrapped(text: str) -> str:
     """YAML with its comments wrapped to the terminal; each line of a comment begins with #."""
     width = shutil.get_terminal_size().columns
-    lines = []
-    for line in text.splitlines():
-        comment = re.search(r"(^|(?<=\s))# (?! )", line)  # an indented command stays whole
-        margin = " " * min(comment.start(), width // 2) + "# " if comment else ""
-        folded = textwrap.wrap(
-            line,
-            width if comment else len(line) + 1,  # a value stays in its line
-            subsequent_indent=margin,
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-        lines += folded or [line]
+    lines: list[str] = []
+    for line in _joined(text.splitlines(), width):
+        lines += [line] if len(line) <= width else _folded(line, width)
     return "\n".join([*lines, ""])
+
+
+def _joined(lines: list[str], width: int) -> list[str]:
+    """Lines of YAML; a comment that must be wrapped is joined with the lines that continue it.
+
+    Otherwise the rest of each line would stand in a line of its own.
+    """
+    joined: list[str] = []
+    for line in lines:
+        words = re.match(r"# (\S.*)", line)
+        before = joined[-1] if joined else ""
+        # a sentence goes on in small letters, or it has not ended
+        goes_on = words and (re.match(r"[a-z0-9(]", words[1]) or re.search(r"(,| [a-z]+)$", before))
+        if words and goes_on and re.match(r"# \S", before) and len(before) > width:
+            joined[-1] = f"{before} {words[1]}"
+        else:
+            joined.append(line)
+    return joined
+
+
+def _folded(line: str, width: int) -> list[str]:
+    """The lines of a line of YAML that is too long, by the kind of its comment."""
+    if command := re.fullmatch(r"(\s*#\s\s+)(\S.*?)(?:\s+# (.*))?", line):
+        # a command stays whole, so that it can be copied
+        margin = f"{command[1]}  "
+        return [command[1] + command[2], *_filled(margin + (command[3] or ""), width, margin)]
+    comment = re.search(r"(^|(?<=\s))# ", line)
+    if comment is None:
+        return [line]
+    start = comment.start()
+    if start <= width // 2:
+        return _filled(line, width, f"{' ' * start}# ")
+    # beside a long value the column would be narrow: above it
+    margin = " " * (len(line) - len(line.lstrip())) + "# "
+    return [*_filled(margin + line[comment.end() :], width, margin), line[:start].rstrip()]
+
+
+def _filled(line: str, width: int, margin: str) -> list[str]:
+    """The line, wrapped; further lines begin with ``margin``. Nothing for an empty margin."""
+    # no-break spaces keep `quoted words` and numbers with their % together
+    glued = re.sub(r"`[^`]*`|\d %", lambda match: match[0].replace(" ", "\xa0"), line)
+    lines = textwrap.wrap(
+        glued,
+        width,
+        subsequent_indent=margin,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return [row.replace("\xa0", " ") for row in lines if row.strip() != margin.strip()]

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
+from revzoo.weights.table import CHECKPOINTS, resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("checkpoint", type=Path, help="written by revzoo train")
+    parser.add_argument("checkpoint", type=Path, help="of revzoo train, or the folder of a run")
     parser.add_argument("name", help="architecture.dataset_recipe, e.g. revnet38.cifar10")
     parser.add_argument("--out", type=Path, default=Path(), help="folder to write to (default .)")
     parser.add_argument("--recipe", required=True, help="the exact training command")
@@ -39,11 +40,12 @@ def run(args: argparse.Namespace) -> None:
         ValueError: a metric is no number.
         WeightsError: the file is no checkpoint, or a field is not valid; no file is written.
     """
+    checkpoint = Path(resolve_source(args.checkpoint))
     fields = ("name", "license", "recipe", "measured_on", "url", "default")
     facts: dict[str, Any] = {field: getattr(args, field) for field in fields}
     # the user's figures replace the run's
-    facts["metrics"] = {**_summary(args.checkpoint), **dict(map(_metric, args.metric))}
-    paths = publish(args.checkpoint, args.out, facts, size=args.size)
+    facts["metrics"] = {**_summary(checkpoint), **dict(map(_metric, args.metric))}
+    paths = publish(checkpoint, args.out, facts, size=args.size)
     sys.stdout.write("".join(f"{path}\n" for path in paths))
 
 
@@ -80,7 +82,7 @@ def publish(
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
-    from revzoo.training.checkpoint.files import CHECKPOINTS, LAST
+    from revzoo.training.checkpoint.files import LAST
 
     path = run_of(checkpoint) / "summary.json"
     if not path.is_file():

@@ -1,6 +1,7 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
---fit finds the largest batch, image or depth instead. A run makes its own plan.
+--fit finds the largest batch, image or depth instead, by trying several, beginning with --batch
+or --image or the model's depth. A run makes its own plan.
 
     revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
     revzoo plan revnet110 --budget 1GiB --fit batch
@@ -46,7 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
     )
-    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits instead")
+    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits")
     parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
     parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> None:
 
     from revzoo.core.modes import INVERTING
     from revzoo.profiling.plan import Planner
-    from revzoo.profiling.units import bytes_from, in_units
+    from revzoo.profiling.units import bytes_from, in_one_unit
 
     if args.fit and (args.save or args.plot):
         raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
@@ -75,9 +76,7 @@ def run(args: argparse.Namespace) -> None:
         model = model_for(args, args.name)
     shape = shape_for(args, model)
     if args.fit:
-        with status_of(args.name):
-            text = _largest(args, budget, shape)
-        sys.stdout.write(f"{text}\n")
+        sys.stdout.write(f"{_largest(args, budget, shape)}\n")
         return
     with status_of(args.name):
         planner = Planner(model, shape, inverting=args.memory)
@@ -88,10 +87,15 @@ def run(args: argparse.Namespace) -> None:
             )
         plan = planner.plan(budget)
         pures = planner.pures()
-    sys.stdout.write(f"{plan}\n\nfor comparison, every step in one mode\n")
+    size = "x".join(map(str, shape))
+    sys.stdout.write(
+        f"{args.name}, one training step on {size}\n{plan}\n\n"
+        "for comparison, every step in one mode\n"
+    )
+    sized = in_one_unit(max(plan.budget, *(pure.peak for pure in pures.values())))
     for mode, pure in pures.items():
         note = "" if mode in planner.modes else f"  (to plan with it: --memory {mode})"
-        sys.stdout.write(f"{mode:12}{in_units(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
+        sys.stdout.write(f"{mode:12}{sized(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
     sys.stdout.write(f"\n{_usage(args, shape)}\n")
     if args.save:
         write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
@@ -128,14 +132,21 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
         ValueError: none fits.
     """
     from revzoo.profiling.plan import largest
-    from revzoo.profiling.units import in_units
+    from revzoo.profiling.units import in_one_unit
 
+    sized = in_one_unit(budget)
     start, least_of = _needs(args, shape)
     needs: dict[int, int | None] = {}
+    option = "" if args.fit == "depth" else f" (--{args.fit})"
+    # to standard error, also without a terminal: the search takes minutes
+    sys.stderr.write(
+        f"looking for the largest {args.fit}, beginning with {_shown(args, start)}{option}\n"
+    )
 
     def need(value: int) -> int | None:
         if value not in needs:  # a call takes seconds
-            needs[value] = least_of(value)
+            with status_of(f"{args.name}, {args.fit} {_shown(args, value)}"):
+                needs[value] = least_of(value)
         return needs[value]
 
     # inverted steps keep so little that thousands may fit; planning those takes hours
@@ -146,7 +157,7 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     if value is None:
         smallest = min(taken, default=None)
         tried = (
-            f"the smallest tried, {_shown(args, smallest)}, needs {in_units(taken[smallest])}"
+            f"the smallest tried, {_shown(args, smallest)}, needs {sized(taken[smallest])}"
             if smallest is not None
             else "the model takes none of the values tried"
         )
@@ -154,10 +165,10 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
             f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
-    shown, needed = _shown(args, value), in_units(taken[value])
+    shown, needed = _shown(args, value), f"{sized(taken[value])} without the optimiser's state"
     if value == most:
         return f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
-    found = f"the largest {args.fit} of {args.name} in {in_units(budget)}: {shown}, needs {needed}"
+    found = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
     if args.fit == "depth":
         return found
     given = {"batch": shape[0], "image": shape[2], args.fit: value}

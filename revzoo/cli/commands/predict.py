@@ -2,11 +2,11 @@
 
   revzoo predict NAME_OR_CKPT IMAGE_OR_FOLDER...
 
-NAME_OR_CKPT is a checkpoint of a run, or weights: a name such as revnet38.cifar10, a safetensors
-file, a folder of save_pretrained. Images are prepared as for evaluation: converted to the model's
-channels, resized, cropped to the centre, and normalised with the checkpoint's mean and deviation.
-No data set is needed. Prints a table with the --top most probable classes of each image, or all
-classes with --json or --csv.
+NAME_OR_CKPT is a checkpoint, or the folder of a run, for its best one; or weights: a name such as
+revnet38.cifar10, a safetensors file, a folder of save_pretrained. Images are prepared as for
+evaluation: converted to the model's channels, resized, cropped to the centre, and normalised with
+the checkpoint's mean and deviation. No data set is needed. Prints a table with the --top most
+probable classes of each image, or all classes with --json or --csv.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from revzoo._checks import check_count
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.config.errors import ConfigError
-from revzoo.weights.table import check_source
+from revzoo.weights.table import resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> None:
     for path in args.images:
         if not Path(path).exists():
             raise ConfigError(f"there is no image or folder {path}")
-    check_source(source)
+    source = resolve_source(source)
     import torch
 
     from revzoo.cli.config.yaml_files import run_of

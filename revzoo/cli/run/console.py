@@ -15,13 +15,18 @@ import torch
 from revzoo.cli.invocation import command_line, short_path, tool_line
 from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
+from revzoo.data.loaders import left_out
 from revzoo.layers.make_reversible import reversible_blocks
-from revzoo.models.registry import WEIGHTS
+from revzoo.models.library import weights_name
+from revzoo.models.network import ImageNetwork
 from revzoo.profiling.costs import activation_bytes
 from revzoo.profiling.plan import count_modes
 from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
+from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import clock, epoch_of
+from revzoo.training.callbacks.registry import best_figures
+from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_of
 
@@ -34,6 +39,7 @@ NUMBERS = {
     "bf16-mixed": "bfloat16 autocast",
 }  # the Trainer's names of precisions, in words
 COUNTED = 2  # images of the counted step, on the meta device
+MANY = 0.05  # share of the training images that an epoch may leave out without a word
 
 
 class LogFormat(logging.Formatter):
@@ -99,7 +105,8 @@ def log_opening(
 ) -> None:
     """Log the model, the data, the memory mode, the device, the recipe and the folder."""
     count = sum(p.numel() for p in module.model.parameters())
-    start = next((f", from {k}" for k in WEIGHTS if config["model"].get(k)), "")
+    weights = _weights(config["model"], module)
+    start = f", from {weights}" if weights else ""
     bits = config["model"].get("reversible_bits")
     blocks = len(reversible_blocks(module.model))
     reversible = f", {blocks} blocks reversible with {bits} bits" if bits else ""
@@ -115,6 +122,7 @@ def log_opening(
         ("model", f"{config['model']['name']}, {count:,} parameters{start}{reversible}"),
         ("data", f"{type(data).__name__}{root}, {data.num_classes} classes, images of {shape}"),
         ("", f"{data.train_count:,} to train, {data.val_count:,} to validate"),
+        *([("", few)] if (few := _left_out(trainer, data)) else []),
         ("memory", f"{_modes(config, module)}{size}"),
         ("device", ", ".join(_device(config, trainer))),
         ("train", f"{length}, {batch} images per step, {rate}, seed {config['seed']}"),
@@ -122,6 +130,30 @@ def log_opening(
     ]
     for name, text in lines:
         log.info("%-8s %s", name, text)
+
+
+def _weights(spec: Mapping[str, Any], module: Classifier) -> str:
+    """The name or the file of the weights that a run starts from; empty for random ones."""
+    if path := spec.get("checkpoint_path"):
+        return str(path)
+    if not spec.get("pretrained"):
+        return ""
+    model = module.model
+    # a library's weights have no entry
+    entry = model.entry if isinstance(model, ImageNetwork) else None
+    return entry.name if entry else weights_name(spec["name"])
+
+
+def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
+    """How many images each epoch leaves out, if they are many."""
+    # batches that are drawn independently leave none out
+    if callbacks_of(trainer, PrivateTraining):
+        return ""
+    count = left_out(data.batch_size, data.train_count, trainer.world_size)
+    if count <= MANY * data.train_count:
+        return ""
+    share = f"{100 * count / data.train_count:.0f} %"
+    return f"each epoch leaves out {count:,} ({share}), too few for a batch of {data.batch_size}"
 
 
 def _length(trainer: pl.Trainer, max_time: object) -> str:
@@ -171,18 +203,35 @@ def kept_bytes(module: Classifier, data: ImageData) -> int | None:
 
 
 def log_result(
-    trainer: pl.Trainer, figures: Mapping[str, float], *, seconds: float, run_dir: Path, best: Any
+    trainer: pl.Trainer,
+    figures: Mapping[str, float],
+    *,
+    seconds: float,
+    run_dir: Path,
+    best: Path | None,
+    has_test: bool,
 ) -> None:
-    """Log the figures, and the commands that a user wants next."""
+    """Log the figures of the best checkpoint, and the commands that a user wants next.
+
+    Args:
+        trainer: the run's, after training.
+        figures: the last ones of the validation, and of the test.
+        seconds: of the training.
+        run_dir: the run's folder.
+        best: the best checkpoint; None without one, then the figures are the last weights'.
+        has_test: whether the data have a test split.
+    """
     length = f"{_epochs(trainer.current_epoch)}, {trainer.global_step:,} steps"
     log.info("%-8s %s in %s", "trained", length, clock(seconds))
-    # the last validation is of the last weights, the test of the best
-    for split, weights in {"val": "last", "test": "best checkpoint" if best else "last"}.items():
-        of_split = in_order({k: v for k, v in figures.items() if k.startswith(f"{split}/")})
+    validated = best_figures(trainer) if best else {}
+    shown = {**figures, **validated}
+    for split, is_best in {"val": bool(validated), "test": bool(best)}.items():
+        weights = "best checkpoint" if is_best else "last"
+        of_split = in_order({k: v for k, v in shown.items() if k.startswith(f"{split}/")})
         texts = [f"{name.partition('/')[2]} {value:.4f}" for name, value in of_split.items()]
         if texts:
             log.info("%-8s %s (%s)", split, ", ".join(texts), weights)
-    for name, command in _commands(trainer, run_dir, best):
+    for name, command in _commands(trainer, run_dir, best, has_test=has_test):
         log.info("%-8s %s", name, command, extra={"command": True})
 
 
@@ -206,9 +255,12 @@ def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
     )
 
 
-def _commands(trainer: pl.Trainer, run_dir: Path, best: Any) -> Iterator[tuple[str, str]]:
+def _commands(
+    trainer: pl.Trainer, run_dir: Path, best: Path | None, *, has_test: bool
+) -> Iterator[tuple[str, str]]:
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
         yield "curves", tool_line("tensorboard", "--logdir", short_path(run_dir))
     if best:
         yield "predict", f"{command_line('predict', short_path(best))} IMAGES"
-        yield "evaluate", command_line("eval", f"ckpt={short_path(best)}")
+        split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
+        yield "evaluate", command_line("eval", f"ckpt={short_path(best)}", *split)

@@ -28,11 +28,12 @@ from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml
 from revzoo.cli.invocation import command_line
 from revzoo.cli.plugins import SESSIONS_FILE, imported
 from revzoo.cli.run.lock import LOCK_FILE
-from revzoo.training.callbacks.registry import best_checkpoint_path
-from revzoo.training.checkpoint.files import CHECKPOINTS, has_saved
+from revzoo.training.callbacks.registry import best_checkpoint_path, best_figures
+from revzoo.training.checkpoint.files import has_saved
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import is_first_process
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.weights.table import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -193,6 +194,8 @@ def describe_run(
         "parameters": sum(p.numel() for p in module.parameters()),
         # relative, since users move folders
         "checkpoint": os.path.relpath(best, root) if best else None,
+        # of its validation; those in metrics are the last ones
+        "best": best_figures(trainer) if best else {},
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "versions": versions(),

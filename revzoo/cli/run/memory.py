@@ -18,7 +18,7 @@ from pytorch_lightning.callbacks import GradientAccumulationScheduler, WeightAve
 from pytorch_lightning.strategies import DDPStrategy
 
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import set_memory
+from revzoo.core.modes import in_table_order, set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.plan import (
     PLANNED,
@@ -30,7 +30,7 @@ from revzoo.profiling.plan import (
     state_bytes,
 )
 from revzoo.profiling.twins import meta_twin
-from revzoo.profiling.units import in_units
+from revzoo.profiling.units import in_one_unit
 from revzoo.training import Classifier
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import clock
@@ -142,9 +142,15 @@ def _new_plan(
 
 
 def _summary(plan: Plan, planner: Planner) -> str:
-    pure = {mode: planner.pure(mode) for mode in (planner.inverting, "store")}
-    others = ", ".join(f"{m} {in_units(p.peak)}" for m, p in pure.items() if p is not None)
-    return f"steps: {count_modes([*plan.values()])}; peak {in_units(plan.peak_bytes)} ({others})"
+    pure = {mode: planner.pure(mode) for mode in in_table_order((planner.inverting, "store"))}
+    peaks = {mode: outcome.peak for mode, outcome in pure.items() if outcome is not None}
+    sized = in_one_unit(max(plan.peak_bytes, *peaks.values()))
+    others = ", ".join(f"{mode} {sized(peak)}" for mode, peak in peaks.items())
+    # an audit does not count these
+    extra = f", {sized(plan.extra)} of it for the optimiser" if plan.extra else ""
+    return (
+        f"steps: {count_modes([*plan.values()])}; peak {sized(plan.peak_bytes)}{extra} ({others})"
+    )
 
 
 def _extra_bytes(module: Classifier, trainer: pl.Trainer) -> int:

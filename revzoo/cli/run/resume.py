@@ -31,11 +31,12 @@ from revzoo.cli.run.train import train
 from revzoo.data.registry import DATA
 from revzoo.models.registry import WEIGHTS
 from revzoo.training.callbacks.registry import build_callbacks
-from revzoo.training.checkpoint.files import CHECKPOINTS, CheckpointError, has_saved, read_last
+from revzoo.training.checkpoint.files import CheckpointError, has_saved, read_last
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.validate import check_contents, check_parts
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
+from revzoo.weights.table import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 

@@ -335,7 +335,13 @@ def fit_and_test(
             write_summary(summary, run_dir)
             if not stopped:
                 best = best_checkpoint_path(trainer)
-                log_result(trainer, figures, seconds=seconds, run_dir=run_dir, best=best)
+                log_result(
+                    *(trainer, figures),
+                    seconds=seconds,
+                    run_dir=run_dir,
+                    best=best,
+                    has_test=data.has("test"),
+                )
         end_together(trainer, ask=by_signal)
     return figures
 

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytorch_lightning as pl
@@ -19,10 +20,11 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.checkpoint.files import CHECKPOINTS, LAST, was_saved
+from revzoo.training.checkpoint.files import LAST, was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
+from revzoo.weights.table import CHECKPOINTS
 
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
@@ -103,12 +105,18 @@ class BestCheckpoint(ModelCheckpoint):
 
     If a checkpoint could not be written, its score does not count, so a later one can still be the
     best. Paths in the callback's state are relative: users may move a run's folder.
+
+    Attributes:
+        figures: of the best checkpoint's validation; empty if it was saved without a validation.
     """
 
-    # a class attribute: a constructor would have to repeat Lightning's arguments
+    # class attributes: a constructor would have to repeat Lightning's arguments
+    figures: Mapping[str, float] = MappingProxyType({})
     _least_loss: float | None = None  # of the best validation
+    _validated_at: int | None = None  # the step of the last validation
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated_at = trainer.global_step
         with self._reverted_if_unsaved(trainer):
             super().on_validation_end(trainer, pl_module)
 
@@ -138,15 +146,22 @@ class BestCheckpoint(ModelCheckpoint):
             better = better or bool(loss < self._least_loss)
         if better:
             self._least_loss = None if loss is None else float(loss)
+            # a figure of training may be the monitor: then the last validation may be old
+            is_new = self._validated_at == trainer.global_step
+            named = trainer.callback_metrics.items() if is_new else ()
+            self.figures = {name: float(v) for name, v in named if name.startswith("val/")}
         return better
 
     def state_dict(self) -> dict[str, Any]:
         state = self._with_paths(super().state_dict(), self._relative)
-        return {**state, "least_loss": self._least_loss}
+        return {**state, "least_loss": self._least_loss, "best_figures": dict(self.figures)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(self._with_paths(state_dict, self._absolute))
         self._least_loss = state_dict.get("least_loss")
+        # a checkpoint of an earlier version has none, an edited one anything
+        saved = state_dict.get("best_figures", {}).items()
+        self.figures = {name: value for name, value in saved if isinstance(value, float)}
 
     def _with_paths(self, state: dict[str, Any], change: Any) -> dict[str, Any]:
         paths = ("best_model_path", "kth_best_model_path", "last_model_path")

@@ -34,7 +34,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.checkpoint.files import BEST, CHECKPOINTS
+from revzoo.weights.table import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +175,14 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
         return factory(*[run_dir] * takes_folder, **options)
     except ValueError as error:
         raise in_section(f"callbacks.{name}", error) from error
+
+
+def best_figures(trainer: pl.Trainer) -> dict[str, float]:
+    """The figures of the validation that the best checkpoint was saved after; mostly not empty."""
+    for callback in trainer.checkpoint_callbacks:
+        if isinstance(callback, BestCheckpoint):
+            return dict(callback.figures)
+    return {}
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:

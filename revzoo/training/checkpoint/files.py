@@ -39,8 +39,7 @@ from revzoo.weights.torch_file import read_torch_file
 
 log = logging.getLogger(__name__)
 
-CHECKPOINTS = "checkpoints"  # folder of a run
-BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
+LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"  # suffix of unfinished files
 PLAIN = (str, int, float, bool, type(None), bytes)
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint

@@ -12,10 +12,10 @@ from revzoo.data.state import check_state
 from revzoo.models import ImageNetwork, create_model
 from revzoo.models.pretrained import SUFFIX
 from revzoo.models.registry import SAVED, change_bits
-from revzoo.training.checkpoint.files import BEST, CHECKPOINTS, CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.errors import EntryError
-from revzoo.weights.table import check_source
+from revzoo.weights.table import resolve_source
 
 EXPORTS = {
     ".pt2": "torch.export.load(FILE).module()(images)",
@@ -68,8 +68,9 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
     """Load a trained classifier for evaluation.
 
     Args:
-        source: a run's checkpoint (``.ckpt``); a safetensors file, or a folder from
-            ``save_pretrained``; or the name of weights, such as ``revnet38.cifar10``.
+        source: a run's checkpoint (``.ckpt``), or its folder, for its best checkpoint; a
+            safetensors file, or a folder from ``save_pretrained``; or the name of weights, such as
+            ``revnet38.cifar10``.
         bits: of its reversible blocks; None for the plain network; ``"saved"`` keeps the bits that
             the weights were saved with.
 
@@ -79,14 +80,9 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
         WeightsError: there are no such weights, they are not valid, have NaN or Inf, or their entry
             lacks classes or normalisation.
     """
+    source = resolve_source(source)
     path = Path(source)
-    if (path / CHECKPOINTS).is_dir():
-        raise CheckpointError(
-            f"{path} is the folder of a run: give one of its checkpoints, such as "
-            f"{path / CHECKPOINTS / BEST}"
-        )
-    check_source(source)
-    # after check_source: first that it exists, then that it is the right kind
+    # after resolve_source: first that it exists, then that it is the right kind
     if path.suffix in EXPORTS:
         raise CheckpointError(
             f"{path} is an exported program, which has no classes and normalisation: give the "

@@ -31,7 +31,10 @@ from revzoo.training.optim.optimizers import build_optimizer, build_schedule
 SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient scaler
 
 # keys that checkpoints of earlier versions lack
-OPTIONAL = ("least_loss", "pixel_max", "order_seed", "notes", "recomputed", "grid", "row")
+OPTIONAL = (
+    *("least_loss", "best_figures", "pixel_max", "order_seed"),
+    *("notes", "recomputed", "grid", "row"),
+)
 
 WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is a momentum buffer per parameter
 

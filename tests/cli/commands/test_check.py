@@ -45,6 +45,24 @@ def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixt
     assert "different classes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["small"], r"check small: expected revzoo check data DIR, .* a model: revzoo info NAME\."),
+        (["model", "revnet38"], "check model revnet38: expected revzoo check data DIR"),
+        (["data"], "check data: expected revzoo check data DIR, where DIR is a folder of images$"),
+        (["train"], r"check train: .*; did you mean revzoo check data train\?$"),
+    ],
+)
+def test_other_words_are_told_what_to_write(
+    arguments: list[str], message: str, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said ``invalid choice: 'small' (choose from 'data')``."""
+    monkeypatch.chdir(root)
+    with pytest.raises(SystemExit, match=message):
+        main(["check", *arguments])
+
+
 @pytest.mark.parametrize("workers", ["0", "-1"])
 def test_wrong_arguments_are_one_line(workers: str, root: Path) -> None:
     with pytest.raises(SystemExit, match="--workers="):

@@ -97,10 +97,30 @@ def test_the_program_prints_them(run: Any, capsys: pytest.CaptureFixture[str]) -
     assert float(lines["test/acc"]) == pytest.approx(run[1]["test/acc"], abs=1e-4)
 
 
-def test_the_folder_of_a_run_is_no_checkpoint(run: Any) -> None:
-    folder = run[0].parents[1]
-    with pytest.raises(SystemExit, match=r"is the folder of a run: give one .*/best\.ckpt$"):
-        main(["eval", f"ckpt={folder}"])
+@pytest.mark.parametrize("inner", ["", "checkpoints"])
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(
+    inner: str, run: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The message knew the path of the checkpoint, and asked for it."""
+    folder, root = run[0].parents[1] / inner, folder_of_digits(tmp_path, ["0", "1"], count=1)
+    main(["eval", f"ckpt={folder}", "trainer=cpu"])
+    assert f"test/acc {run[1]['test/acc']:.4f}" in capsys.readouterr().out
+    main(["predict", str(folder), str(root / "test"), "--csv", "--device", "cpu"])
+    by_folder = capsys.readouterr().out
+    main(["predict", str(run[0]), str(root / "test"), "--csv", "--device", "cpu"])
+    assert capsys.readouterr().out == by_folder
+    assert len(revzoo.predict(next(root.glob("test/0/*.png")), folder)) == 10
+
+
+def test_a_folder_without_a_best_checkpoint_says_what_there_is(run: Any, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=f"{tmp_path} holds no run and no weights: expected"):
+        main(["eval", f"ckpt={tmp_path}"])
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(SystemExit, match=r"best\.ckpt: it has none at all"):
+        main(["predict", str(tmp_path), str(run[0])])
+    shutil.copy(run[0], last := tmp_path / "checkpoints" / "last.ckpt")
+    with pytest.raises(SystemExit, match=f"best.ckpt: give another checkpoint, {last}$"):
+        main(["eval", f"ckpt={tmp_path}"])
 
 
 def test_the_first_of_several_processes_prints(

@@ -3,6 +3,7 @@
 import csv
 import functools
 import json
+import re
 from argparse import Namespace
 
 import pytest
@@ -10,10 +11,10 @@ import pytest
 import revzoo
 from revzoo.cli.commands import plan
 from revzoo.cli.main import main
-from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.modes import DEVICE_MODES, MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.bench import bench
-from revzoo.profiling.units import bytes_from
+from revzoo.profiling.units import bytes_from, in_peak
 
 SMALL = ["revnet38", "--batch", "8"]
 
@@ -30,9 +31,7 @@ def test_audit_lists_every_mode(capsys, tmp_path):
     peak = audit(model, (8, 3, 32, 32), modes=[]).peak_bytes
     (line,) = [line for line in printed.splitlines() if line.startswith("store")]
     assert line.endswith(f"{peak / 2**20:.2f} MiB")
-    assert [line.split()[0] for line in printed.splitlines()[3:7]] == [
-        *("exact", "store", "recompute", "invert")
-    ]
+    assert [line.split()[0] for line in printed.splitlines()[5:10]] == [*MODES]
     assert (tmp_path / "a.png").stat().st_size > 5000
     assert {row["mode"] for row in rows_of(tmp_path / "a.csv")} >= {"exact"}
 
@@ -41,7 +40,8 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     """A reversible network of a library was benched in "invert", which it refuses."""
     options = ["--batch", "2", "--image", "32", "--rounds", "2"]
     main(["bench", "torchvision:resnet18", "--bits", "4", *options])
-    header, name, *rows = capsys.readouterr().out.splitlines()
+    included, header, name, *rows = capsys.readouterr().out.splitlines()
+    assert included == f"peak: {in_peak()}"
     assert name == "torchvision:resnet18"  # longer than its column
     assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
     assert {len(row) for row in rows} == {len(header)} == {79}
@@ -86,6 +86,30 @@ def test_the_largest_batch_that_fits(capsys):
     peaks = [audit(model, (n, 3, 8, 8), modes=[]).peak_bytes for n in (batch, batch + 1)]
     # a plan leaves some kilobytes of each step to random states and the guard
     assert peaks[0] <= 16 * 2**20 < 1.03 * peaks[1]
+
+
+def test_a_search_says_what_it_does_with_the_batch(capsys, monkeypatch):
+    """--batch seemed to be ignored, and the status did not name the number that it counted."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    main(["plan", "irevnet13", "--batch", "400", "--budget", "16MiB", "--fit", "batch"])
+    printed = capsys.readouterr()
+    assert printed.err.startswith("looking for the largest batch, beginning with 400 (--batch)\n")
+    assert "\r\033[Kirevnet13, batch 400 ..." in printed.err
+    assert re.search(r"irevnet13, batch 400, \d+ s: counting a training step in", printed.err)
+    assert "without the optimiser's state\n" in printed.out
+
+
+def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
+    """Budgets were in GiB beside peaks in MiB, and an audit had another order of modes."""
+    main(["plan", *SMALL, "--budget", "2GiB"])
+    title, included, *lines = capsys.readouterr().out.splitlines()
+    assert title == "revnet38, one training step on 8x3x32x32"
+    assert included == f"peak: {in_peak()}"
+    table = lines[lines.index("for comparison, every step in one mode") + 1 :][:4]
+    assert [line.split()[0] for line in table] == [*DEVICE_MODES]
+    (peak,) = (line for line in lines if line.startswith("peak "))
+    assert "of 2,048.00 MiB" in peak
+    assert all(line.count(" MiB") == 1 for line in table)
 
 
 def test_a_budget_below_every_batch_is_an_error(capsys):

@@ -55,6 +55,33 @@ def test_lines_fit_into_80_columns(
     assert "null  # early_stopping={patience: 10}" in text or group != ("callbacks",)
 
 
+def test_long_comments_are_filled_and_stay_comments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines of one or two words stood between full ones, and some had no #."""
+    monkeypatch.setenv("COLUMNS", "80")
+    text = output_of(capsys, "experiment")
+    # of one paragraph in the file
+    assert "Measured: 89.5 % of the test images of\n# five classes of CIFAR-10 (JPEG copy)" in text
+    # a command is whole, with its result below
+    command = "#   python train.py experiment=cifar_revnet model=revnet110 data=cifar100\n"
+    assert f"{command}#     published: 74.00 % [1], 73.30 % [2]\n" in text
+    # no narrow column beside a long value
+    assert re.search(r"\n    # 160,000, .* of 600,000 steps\n    milestones: \[.*\]\n", text)
+    assert "the test and\n                  # `revzoo eval` use" in output_of(capsys, "callbacks")
+    for name in ("experiment", "data", "precision", "trainer"):
+        for part in output_of(capsys, name).split("== ")[1:]:
+            heading, _, shown = part.partition("\n")
+            file = (CONFIGS / f"{heading}.yaml").read_text()
+            assert yaml.safe_load(shown) == yaml.safe_load(file)
+            # the same words in the same order, whatever the lines
+            assert words_of(shown) == words_of(file)
+
+
+def words_of(text: str) -> list[str]:
+    return sorted(text.replace("# @package _global_", "").replace("#", " ").split())
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
+import shlex
 import shutil
 import warnings
 from pathlib import Path
@@ -12,11 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+from small_images import image_folder
 
 from revzoo.cli.invocation import short_path
-from revzoo.cli.run.console import LogFormat, _length, kept_bytes, logged_warnings
+from revzoo.cli.main import main
+from revzoo.cli.run.console import LogFormat, _length, _weights, kept_bytes, logged_warnings
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
+from revzoo.models import create_model
 from revzoo.profiling.costs import activation_bytes
 from revzoo.training import Classifier
 
@@ -55,6 +60,57 @@ def test_a_run_logs_its_description_and_its_figures(
     assert shutil.which(opening["curves"].split()[0])  # an existing program
     assert opening["predict"].endswith("best.ckpt IMAGES")
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
+
+
+def test_a_run_without_a_test_split_ends_with_a_command_that_works(
+    compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: Any
+) -> None:
+    """Its command lacked split=val, and the figures before it were of the last weights."""
+    root = image_folder(tmp_path / "images", splits=("train", "val"))
+    data = ("data=imagefolder", f"data.root={root}", "data.batch_size=16")
+    run_dir = tmp_path / "run"
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *data, "trainer.limit_val_batches=null"), run_dir=run_dir)
+    last = [line for line in caplog.messages if line.startswith(("val", "evaluate"))]
+    figures, command = (line[9:] for line in last)
+    assert figures.endswith(" (best checkpoint)")
+    # nothing but the printed words
+    words = shlex.split(command)
+    main([*words[words.index("eval") :], "trainer=cpu"])
+    printed = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    assert figures.startswith(f"loss {printed['val/loss']}, acc {printed['val/acc']}")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["best"]["val/acc"] == pytest.approx(float(printed["val/acc"]), abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "told"), [(24, ["each epoch leaves out 16 (40 %), too few "]), (8, [])]
+)
+def test_a_run_says_how_many_images_it_leaves_out(
+    size: int, told: list[str], compose: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """16 of 40 images were left out of each epoch, without a word."""
+    root = image_folder(tmp_path / "images", splits=("train", "val"))
+    data = ("data=imagefolder", f"data.root={root}", f"data.batch_size={size}")
+    with caplog.at_level(logging.INFO, logger="revzoo"):
+        train(compose(*SMALL, *data), run_dir=tmp_path / "run")
+    lines = [line.strip() for line in caplog.messages if "leaves out" in line]
+    assert [line.partition("for")[0] for line in lines] == told
+
+
+def test_the_weights_that_a_run_starts_from_are_named(
+    compose: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It said ``from pretrained``."""
+    model = create_model("irevnet13.digits", pretrained=True)
+    module: Any = SimpleNamespace(model=model)
+    spec = {"name": "irevnet13", "pretrained": True}
+    assert _weights(spec, module) == "irevnet13.digits"
+    assert _weights({**spec, "pretrained": False}, module) == ""
+    assert _weights({**spec, "checkpoint_path": "a.safetensors"}, module) == "a.safetensors"
+    model.entry = None  # of a network of a library
+    spec = {"name": "torchvision:resnet50", "pretrained": True}
+    assert _weights(spec, module).startswith("resnet50-")
 
 
 def test_a_network_made_reversible_says_so(

@@ -149,6 +149,36 @@ def test_ties_go_to_the_lowest_loss(
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
+@pytest.mark.filterwarnings("ignore:`weights_only` was not set:UserWarning")
+def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
+    """A run ended with the figures of its last validation."""
+
+    def fit(epochs: int, path: Path | None = None) -> Any:
+        (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
+        runner = trainer(
+            tmp_path,
+            callbacks=[best],
+            plugins=[PlainCheckpointIO()],
+            enable_checkpointing=True,
+            max_epochs=epochs,
+        )
+        module = Scripted([0.5, 0.9, 0.8], [1.0, 0.5, 0.4])
+        runner.fit(module, loader(), loader(), ckpt_path=path, weights_only=True)
+        runner.save_checkpoint(tmp_path / "last.ckpt")
+        return best
+
+    expected = pytest.approx({"val/acc": 0.9, "val/loss": 0.5})
+    assert fit(3).figures == expected
+    fit(2)
+    assert fit(3, tmp_path / "last.ckpt").figures == expected  # a resumed run still knows them
+    state = read_checkpoint(tmp_path / "last.ckpt")
+    (saved,) = (s for key, s in state["callbacks"].items() if "best_figures" in s)
+    (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
+    best.load_state_dict({k: v for k, v in saved.items() if k != "best_figures"})
+    assert best.figures == {}  # of an earlier version
+
+
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 def test_a_best_checkpoint_that_was_not_written_does_not_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
