@@ -336,7 +336,8 @@ def fit_and_test(
             if not stopped:
                 best = best_checkpoint_path(trainer)
                 log_result(
-                    *(trainer, figures),
+                    trainer,
+                    figures,
                     seconds=seconds,
                     run_dir=run_dir,
                     best=best,

@@ -32,8 +32,14 @@ SCALER = "MixedPrecision"  # Lightning's key for the state of fp16's gradient sc
 
 # keys that checkpoints of earlier versions lack
 OPTIONAL = (
-    *("least_loss", "best_figures", "pixel_max", "order_seed"),
-    *("notes", "recomputed", "grid", "row"),
+    "least_loss",
+    "best_figures",
+    "pixel_max",
+    "order_seed",
+    "notes",
+    "recomputed",
+    "grid",
+    "row",
 )
 
 WITH_MOMENTUM = ("sgd", "muon")  # optimisers whose state is a momentum buffer per parameter
