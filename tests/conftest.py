@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import os
 import shutil
 import socket
@@ -68,9 +70,11 @@ def wheel_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compose() -> Callable[..., dict[str, Any]]:
     """The checked-out configuration as plain containers, with overrides."""
+    return lambda *overrides: copy.deepcopy(composed(overrides))
+
+
+@functools.cache
+def composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     from revzoo.cli.config.compose import compose_checked, to_plain  # most tests need no Hydra
 
-    def composed(*overrides: str) -> dict[str, Any]:
-        return to_plain(compose_checked(overrides))
-
-    return composed
+    return to_plain(compose_checked(overrides))
