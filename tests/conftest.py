@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import gc
 import os
 import shutil
 import socket
@@ -18,6 +21,22 @@ import torch
 ROOT = Path(__file__).parents[1]
 
 os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is no terminal
+
+
+def pytest_collection() -> None:
+    gc.disable()  # modules are no garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def modules_are_no_garbage() -> None:
+    """Else ``gc.collect()``, which a search for a batch size calls before each trial, takes a
+    second: it goes through a million objects of the imported modules."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -68,9 +87,11 @@ def wheel_site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def compose() -> Callable[..., dict[str, Any]]:
     """The checked-out configuration as plain containers, with overrides."""
+    return lambda *overrides: copy.deepcopy(composed(overrides))
+
+
+@functools.cache
+def composed(overrides: tuple[str, ...]) -> dict[str, Any]:
     from revzoo.cli.config.compose import compose_checked, to_plain  # most tests need no Hydra
 
-    def composed(*overrides: str) -> dict[str, Any]:
-        return to_plain(compose_checked(overrides))
-
-    return composed
+    return to_plain(compose_checked(overrides))

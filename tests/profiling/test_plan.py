@@ -1,6 +1,7 @@
 """The planner: plans stay within their budget, on models of every kind."""
 
 import copy
+import functools
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,12 @@ def model_of(name="revnet38", **options):
     if name == "revnet38":
         options.setdefault("units", (2, 2, 2))
     return revzoo.create_model(name, **options)
+
+
+@functools.cache
+def shared_planner(name="revnet38"):
+    """Of ``model_of(name)``; tests only read it."""
+    return Planner(model_of(name), SHAPE, clock=False)
 
 
 @pytest.mark.parametrize(
@@ -54,7 +61,7 @@ def test_pure_modes_are_predicted_to_a_few_bytes():
     """Mode ``exact`` keeps the unit of the grid beside the streams. The first step of a chain, as
     which each is measured, does not recompute what it starts from."""
     model = model_of()
-    planner = Planner(model, SHAPE, clock=False)
+    planner = shared_planner()
     for mode in ("store", "recompute", "exact"):
         revzoo.set_memory(model, mode)
         counted = audit(model, SHAPE, modes=[]).peak_bytes
@@ -95,15 +102,14 @@ def test_auto_stores_where_that_takes_no_more():
 
 
 def test_auto_takes_the_leanest_plan_if_none_is_as_lean_as_the_inverting_mode(monkeypatch):
-    planner = Planner(model_of(), SHAPE, clock=False)
+    planner = shared_planner()
     monkeypatch.setattr("revzoo.profiling.plan.SLACK", 0.5)
     assert planner.auto().modes == planner.leanest.modes
     assert planner.auto().budget > 0
 
 
 def test_the_least_budget_is_reported_and_possible():
-    model = model_of()
-    planner = Planner(model, SHAPE, clock=False)
+    planner = shared_planner()
     with pytest.raises(revzoo.BudgetError, match=r"at least .* MiB .* batch of about \d+") as error:
         planner.plan("8MB")
     least = str(error.value).split("at least ")[1].split(" for")[0].replace(" ", "")
@@ -126,7 +132,7 @@ def test_the_least_budget_is_reported_and_possible():
     ],
 )
 def test_a_smaller_image_is_one_that_makes_sense(name, share, remedies):
-    planner = Planner(revzoo.create_model(name), SHAPE, clock=False)
+    planner = shared_planner(name)
     fixed = planner.chain.base
     with pytest.raises(revzoo.BudgetError, match=remedies):
         planner.plan(int(fixed + share * (planner.least - fixed)))
@@ -233,18 +239,21 @@ def test_the_other_inverting_mode_is_estimated(monkeypatch, factor):
         return replace(chain, links=tuple(links))
 
     monkeypatch.setattr("revzoo.profiling.plan.timed", timed)
-    planned, other = (Planner(model_of(), SHAPE, inverting=m) for m in ("exact", "invert"))
+    model = model_of(units=(1, 1, 1))
+    planned, other = (Planner(model, SHAPE, inverting=m) for m in ("exact", "invert"))
     assert planned.pures().keys() == {"store", "recompute", "exact", "invert"}
     assert planned.pures()["invert"] == other.pure("invert")
     assert planned.pure("offload") is None
-    # without a step to invert there is nothing to estimate from
-    plain = Planner(model_of("resnet32", units=(2, 2, 2)), SHAPE, clock=False)
+
+
+def test_without_a_step_to_invert_there_is_nothing_to_estimate_from():
+    plain = Planner(model_of("resnet32", units=(1, 1, 1)), SHAPE, clock=False)
     assert plain.pures().keys() == {"store", "recompute"}
 
 
 def test_a_changed_model_needs_a_new_planner():
     """Plans counted the model as it was."""
-    model = model_of()
+    model = model_of(units=(1, 1, 1))
     planner = Planner(model, SHAPE, clock=False)
     model.double()
     with pytest.raises(ValueError, match=r"has other parameters than when .* Make a new Planner"):
@@ -408,9 +417,8 @@ def test_a_step_that_cannot_be_timed_is_named():
 
 
 def test_without_the_clock_a_plan_is_the_same_everywhere():
-    model = model_of()
-    nominal = [Planner(model, SHAPE, clock=False).pure("store").cost for _ in range(2)]
-    assert nominal[0] == nominal[1]
+    again = Planner(model_of(), SHAPE, clock=False)
+    assert again.pure("store").cost == shared_planner().pure("store").cost
 
 
 @pytest.mark.parametrize("timed", [False, True])
@@ -586,7 +594,7 @@ def test_the_optimisers_state():
 
 
 def test_steps_without_an_inverse_are_recomputed_where_memory_is_short():
-    planner = Planner(model_of(), SHAPE, clock=False)
+    planner = shared_planner()
     plan = planner.plan(planner.least + 2**18)
     assert plan["stages.1.steps.0"] == "recompute"
     assert "exact" in plan.values()

@@ -18,6 +18,7 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
@@ -165,7 +166,7 @@ def compose_whole(
     """
     overrides = with_libraries(overrides)
     with hydra_of(source) as hydra:
-        _, base = _check_overrides(overrides, source.name, hydra.config_loader)
+        _, base = _check_overrides(overrides, source, hydra.config_loader)
         whole = _composed(source.name, [*overrides, *trusted])
     _check_hydra_section(whole)
     cfg = whole.copy()
@@ -193,6 +194,14 @@ def with_libraries(overrides: Sequence[str]) -> list[str]:
     return expanded
 
 
+def _base(name: str, chosen: tuple[str, ...]) -> DictConfig:
+    """The defaults of the chosen options; only read."""
+    return _composed(name, chosen, with_hydra=False)
+
+
+_kept_base = cache(_base)  # the jobs of a sweep ask again; each takes 0.2 s
+
+
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
     try:
         return compose(name, list(overrides), return_hydra_config=with_hydra)
@@ -209,10 +218,7 @@ def _check_hydra_section(cfg: DictConfig) -> None:
         ConfigError: naming the key.
     """
     choices = cfg.hydra.runtime.choices
-    chosen = [f"{group}={choices.get(group)}" for group in HYDRA_GROUPS]
-    # our own primary file, with the same log handlers: what Hydra would compose without a user
-    with hydra_of(TRAIN):
-        packaged = OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
+    packaged = _packaged_section(tuple(f"{group}={choices.get(group)}" for group in HYDRA_GROUPS))
     composed = OmegaConf.to_container(cfg.hydra, resolve=False)
     for key, value in _differing(packaged, composed, "hydra"):
         if key in FREE or key.startswith(("hydra.help.", "hydra.hydra_help.")):
@@ -234,6 +240,13 @@ def _check_hydra_section(cfg: DictConfig) -> None:
         raise ConfigError(f"hydra.job.name={name}: expected letters, digits, '_', '-' and '.'")
     if folder not in (".hydra", None):
         raise ConfigError(f"hydra.output_subdir={folder}: expected .hydra or null")
+
+
+@cache  # the jobs of a sweep ask again
+def _packaged_section(chosen: tuple[str, ...]) -> Any:
+    """What Hydra would compose without a user, with the same log handlers."""
+    with hydra_of(TRAIN):
+        return OmegaConf.to_container(_composed(None, chosen).hydra, resolve=False)
 
 
 def _differing(expected: Any, got: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -269,11 +282,11 @@ def check_sweep(overrides: Sequence[str], source: Source = TRAIN) -> list[Overri
         ConfigError: naming the nearest valid key or option.
     """
     with hydra_of(source) as hydra:
-        return _check_overrides(overrides, source.name, hydra.config_loader)[0]
+        return _check_overrides(overrides, source, hydra.config_loader)[0]
 
 
 def _check_overrides(
-    overrides: Sequence[str], name: str, loader: ConfigLoader
+    overrides: Sequence[str], source: Source, loader: ConfigLoader
 ) -> tuple[list[Override], DictConfig]:
     """Check all names; return the overrides, and the configuration with only the options chosen."""
     parsed = parse(overrides, loader)
@@ -284,8 +297,10 @@ def _check_overrides(
     for override in choices:
         check_option(override, loader)
     # without the values of keys: types are compared with the defaults
-    chosen = [str(o.input_line) for o in choices if not o.is_sweep_override()]
-    base = _composed(name, chosen, with_hydra=False)
+    chosen = tuple(str(o.input_line) for o in choices if not o.is_sweep_override())
+    # a user may edit other files between two jobs
+    kept = source.folder == CONFIGS and source.extra is None
+    base = (_kept_base if kept else _base)(source.name, chosen)
     for override in ours:
         if override not in choices:
             check_key(override, base, groups, CONFIGS)

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from revzoo.cli.config.compose import check_sweep, compose_checked
+from revzoo.cli.config.compose import Source, check_sweep, compose_checked
 from revzoo.cli.config.errors import ConfigError
 
 
@@ -23,6 +25,18 @@ def test_a_group_choice_adds_its_keys() -> None:
     assert list(cfg.optim.schedule.milestones) == [0.9]
     with pytest.raises(ConfigError, match=r"no key 'optim\.schedule\.milestones'"):
         compose_checked(overrides[:1])
+
+
+def test_a_users_file_may_change_between_two_jobs(tmp_path: Path) -> None:
+    """Only the defaults of the package are kept."""
+    source, file = Source(extra=tmp_path), tmp_path / "optim" / "mine.yaml"
+    file.parent.mkdir()
+    file.write_text("name: sgd\nlr: 0.1\n")
+    assert compose_checked(["optim=mine", "optim.lr=0.2"], source).optim.lr == 0.2
+    with pytest.raises(ConfigError, match=r"no key 'optim\.momentum'"):
+        compose_checked(["optim=mine", "optim.momentum=0.5"], source)
+    file.write_text("name: sgd\nlr: 0.1\nmomentum: 0.9\n")
+    assert compose_checked(["optim=mine", "optim.momentum=0.5"], source).optim.momentum == 0.5
 
 
 def test_an_unknown_model_without_a_near_name_points_at_import() -> None:

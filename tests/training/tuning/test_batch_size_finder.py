@@ -23,9 +23,19 @@ CPU: dict[str, Any] = {"trainer": {"accelerator": "cpu"}}
 
 @pytest.fixture
 def data() -> Digits:
-    digits = Digits()
-    digits.setup("fit")
-    return digits
+    return digits()
+
+
+def digits() -> Digits:
+    data = Digits()
+    data.setup("fit")
+    return data
+
+
+@pytest.fixture(scope="module")
+def each() -> dict[str, float]:
+    """The bytes of one image in each mode, counted once."""
+    return batch_size_finder.counted(Classifier(TEN), digits(), {})
 
 
 @pytest.fixture
@@ -48,15 +58,14 @@ def fixed(module: Classifier) -> int:
 
 
 def test_the_count_ends_the_search(
-    data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch
+    data: Digits, module: Classifier, each: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    each = batch_size_finder.counted(module, data, {})
     assert each["invert"] < each["store"]
-    with_room(monkeypatch, fixed(module) + int(20.5 * each["invert"]))
+    with_room(monkeypatch, fixed(module) + int(5.5 * each["invert"]))
     found = find_batch_size(module, data, **CPU)
-    assert (found.batch_size, found.limited_by) == (20, "memory")
-    assert found.largest["invert"] == 20
-    assert found.largest["store"] == int(20.5 * each["invert"] // each["store"])
+    assert (found.batch_size, found.limited_by) == (5, "memory")
+    assert found.largest["invert"] == 5
+    assert found.largest["store"] == int(5.5 * each["invert"] // each["store"])
 
 
 def test_the_memory_of_a_trial_ends_the_search(
@@ -64,19 +73,20 @@ def test_the_memory_of_a_trial_ends_the_search(
 ) -> None:
     """By the count all images fit, but the process grows more."""
     count_quickly(monkeypatch)
-    with_room(monkeypatch, 45 * 10**6, lambda limit: 10**6 * limit.tried)
+    monkeypatch.setattr(Digits, "train_count", 16)
+    with_room(monkeypatch, 5 * 10**6, lambda limit: 10**6 * limit.tried)
     found = find_batch_size(module, data, **CPU)
-    assert (found.batch_size, found.limited_by) == (45, "memory")
+    assert (found.batch_size, found.limited_by) == (5, "memory")
 
 
 def test_other_limits(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
     count_quickly(monkeypatch)
     with_room(monkeypatch, 2**34)
-    found = find_batch_size(module, data, max_size=9, **CPU)
-    assert (found.batch_size, found.limited_by) == (9, "max_size")
-    monkeypatch.setattr(Digits, "train_count", 11)
+    found = find_batch_size(module, data, max_size=3, **CPU)
+    assert (found.batch_size, found.limited_by) == (3, "max_size")
+    monkeypatch.setattr(Digits, "train_count", 5)
     found = find_batch_size(module, data, **CPU)
-    assert (found.batch_size, found.limited_by) == (11, "training images")
+    assert (found.batch_size, found.limited_by) == (5, "training images")
 
 
 def test_no_room_raises(data: Digits, module: Classifier, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -92,16 +102,17 @@ def test_no_room_raises(data: Digits, module: Classifier, monkeypatch: pytest.Mo
 
 def test_arguments_stay_unchanged(data: Digits, module: Classifier) -> None:
     before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
-    find_batch_size(module, data, max_size=4, **CPU)
+    find_batch_size(module, data, max_size=2, **CPU)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert (data.batch_size, data._order_seed, data.trainer) == (64, None, None)
 
 
-def test_float64_takes_twice_as_much(data: Digits, module: Classifier) -> None:
-    narrow = batch_size_finder.counted(module, data, {"precision": "32-true"})
+def test_float64_takes_twice_as_much(
+    data: Digits, module: Classifier, each: dict[str, float]
+) -> None:
     wide = batch_size_finder.counted(module, data, {"precision": "64-true"})
-    assert wide == {mode: 2 * each for mode, each in narrow.items()}
+    assert wide == {mode: 2 * narrow for mode, narrow in each.items()}
 
 
 def test_the_room_is_max_bytes_minus_present_use(monkeypatch: pytest.MonkeyPatch) -> None:
