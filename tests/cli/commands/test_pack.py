@@ -47,6 +47,15 @@ def pack(run_dir: Path, out: Path, *options: str, name: str = "revnet38.halves")
     main(["pack", str(checkpoint), name, "--out", str(out), *DESCRIPTION, *options])
 
 
+def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir: Path, tmp_path: Path) -> None:
+    for source, out in ((run_dir, "a"), (run_dir / "checkpoints" / "best.ckpt", "b")):
+        main(["pack", str(source), "revnet38.halves", "--out", str(tmp_path / out), *DESCRIPTION])
+        file = str(tmp_path / out / "exported.safetensors")
+        main(["export", str(source), "--format", "safetensors", "--output", file])
+    for name in ("revnet38.halves.safetensors", "exported.safetensors"):
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
+
+
 def test_a_checkpoint_becomes_weights_with_their_entry(
     run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
