@@ -16,7 +16,7 @@ from torch import Tensor
 from revzoo._checks import is_count, shortened
 from revzoo.weights.errors import NotFiniteError, UnreadableWeightsError
 from revzoo.weights.files import read_bytes
-from revzoo.weights.header import entry_beside, metadata_of
+from revzoo.weights.header import entry_beside, metadata_of, with_sorted_strings
 from revzoo.weights.torch_file import is_dense, read_torch_file
 
 PICKLED = (".pt", ".pth", ".ckpt")
@@ -145,10 +145,13 @@ def check_finite(tensors: Mapping[str, Tensor], where: str) -> None:
 
 
 def safetensors_bytes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
-    """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`)."""
+    """A safetensors file with ``metadata`` in its header (see :mod:`revzoo.weights.header`).
+
+    The same tensors and metadata give the same bytes.
+    """
     # clones: safetensors refuses tensors that share memory
     copies = {k: v.detach().cpu().contiguous().clone() for k, v in tensors.items()}
-    return save(copies, metadata=dict(metadata))
+    return with_sorted_strings(save(copies, metadata=dict(metadata)))
 
 
 def adapt_channels(weight: Tensor, channels: int) -> Tensor:

@@ -41,6 +41,19 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
     return {str(key): str(value) for key, value in metadata.items()}
 
 
+def with_sorted_strings(data: bytes) -> bytes:
+    """The same file, with the strings of its header in alphabetical order.
+
+    safetensors writes them in random order, so two files of the same weights would differ.
+    """
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    header["__metadata__"] = dict(sorted(header.get("__metadata__", {}).items()))
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    return len(text).to_bytes(8, "little") + text + data[8 + size :]
+
+
 def metadata_for(entry: WeightsEntry) -> dict[str, str]:
     """The header's strings for the file that ``entry`` will describe."""
     fields = {key: value for key, value in entry.plain().items() if key not in _OUTSIDE}

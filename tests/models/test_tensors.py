@@ -6,13 +6,13 @@ import random
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 from small_weights import OPTIONS, write_entry
 
 from revzoo.models import create_model
 from revzoo.models.tensors import read_checkpoint, safetensors_bytes
 from revzoo.weights.errors import HashMismatchError, UnreadableWeightsError, WeightsError
-from revzoo.weights.header import entry_of_file
+from revzoo.weights.header import entry_of_file, metadata_of
 
 TENSORS = {"a.weight": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}
 
@@ -35,6 +35,16 @@ def test_safetensors_of_others_need_not(tmp_path):
     file = read_checkpoint(tmp_path / "w.safetensors")
     assert_tensors(file.tensors)
     assert file.architecture is None
+
+
+def test_the_same_weights_give_the_same_file():
+    """safetensors writes the strings of a header in random order."""
+    metadata = {"architecture": 'é \\ "revnet"', **{str(i): "text" for i in range(8)}}
+    files = {safetensors_bytes(TENSORS, metadata) for _ in range(4)}
+    assert len(files) == 1
+    (data,) = files
+    assert metadata_of(data, "") == metadata
+    assert_tensors(load(data))
 
 
 def test_tensors_that_share_memory_are_written_each():

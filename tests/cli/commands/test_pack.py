@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from small_task import TINY
 
 from revzoo.cli.main import main
@@ -54,9 +53,7 @@ def test_the_folder_of_a_run_stands_for_its_best_checkpoint(run_dir: Path, tmp_p
         file = str(tmp_path / out / "exported.safetensors")
         main(["export", str(source), "--format", "safetensors", "--output", file])
     for name in ("revnet38.halves.safetensors", "exported.safetensors"):
-        found, expected = (load_file(tmp_path / out / name) for out in ("a", "b"))
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[key], expected[key]) for key in expected)
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes()
 
 
 def test_a_checkpoint_becomes_weights_with_their_entry(
