@@ -96,7 +96,9 @@ class _Coupling(nn.Module):
         # a caller may replace Fm, Gm or split_dim at any time
         if not cached or any(a is not b for a, b in zip(cached, parts, strict=False)):
             steps = [self._step(self.Fm), self._step(self.Gm)]
-            cached = vars(self)["_block"] = *parts, ReversibleSequence(steps, dim=self.split_dim)
+            # memory=None: steps in Fm and Gm keep their modes
+            block = ReversibleSequence(steps, memory=None, dim=self.split_dim)
+            cached = vars(self)["_block"] = *parts, block
         sequence: ReversibleSequence = cached[-1]
         for step in sequence:
             step.memory = memory

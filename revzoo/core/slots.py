@@ -105,6 +105,7 @@ class _Thread(threading.local):
     aside: list[Tensor] | None = None  # see put_aside
     memos: Memos | None = None  # see remember
     recalls = False  # whether a replay reads the memos
+    rounds = False  # see replays_round
 
 
 _thread = _Thread()
@@ -175,7 +176,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 def outside_recordings() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _ThreadFields(hooks=None, aside=None, memos=None)
+    return _ThreadFields(hooks=None, aside=None, memos=None, rounds=False)
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
@@ -240,6 +241,16 @@ def put_aside(t: Tensor) -> None:
 def collect_asides(kept: list[Tensor] | None) -> _ThreadFields:
     """A context in which :func:`put_aside` appends to ``kept``; with None it does nothing."""
     return _ThreadFields(aside=kept)
+
+
+def inside_inverted() -> _ThreadFields:
+    """A context for the forward pass of a step that a replay inverts in floating point."""
+    return _ThreadFields(rounds=True)
+
+
+def replays_round() -> bool:
+    """Whether replays compute the running code from inputs with rounding errors."""
+    return _thread.rounds
 
 
 def remember(layer: nn.Module, *packed: object) -> None:

@@ -84,6 +84,7 @@ from revzoo.core.slots import (
     Slot,
     collect_asides,
     graph_is_kept,
+    inside_inverted,
     outside_recordings,
     unpack,
     use_memos,
@@ -143,6 +144,7 @@ def record(
             packed,
             explain_transforms(step),
             collect_asides(aside if inverts else None),
+            inside_inverted() if inverts and step.grid is None else nullcontext(),
             use_memos(entry.memos),
         ):
             returned = call_on_grid(call, step, state, context)

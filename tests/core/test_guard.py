@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from compare import conv_net, images, linear_net, twin
+from compare import assert_same_training, conv_net, images, linear_net, twin
 from torch import nn
 
 import revzoo
@@ -420,3 +420,20 @@ def test_the_smallest_and_largest_value_of_each_channel(shape, layout):
         low, high = channel_ranges(x, dim)
         assert torch.equal(low, x.amin(others))
         assert torch.equal(high, x.amax(others))
+
+
+@pytest.mark.parametrize("outer", ["invert", "exact", "recompute"])
+def test_an_exact_sequence_in_a_branch_is_as_exact_as_the_step_around_it(outer):
+    """Its limit was zero also where a floating-point replay rounds what it gets."""
+
+    def net(memory):
+        torch.manual_seed(0)
+        inner = ReversibleSequence([ReversibleBlock(nn.Linear(4, 4)) for _ in range(2)])
+        blocks = [ReversibleBlock(nn.Sequential(nn.Linear(8, 8), inner), nn.Linear(8, 8))]
+        net = ReversibleSequence([*blocks, ReversibleBlock(nn.Linear(8, 8))])
+        set_memory(net, memory)
+        set_memory(inner, "exact" if memory != "store" else "store")
+        return net
+
+    x = torch.randn(4, 16)
+    assert_same_training(net(outer), net("store"), x, tolerance=1e-5)

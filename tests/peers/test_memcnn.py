@@ -536,3 +536,22 @@ def test_a_couplings_hooks_run(keep):
         y.square().sum().backward()
         values.append((y, leaf.grad))
     torch.testing.assert_close(values[0], values[1])
+
+
+def test_values_are_not_rounded_to_a_grid():
+    """They were, as in mode exact, also where nothing is inverted."""
+    zero = nn.Linear(4, 4)
+    for p in zero.parameters():
+        nn.init.zeros_(p)
+    coupling, x = ours.AdditiveCoupling(zero), torch.full((1, 8), 1e-9)
+    assert torch.equal(coupling(x), x)
+    for keep_input, disable in ((False, False), (True, False), (True, True)):
+        wrapper = ours.InvertibleModuleWrapper(coupling, keep_input=keep_input, disable=disable)
+        assert torch.equal(wrapper(x.clone().requires_grad_()), x)
+
+
+def test_a_coupling_leaves_the_modes_in_its_branches():
+    inner = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(2, 2))], memory="recompute")
+    wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(inner))
+    wrapper(torch.randn(2, 8).requires_grad_())
+    assert {step.memory for step in inner} == {"recompute"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 
 from revzoo.cli.invocation import command_line, short_path, tool_line
+from revzoo.cli.run.subprocess import quoted_if_needed
 from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
@@ -248,10 +250,11 @@ def log_finished(trainer: pl.Trainer, checkpoint: Path) -> None:
         end, key = f"step {steps:,} of {steps:,}", "trainer.max_steps"
     else:
         end, key = f"epoch {trainer.current_epoch} of {epochs}", "trainer.max_epochs"
+    weights = shlex.quote(f"+model.checkpoint_path={quoted_if_needed(short_path(checkpoint))}")
     log.info(
         "the run was finished (%s): nothing was trained. To train on from its weights, add "
-        "+model.checkpoint_path=%s %s=N hydra.run.dir=DIR to the command that started it",
-        *(end, short_path(checkpoint), key),
+        "%s %s=N hydra.run.dir=DIR to the command that started it",
+        *(end, weights, key),
     )
 
 
@@ -263,4 +266,4 @@ def _commands(
     if best:
         yield "predict", f"{command_line('predict', short_path(best))} IMAGES"
         split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
-        yield "evaluate", command_line("eval", f"ckpt={short_path(best)}", *split)
+        yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(short_path(best))}", *split)

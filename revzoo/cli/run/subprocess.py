@@ -7,6 +7,7 @@ one failure does not end the others. A distributed run starts further processes 
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -75,6 +76,11 @@ def run_program(
 
 def quoted(value: object) -> str:
     """Quote a value of an override, so that Hydra reads it as plain text."""
-    # Hydra's escape inside single quotes
-    text = str(value).replace("'", "\\'")
+    # Hydra's escapes inside single quotes
+    text = str(value).replace("'", "\\'").replace("${", "\\${")
     return f"'{text}'"
+
+
+def quoted_if_needed(value: object) -> str:
+    """``value`` as :func:`quoted`, or as it is where Hydra reads it as plain text anyway."""
+    return str(value) if re.fullmatch(r"[\w./-]+", str(value), re.ASCII) else quoted(value)

@@ -16,9 +16,11 @@ import pytest
 import torch
 from small_images import image_folder
 
+from revzoo.cli.config.compose import Source, compose_checked
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat, _length, _weights, kept_bytes, logged_warnings
+from revzoo.cli.run.subprocess import quoted_if_needed
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.models import create_model
@@ -210,3 +212,12 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
     """With both limits, only the epochs were named; with a time alone, -1 steps."""
     trainer: Any = SimpleNamespace(max_epochs=epochs, max_steps=steps)
     assert _length(trainer, "00:01:00:00") == text
+
+
+@pytest.mark.parametrize(
+    "path", ["a=1 b", "x,y", "run(1)", "it's", "r[2]", "r{3}", "${p}", "~r", "é", "plain/best.ckpt"]
+)
+def test_a_printed_override_gives_the_path_again(path: str) -> None:
+    """Hydra reads many signs of a path in its own way."""
+    override = f"ckpt={quoted_if_needed(path)}"
+    assert compose_checked([override], Source("eval")).ckpt == path
