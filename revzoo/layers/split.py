@@ -131,8 +131,9 @@ class Merge(Invertible):
                 "back; or pass the streams one by one"
             )
         # the gradients of cat() are views of one tensor, which would live as long as either of
-        # them; the gradient of a product is dense and separate
-        pieces = [x * 1 if x.requires_grad else x for x in (x1, x2)]
+        # them; the gradient of a product is dense and separate. Words have no gradient
+        words = x1.dtype in (torch.int32, torch.int64)
+        pieces = (x1, x2) if words else (x1 * 1, x2 * 1)
         return torch.cat(pieces, dim=self.dim)
 
     def inverse(self, y: Tensor, **context: Any) -> State:
