@@ -55,6 +55,7 @@ def run(args: argparse.Namespace) -> None:
     load_optuna()
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
+    from revzoo.cli.run.subprocess import quoted_if_needed
     from revzoo.cli.sweep.search import Search, log_best
     from revzoo.training.callbacks.graceful_stop import RunStopped
 
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> None:
             search.run()
         except (RunStopped, KeyboardInterrupt) as end:  # KeyboardInterrupt: between two trials
             stopped = end if isinstance(end, RunStopped) else RunStopped(signal.SIGINT)
-            again = command_line("sweep", f"dir={folder}")
+            again = command_line("sweep", f"dir={quoted_if_needed(folder)}")
             log.warning("%s; to resume: %s", stopped, again)
             sys.exit(stopped.status)
         log_best(search)

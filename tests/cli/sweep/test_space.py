@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.run.subprocess import quoted_if_needed
+from revzoo.cli.sweep.plan import read_plan
 from revzoo.cli.sweep.space import Parameter, check_space, split_space
 
 CONFIGS = Path(__file__).parents[3] / "configs"
@@ -73,3 +75,10 @@ def test_a_space_that_no_trial_can_run_is_refused(override: str, message: str) -
 def test_a_good_space_passes() -> None:
     fixed, space = split_space(["trainer=cpu", "optim.lr=interval(0.1,1)", "optim=step,onecycle"])
     check_space(fixed, space)
+
+
+@pytest.mark.parametrize("folder", ["out/a=1 b", "x,y", "run(1)", "it's", "2026", "plain/é"])
+def test_the_printed_folder_of_a_sweep_is_read_again(folder: str, tmp_path: Path) -> None:
+    """Hydra reads many signs of a path in its own way."""
+    override = f"dir={quoted_if_needed(folder)}"
+    assert read_plan([override, "optim.lr=choice(0.1,0.2)"], default=tmp_path)[0] == Path(folder)
