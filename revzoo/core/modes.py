@@ -150,7 +150,7 @@ INVERTING = tuple(name for name, mode in MODES.items() if mode.inverts)
 def in_table_order(names: Iterable[str]) -> list[str]:
     """Each of the ``names`` once, in the order of :data:`MODES`; other names first.
 
-    Every list that a user sees has this order.
+    Audits and plans list modes in this order; a bench keeps the user's.
     """
     rank = {name: number for number, name in enumerate(MODES)}
     return sorted({*names}, key=lambda name: (rank.get(name, -1), name))

@@ -238,14 +238,22 @@ def put_aside(t: Tensor) -> None:
         aside.append(t)
 
 
-def collect_asides(kept: list[Tensor] | None) -> _ThreadFields:
-    """A context in which :func:`put_aside` appends to ``kept``; with None it does nothing."""
-    return _ThreadFields(aside=kept)
+def without_asides() -> _ThreadFields:
+    """A context in which :func:`put_aside` does nothing."""
+    return _ThreadFields(aside=None)
 
 
-def inside_inverted() -> _ThreadFields:
-    """A context for the forward pass of a step that a replay inverts in floating point."""
-    return _ThreadFields(rounds=True)
+def forward_pass(aside: list[Tensor] | None, memos: Memos | None, *, rounds: bool) -> _ThreadFields:
+    """A context for the forward pass of a step.
+
+    Args:
+        aside: :func:`put_aside` appends to it; with None it does nothing.
+        memos: :func:`remember` writes to it.
+        rounds: whether a replay inverts the step in floating point.
+    """
+    # what the steps inside get from such a replay has its errors, too
+    rounds = rounds or _thread.rounds
+    return _ThreadFields(aside=aside, memos=memos, recalls=False, rounds=rounds)
 
 
 def replays_round() -> bool:
@@ -273,6 +281,6 @@ def remembered(layer: nn.Module) -> tuple[Tensor, ...]:
     return memos.get(layer, ()) if memos is not None and _thread.recalls else ()
 
 
-def use_memos(memos: Memos | None, *, recalls: bool = False) -> _ThreadFields:
-    """A context in which :func:`remember` writes to ``memos`` or :func:`remembered` reads them."""
-    return _ThreadFields(memos=memos, recalls=recalls)
+def recall(memos: Memos | None) -> _ThreadFields:
+    """A context for a replay, in which :func:`remembered` reads ``memos``."""
+    return _ThreadFields(memos=memos, recalls=True)

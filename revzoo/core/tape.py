@@ -82,12 +82,10 @@ from revzoo.core.slots import (
     Recording,
     SavedState,
     Slot,
-    collect_asides,
+    forward_pass,
     graph_is_kept,
-    inside_inverted,
     outside_recordings,
     unpack,
-    use_memos,
 )
 from revzoo.core.tensors import tensors_of, version_of
 
@@ -143,9 +141,9 @@ def record(
             entry.conditions,
             packed,
             explain_transforms(step),
-            collect_asides(aside if inverts else None),
-            inside_inverted() if inverts and step.grid is None else nullcontext(),
-            use_memos(entry.memos),
+            forward_pass(
+                aside if inverts else None, entry.memos, rounds=inverts and step.grid is None
+            ),
         ):
             returned = call_on_grid(call, step, state, context)
     except BaseException:

@@ -334,7 +334,7 @@ class ReversibleSequence(Invertible):
         extras: list[Tensor] = []
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
-            first = _options_beside(_step_at_end(self, 0))
+            first = _options_at_end(self, 0)
             # a tensor without words continues no exact chain: then the pieces are rounded, which
             # takes less memory than rounding the whole first
             if first.grid is not None and fixed_of(state[0]) is None:
@@ -359,7 +359,7 @@ class ReversibleSequence(Invertible):
             unchecked.check((*state, *extras))
         if splits:
             self._check_mergeable(state)
-            last = _options_beside(_step_at_end(self, -1))
+            last = _options_at_end(self, -1)
             state = run_step(_edge(Merge, self.dim, self.split, last), state)
         return state, total, tuple(extras)
 
@@ -520,29 +520,25 @@ def _advance(
     return outputs[:cut], outputs[cut:end], outputs[end:]
 
 
-def _step_at_end(step: Step, index: int) -> Step:
-    """The first (``index`` 0) or last (-1) step of nested sequences: its memory mode counts."""
-    while isinstance(step, ReversibleSequence) and len(step):
-        step = list(step)[index]
-    return step
-
-
 class _Options(NamedTuple):
-    """What a split or merge takes from the step beside it."""
+    """The options that a split or merge copies from the step beside it, to join its chain."""
 
     memory: str
     grid: Grid | None
     drift_limit: float | None
 
 
-def _options_beside(neighbour: Step) -> _Options:
-    memory = neighbour.memory if mode_of(neighbour.memory).inverts else "store"
-    return _Options(memory, neighbour.grid, neighbour.drift_limit)
+def _options_at_end(step: Step, index: int) -> _Options:
+    """The options beside the first (``index`` 0) or last (-1) step of nested sequences."""
+    while isinstance(step, ReversibleSequence) and len(step):
+        step = list(step)[index]
+    memory = step.memory if mode_of(step.memory).inverts else "store"
+    return _Options(memory, step.grid, step.drift_limit)
 
 
 def merged(state: State, last: Step, merge: Merge) -> State:
     """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    return run_step(_with(_options_beside(_step_at_end(last, -1)), merge), state)
+    return run_step(_with(_options_at_end(last, -1), merge), state)
 
 
 def _with(options: _Options, edge: Step) -> Step:

@@ -72,7 +72,7 @@ from revzoo.core.invertible import (
     name_of,
 )
 from revzoo.core.modes import run_step
-from revzoo.core.slots import collect_asides, put_aside
+from revzoo.core.slots import put_aside, without_asides
 from revzoo.core.tensors import has_values, version_of
 
 NAME = "reversible"  # of the step among the block's modules
@@ -203,7 +203,7 @@ class SideBits(Invertible):
         _running.returned, _running.evaluated = returned, None
         try:
             # its own recording collects what it puts aside; in mode store nobody may
-            with collect_asides(None):
+            with without_asides():
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
             _running.returned, _running.evaluated = outer

@@ -464,11 +464,7 @@ def audit(
     # no mode fits a model without steps, so there is nothing to leave out
     left_out = [m for m in MODES if m not in wanted] if modes is None and len(audits) > 1 else []
     return Report(
-        *(name, shape, audits),
-        blocks=blocks,
-        plain=plain,
-        uncounted=notes,
-        left_out=left_out,
+        name, shape, audits, blocks=blocks, plain=plain, uncounted=notes, left_out=left_out
     )
 
 

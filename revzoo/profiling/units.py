@@ -46,7 +46,7 @@ def in_units(count: float) -> str:
 
 
 def in_peak(optimiser: str = "") -> str:
-    """What a counted peak includes, in words; an audit, a plan and a bench say it alike.
+    """What a counted peak includes, in words: the same words in audits, plans and benches.
 
     Args:
         optimiser: the bytes that were added for it, in units; empty for none.

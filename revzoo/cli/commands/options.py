@@ -92,9 +92,9 @@ def _wrapped(text: str) -> str:
 
 
 def _joined(lines: list[str], width: int) -> list[str]:
-    """Lines of YAML; a comment that must be wrapped is joined with the lines that continue it.
+    """Lines of YAML; a comment that is too long takes in the lines that continue it.
 
-    Otherwise the rest of each line would stand in a line of its own.
+    Then it is wrapped as one paragraph, not line by line.
     """
     joined: list[str] = []
     for line in lines:

@@ -34,6 +34,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
+from revzoo.training.lightning_compat import callbacks_of
 from revzoo.weights.table import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
@@ -178,20 +179,25 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
 
 
 def best_figures(trainer: pl.Trainer) -> dict[str, float]:
-    """The figures of the validation that the best checkpoint was saved after; mostly not empty."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, BestCheckpoint):
-            return dict(callback.figures)
-    return {}
+    """The validation's figures of a trainer's best checkpoint; empty if it had no validation."""
+    best = _best_checkpoint(trainer)
+    return {} if best is None else dict(best.figures)
 
 
 def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
     """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
-    for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, BestCheckpoint) and callback.best_model_path:
-            path = Path(callback.best_model_path)
-            if path.is_file():
-                return path
-            # a user may have removed it during the run
-            log.error("%s is missing: using the last weights instead", path)
+    best = _best_checkpoint(trainer)
+    if best is None:
+        return None
+    path = Path(best.best_model_path)
+    if path.is_file():
+        return path
+    # a user may have removed it during the run
+    log.error("%s is missing: using the last weights instead", path)
     return None
+
+
+def _best_checkpoint(trainer: pl.Trainer) -> BestCheckpoint | None:
+    """The callback, if it has saved a checkpoint."""
+    callbacks = callbacks_of(trainer, BestCheckpoint)
+    return next((callback for callback in callbacks if callback.best_model_path), None)

@@ -115,6 +115,24 @@ class Scripted(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-3)
 
 
+def fit_with_best(
+    module: Scripted, folder: Path, epochs: int, resumed: Path | None
+) -> BestCheckpoint:
+    """Train with ``best_checkpoint``; writes ``last.ckpt`` at the end."""
+    (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=folder)
+    runner = trainer(
+        folder,
+        callbacks=[best],
+        plugins=[PlainCheckpointIO()],
+        enable_checkpointing=True,
+        max_epochs=epochs,
+    )
+    runner.fit(module, loader(), loader(), ckpt_path=resumed, weights_only=True)
+    runner.save_checkpoint(folder / "last.ckpt")
+    assert isinstance(best, BestCheckpoint)
+    return best
+
+
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 @pytest.mark.filterwarnings("ignore:`weights_only` was not set:UserWarning")
 @pytest.mark.parametrize(
@@ -129,18 +147,7 @@ def test_ties_go_to_the_lowest_loss(
     figures: list[float], losses: list[float], expected: int, tmp_path: Path
 ) -> None:
     def fit(epochs: int, path: Path | None = None) -> int:
-        (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
-        runner = trainer(
-            tmp_path,
-            callbacks=[best],
-            plugins=[PlainCheckpointIO()],
-            enable_checkpointing=True,
-            max_epochs=epochs,
-        )
-        module = Scripted(figures, losses)
-        runner.fit(module, loader(), loader(), ckpt_path=path, weights_only=True)
-        runner.save_checkpoint(tmp_path / "last.ckpt")
-        assert isinstance(best, BestCheckpoint)
+        best = fit_with_best(Scripted(figures, losses), tmp_path, epochs, path)
         return int(read_checkpoint(best.best_model_path)["epoch"])
 
     assert fit(5) == expected
@@ -153,19 +160,9 @@ def test_ties_go_to_the_lowest_loss(
 def test_the_figures_of_the_best_checkpoint_are_kept(tmp_path: Path) -> None:
     """A run ended with the figures of its last validation."""
 
-    def fit(epochs: int, path: Path | None = None) -> Any:
-        (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
-        runner = trainer(
-            tmp_path,
-            callbacks=[best],
-            plugins=[PlainCheckpointIO()],
-            enable_checkpointing=True,
-            max_epochs=epochs,
-        )
+    def fit(epochs: int, path: Path | None = None) -> BestCheckpoint:
         module = Scripted([0.5, 0.9, 0.8], [1.0, 0.5, 0.4])
-        runner.fit(module, loader(), loader(), ckpt_path=path, weights_only=True)
-        runner.save_checkpoint(tmp_path / "last.ckpt")
-        return best
+        return fit_with_best(module, tmp_path, epochs, path)
 
     expected = pytest.approx({"val/acc": 0.9, "val/loss": 0.5})
     assert fit(3).figures == expected
