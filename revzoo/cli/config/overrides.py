@@ -62,7 +62,7 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
     except HydraException as error:
         # other errors do not say which override they mean
         text = f"{error.override}" if isinstance(error, OverrideParseException) else ""
-        raise ConfigError(_parse_error(text, one_line(error, lines=1))) from None
+        raise ConfigError(_parse_error(text, _reason(error))) from None
     for override in parsed:
         if isinstance(values := override.value(), RangeSweep):
             _check_range(override, values)
@@ -88,6 +88,13 @@ def _check_range(override: Override, values: RangeSweep) -> None:
         )
 
 
+def _reason(error: HydraException) -> str:
+    """Why Hydra's parser refuses an override."""
+    first, _, rest = str(error).partition("\n")
+    # for choice(), interval() and so on, the first line only repeats the override
+    return rest.partition("\n")[0] if first.startswith("Error parsing override") else first
+
+
 def _parse_error(text: str, reason: str) -> str:
     """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
     if text and "=" not in text:
@@ -97,6 +104,8 @@ def _parse_error(text: str, reason: str) -> str:
         return f"{text} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
     if text.count("=") > 1 and '"' not in text:
         reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
+    elif "choice(" in text and "NoneType" in reason:
+        return f"{text}: choice() takes no null; write the values without it: 'KEY=null,VALUE'"
     return f"{text}: {reason}" if text else reason
 
 

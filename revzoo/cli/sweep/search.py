@@ -109,6 +109,7 @@ class Search:
         run_dir = self.folder / f"{trial.number:04d}"
         curve = Curve(run_dir, self.plan.metric, trial) if self.plan.prune else None
         output = run_dir.with_suffix(".log")
+        log.info("trial %d starts; its log: %s", trial.number, output)
         # a resumed trial appends
         with output.open("a") as file:
             prune = curve.should_prune if curve is not None else None

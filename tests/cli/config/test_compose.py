@@ -72,6 +72,9 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("trainer.lr=1", r"did you mean 'optim\.lr'"),
         ("callbacks.early_stopping={patience:", "is cut off: quote the whole argument"),
         ("optim.lr=tag(log,", "is cut off: quote the whole argument"),
+        ("optim.lr=choic(1,2)", "Unknown function 'choic'"),
+        ("optim.lr=interval(a,2)", "'interval\\(a,2\\)': .* start: str is incompatible"),
+        ("callbacks.ema=choice(null,{decay: 0.9})", "takes no null; .* 'KEY=null,VALUE'$"),
         ("+model.checkpoint_path=epoch=1-step=2.ckpt", "KEY='\"a=b\"'$"),
         ("~optim.lrr", r"did you mean 'optim\.lr'"),
         (
