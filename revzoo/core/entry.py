@@ -39,7 +39,7 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.samples import Sampled, Samples, sample
-from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, recall
+from revzoo.core.slots import Memos, Recording, Resident, SavedState, Slot, SlotTape, in_replay
 from revzoo.core.tensors import (
     address,
     bytes_of,
@@ -266,7 +266,7 @@ class Entry:
     @contextlib.contextmanager
     def _forward_conditions(self, *, inverting: bool = False) -> Iterator[None]:
         """The conditions and memos of the forward pass."""
-        with self.conditions.restored(inverting=inverting), recall(self.memos):
+        with self.conditions.restored(inverting=inverting), in_replay(self.memos):
             yield
 
     def _forward(self, *state: Tensor, **context: Any) -> Any:

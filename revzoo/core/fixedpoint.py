@@ -47,9 +47,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import forward_ad
 
+from revzoo.core.bits import unpack_bits
 from revzoo.core.global_state import autocast_dtypes, runs_eagerly
 from revzoo.core.invertible import Step
 from revzoo.core.tensors import as_dense, has_values, in_memory_order, version_of
@@ -272,10 +273,10 @@ _KEY = "_revzoo_fixed"  # attribute of a storage: place of the float tensor in i
 def fixed_of(t: Tensor) -> Fixed | None:
     """The words of ``t``, if it has any (rule 2 of NOTE [ Words and floats ])."""
     try:
-        found: dict[Any, Fixed] | None = t.untyped_storage().__dict__.get(_KEY)
+        words_by_view: dict[Any, Fixed] | None = t.untyped_storage().__dict__.get(_KEY)
     except (NotImplementedError, RuntimeError):  # a tensor without storage
         return None
-    return None if found is None else found.get(_view_key(t))
+    return None if words_by_view is None else words_by_view.get(_view_key(t))
 
 
 def _set_words(t: Tensor, fixed: Fixed) -> None:
@@ -540,11 +541,11 @@ def second_difference(before: Tensor, x: Tensor, value: Tensor, fixed: Fixed, bi
 def undo_second_difference(
     total: Fixed, x: Tensor, value: Tensor, side: Tensor, bits: int
 ) -> Fixed:
-    """Recover ``before``; ``side`` are the low bits of its words, from :func:`pack_bits`."""
+    """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
     words = torch.empty_like(total.words)
     _in_chunks(_shift_out, (total.words, x, value, words), total.scale.up, bits)
     # the shift left zeros in the low bits, where the dropped ones go
-    words |= _unpack_bits(side, words, bits)
+    words |= unpack_bits(side, words, bits)
     return total.with_words(words)
 
 
@@ -582,36 +583,6 @@ def _shift_out(total: Tensor, x: Tensor, value: Tensor, before: Tensor, up: Tens
     before <<= n
 
 
-def pack_bits(words: Tensor, bits: int) -> Tensor:
-    """The low ``bits`` of each word; a byte holds as many words as fit."""
-    slot = _slot_bits(bits)
-    # a narrowing cast keeps the low bits, also of negative words (two's complement)
-    low = words.to(torch.uint8).flatten()  # the low byte
-    if rest := -len(low) % (8 // slot):
-        low = nn.functional.pad(low, (0, rest))
-    low &= 2**bits - 1
-    # words far apart share a byte, so both packing and unpacking are whole-row operations
-    packed, *parts = low.view(8 // slot, -1)
-    for k, part in enumerate(parts, 1):
-        packed |= part.bitwise_left_shift_(slot * k)
-    # a copy, since a view would keep all rows in memory
-    return packed.clone() if parts else packed
-
-
-def _unpack_bits(packed: Tensor, words: Tensor, bits: int) -> Tensor:
-    """Bytes in the shape of ``words``."""
-    slot = _slot_bits(bits)
-    parts = packed.new_empty(8 // slot, len(packed))
-    for k, part in enumerate(parts):
-        torch.bitwise_right_shift(packed, slot * k, out=part)
-    parts &= 2**bits - 1
-    return parts.flatten()[: words.numel()].view(words.shape)
-
-
-def _slot_bits(bits: int) -> int:
-    return next(slot for slot in (1, 2, 4, 8) if slot >= bits)
-
-
 def put_on_grid_of(fixed: Fixed, x: Tensor) -> Tensor:
     """``x`` on the grid and in the dtype of ``fixed``, with words; the gradient passes."""
     return _rounded_to(x.to(fixed.dtype), fixed.scale, fixed.words.dtype)
@@ -641,8 +612,8 @@ def move_words(
     if not all(fixed) or all(fixed_of(t) is not None for t in outputs):
         return
     kinds = [t.dtype for t in outputs]
-    found = apply_to_words(fn, [f for f in fixed if f is not None], kinds)
-    for t, f in zip(outputs, found, strict=True):
+    moved = apply_to_words(fn, [f for f in fixed if f is not None], kinds)
+    for t, f in zip(outputs, moved, strict=True):
         if fixed_of(t) is None:
             _set_words(t, f)
 

@@ -200,7 +200,7 @@ class Guard:
         for at, comparison in self._waiting:
             comparison.used |= at in addresses
         addresses = {address(t) for t in state if isinstance(t, Tensor)}
-        self._waiting = [(at, d) for at, d in self._waiting if at in addresses and not d.used]
+        self._waiting = [(at, c) for at, c in self._waiting if at in addresses and not c.used]
 
     def pop_figures(self) -> tuple[list[Tensor], list[_Comparison]]:
         """Return and clear the figures: sizes at the start, comparisons."""
@@ -248,8 +248,8 @@ class _Pass:
         if not any(of_chain for _, of_chain in figures) and not any(map(_is_checked, self.peaks)):
             return
         magnitudes = magnitudes_of(self.peaks)
-        found = first_beyond_limit(magnitudes)
-        beyond = found if found is not None and _is_checked(found[0]) else None
+        first = first_beyond_limit(magnitudes)
+        beyond = first if first is not None and _is_checked(first[0]) else None
         if beyond is not None and math.isfinite(beyond[1]):
             raise range_error(*beyond)
         warn_of_coarse_grids(magnitudes)
@@ -258,23 +258,22 @@ class _Pass:
         comparisons: list[_Comparison] = []
         for start, of_chain in figures:
             if not all(map(math.isfinite, list(itertools.islice(sizes, len(start))))):
-                if any(
-                    comparison.half for comparison in of_chain
-                ):  # NOTE [ Streams that overflow ]
+                # NOTE [ Streams that overflow ]
+                if any(comparison.half for comparison in of_chain):
                     continue
                 for comparison in of_chain:
                     comparison.overflowed = True
             comparisons += of_chain
         if beyond is not None:  # NOTE [ Streams that overflow ]
-            floating = [comparison for comparison in comparisons if comparison.step.grid is None]
+            floating = [c for c in comparisons if c.step.grid is None]
             if len(floating) < len(comparisons) and not beyond[0].half:
                 _warn_of_peak(*beyond)
             comparisons = floating
         try:
             _check_comparisons(comparisons)
         except DriftError:
-            if found is not None and beyond is None:  # the cause, in a step without a guard
-                raise range_error(*found) from None
+            if first is not None and beyond is None:  # the cause, in a step without a guard
+                raise range_error(*first) from None
             raise
 
 
@@ -324,9 +323,9 @@ class ForwardRange:
             register_multi_grad_hook(computed, lambda _: note_peaks(peaks), mode="any")
             return
         # values that are not finite stay as they are, as in a plain network
-        found = first_beyond_limit(magnitudes_of(peaks))
-        if found is not None and math.isfinite(found[1]):
-            raise range_error(*found)
+        first = first_beyond_limit(magnitudes_of(peaks))
+        if first is not None and math.isfinite(first[1]):
+            raise range_error(*first)
 
 
 def checks_forward() -> bool:
@@ -404,13 +403,13 @@ def _failure(comparison: _Comparison, message: str) -> DriftError:
 def _grouped(comparisons: list[_Comparison]) -> list[list[_Comparison]]:
     """Groups of streams with one shape and device, which are compared together."""
     groups: dict[tuple[object, ...], list[_Comparison]] = {}
-    for d in comparisons:
-        plan = d.samples.plan
-        kinds = [(c.dim, c.size) for c in plan.channels]
+    for c in comparisons:
+        plan = c.samples.plan
+        kinds = [(channels.dim, channels.size) for channels in plan.channels]
         # by type, since a stack of words and floats would round the words
-        types = d.actual.dtype, d.samples.figures.dtype
-        key = (d.actual.device, len(d.actual), plan.each, len(d.samples.operand), *types, *kinds)
-        groups.setdefault(key, []).append(d)
+        types = c.actual.dtype, c.samples.figures.dtype
+        key = (c.actual.device, len(c.actual), plan.each, len(c.samples.operand), *types, *kinds)
+        groups.setdefault(key, []).append(c)
     return list(groups.values())
 
 
@@ -418,25 +417,25 @@ def _measure(
     comparisons: list[_Comparison], errors: dict[_Comparison, float], lost: dict[_Comparison, float]
 ) -> None:
     """Measure errors relative to the stream, and to the spread of the worst channel."""
-    plans = [d.samples.plan for d in comparisons]
-    expected = torch.stack([d.samples.figures for d in comparisons]).cpu().double()
-    operand = torch.stack([d.samples.operand for d in comparisons]).cpu().double()
-    actual = torch.stack([d.actual for d in comparisons]).cpu().double()
+    plans = [c.samples.plan for c in comparisons]
+    expected = torch.stack([c.samples.figures for c in comparisons]).cpu().double()
+    operand = torch.stack([c.samples.operand for c in comparisons]).cpu().double()
+    actual = torch.stack([c.actual for c in comparisons]).cpu().double()
     # the sums become means, whose error is never larger than the largest error of a value
     each, sums = plans[0].each, len(plans[0].summed) // plans[0].each
     total = weights_of(expected.device, each, torch.float64).sum()
     for figures in (expected, actual):
         figures[:, -sums:] /= total
-    overflowed = torch.tensor([[d.overflowed] for d in comparisons], device="cpu")
+    overflowed = torch.tensor([[c.overflowed] for c in comparisons], device="cpu")
     # infinite in the forward pass already, or lost behind an overflow: nothing to compare
-    lost_values = ~expected.isfinite() | overflowed & ~actual.isfinite()
-    difference = (actual - expected).masked_fill(lost_values, 0).abs().nan_to_num(nan=math.inf)
+    not_compared = ~expected.isfinite() | overflowed & ~actual.isfinite()
+    difference = (actual - expected).masked_fill(not_compared, 0).abs().nan_to_num(nan=math.inf)
     # not relative to each value: rounding errors have the size of the largest summand
     size = torch.cat((expected, operand), 1).nan_to_num(0, 0, 0).abs().amax(1)
     relative = difference.amax(1) / size.clamp_min(torch.finfo(size.dtype).tiny)
     worst, at = torch.zeros(len(comparisons), dtype=torch.float64, device="cpu"), 0
     for k, channels in enumerate(plans[0].channels):
-        ends = [torch.stack([d.ranges[k][i] for d in comparisons]).cpu().double() for i in (0, 1)]
+        ends = [torch.stack([c.ranges[k][i] for c in comparisons]).cpu().double() for i in (0, 1)]
         spread = ends[1] - ends[0]
         if channels.chosen is not None:
             index = torch.tensor([p.channels[k].chosen for p in plans], device="cpu")
@@ -451,7 +450,7 @@ def _measure(
 
 
 def _explain(comparison: _Comparison, error: float, worst: float) -> str:
-    found = (
+    what = (
         f"{comparison.name}: a recomputed stream is off by {error:.2g} of its size (limit "
         f"{comparison.limit:g}; worst of this backward pass {worst:.2g}), so the gradients are "
         "wrong. "
@@ -474,7 +473,7 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> str:
             "(see revzoo.check_inverse()). Remedy: "
             f"{comparison.step.instead_of_inverse}"
         )
-    return found + remedy
+    return what + remedy
 
 
 def _explain_lost(comparison: _Comparison, ratio: float) -> str:

@@ -56,7 +56,7 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.slots import replays_round
+from revzoo.core.slots import replayed_inexactly
 from revzoo.core.tape import differentiates, record
 
 _SETTINGS = ("memory", "grid")  # what set_memory sets on a step
@@ -133,7 +133,7 @@ class _Exact(_Invert):
 
     def drift_limit(self, step: Step) -> float | None:
         # inside a step that is inverted in floating point, replays get inputs with rounding errors
-        return step.drift_limit if step.drift_limit is None or replays_round() else 0.0
+        return step.drift_limit if step.drift_limit is None or replayed_inexactly() else 0.0
 
 
 MODES: Mapping[str, Mode] = {
@@ -148,10 +148,7 @@ INVERTING = tuple(name for name, mode in MODES.items() if mode.inverts)
 
 
 def in_table_order(names: Iterable[str]) -> list[str]:
-    """Each of the ``names`` once, in the order of :data:`MODES`; other names first.
-
-    Audits and plans list modes in this order; a bench keeps the user's.
-    """
+    """Each of the ``names`` once, in the order of :data:`MODES`; other names first."""
     rank = {name: number for number, name in enumerate(MODES)}
     return sorted({*names}, key=lambda name: (rank.get(name, -1), name))
 

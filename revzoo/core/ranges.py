@@ -39,18 +39,18 @@ class RangeError(RuntimeError):
 
 def check_range(state: State) -> None:
     """Raise a RangeError if sums of the words of ``state`` wrap around (host sync)."""
-    found = first_beyond_limit(magnitudes_of(peaks_of(state)))
-    if found is not None:
-        raise range_error(*found)
+    beyond = first_beyond_limit(magnitudes_of(peaks_of(state)))
+    if beyond is not None:
+        raise range_error(*beyond)
 
 
-def read(found: Sequence[Tensor]) -> list[float]:
+def read(scalars: Sequence[Tensor]) -> list[float]:
     """The values of scalars; one transfer if they are on one device."""
-    if len(kinds := {v.dtype for v in found}) > 1:  # not every device has float64
-        found = [v.double() if torch.float64 in kinds else v.float() for v in found]
-    if len({v.device for v in found}) > 1:
-        return [v.item() for v in found]
-    return torch.stack(tuple(found)).tolist() if found else []
+    if len(kinds := {v.dtype for v in scalars}) > 1:  # not every device has float64
+        scalars = [v.double() if torch.float64 in kinds else v.float() for v in scalars]
+    if len({v.device for v in scalars}) > 1:
+        return [v.item() for v in scalars]
+    return torch.stack(tuple(scalars)).tolist() if scalars else []
 
 
 class _Magnitude(NamedTuple):
@@ -74,13 +74,13 @@ def first_beyond_limit(magnitudes: list[_Magnitude]) -> tuple[Peak, float] | Non
 
     Finite magnitudes go first: a stream beyond its limit turns later streams into NaN.
     """
-    found = [
+    beyond = [
         # a NaN in one stream makes the scale of all streams NaN
         (peak, math.nan if math.isnan(end) else value)
         for peak, value, end in magnitudes
         if not value < end
     ]
-    return next((f for f in found if math.isfinite(f[1])), found[0] if found else None)
+    return next((b for b in beyond if math.isfinite(b[1])), beyond[0] if beyond else None)
 
 
 def warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:

@@ -79,7 +79,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
     operands = [
         t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
-    found = []
+    samples = []
     for i, t in enumerate(computed):
         if _among(t, known) or not _comparable(t):
             continue
@@ -96,8 +96,8 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         if operand is not None:
             size = _values_at(operand.detach(), _spread(_count(operand), operand.device))
         scale = t.scale if isinstance(t, Fixed) else None
-        found.append(Samples(i, figures, size, plan, scale))
-    return found
+        samples.append(Samples(i, figures, size, plan, scale))
+    return samples
 
 
 def _among(t: Tensor | Fixed, state: Streams) -> bool:

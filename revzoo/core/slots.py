@@ -105,7 +105,7 @@ class _Thread(threading.local):
     aside: list[Tensor] | None = None  # see put_aside
     memos: Memos | None = None  # see remember
     recalls = False  # whether a replay reads the memos
-    rounds = False  # see replays_round
+    inexact = False  # see replayed_inexactly
 
 
 _thread = _Thread()
@@ -141,6 +141,11 @@ class Recording(saved_tensors_hooks):
         super().__exit__(*exception)
 
 
+def _hooks() -> tuple[_Pack, _Unpack]:
+    """The innermost Recording's; without one, the graph keeps tensors and checks their versions."""
+    return _thread.hooks or (Resident.of, unpack_resident)
+
+
 class _Shape(NamedTuple):
     """Replaces a tensor in the graph if the gradient reads only its shape."""
 
@@ -158,7 +163,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
     if not runs_eagerly():
         return contextlib.nullcontext()
     # nested hooks replace the outer ones in torch, so other tensors are passed on by hand
-    pack, unpack = _thread.hooks or (Resident.of, unpack_resident)
+    pack, unpack = _hooks()
     at = address(x)
 
     def pack_others(t: Tensor) -> Any:
@@ -176,7 +181,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 def outside_recordings() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _ThreadFields(hooks=None, aside=None, memos=None, rounds=False)
+    return _ThreadFields(hooks=None, aside=None, memos=None, inexact=False)
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
@@ -184,8 +189,7 @@ def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
 
     A replay of the same code saves it again, so an empty slot is filled.
     """
-    # without a Recording the graph would keep t itself; Resident.of adds the check of its version
-    pack, give = _thread.hooks or (Resident.of, unpack)
+    pack, give = _hooks()
     return functools.partial(give, pack(t))
 
 
@@ -243,22 +247,22 @@ def without_asides() -> _ThreadFields:
     return _ThreadFields(aside=None)
 
 
-def forward_pass(aside: list[Tensor] | None, memos: Memos | None, *, rounds: bool) -> _ThreadFields:
+def in_forward(aside: list[Tensor] | None, memos: Memos | None, *, inexact: bool) -> _ThreadFields:
     """A context for the forward pass of a step.
 
     Args:
         aside: :func:`put_aside` appends to it; with None it does nothing.
         memos: :func:`remember` writes to it.
-        rounds: whether a replay inverts the step in floating point.
+        inexact: whether a replay recovers the step's input in floating point.
     """
-    # what the steps inside get from such a replay has its errors, too
-    rounds = rounds or _thread.rounds
-    return _ThreadFields(aside=aside, memos=memos, recalls=False, rounds=rounds)
+    # the steps inside are replayed from that input
+    inexact = inexact or _thread.inexact
+    return _ThreadFields(aside=aside, memos=memos, recalls=False, inexact=inexact)
 
 
-def replays_round() -> bool:
+def replayed_inexactly() -> bool:
     """Whether replays compute the running code from inputs with rounding errors."""
-    return _thread.rounds
+    return _thread.inexact
 
 
 def remember(layer: nn.Module, *packed: object) -> None:
@@ -281,6 +285,6 @@ def remembered(layer: nn.Module) -> tuple[Tensor, ...]:
     return memos.get(layer, ()) if memos is not None and _thread.recalls else ()
 
 
-def recall(memos: Memos | None) -> _ThreadFields:
+def in_replay(memos: Memos | None) -> _ThreadFields:
     """A context for a replay, in which :func:`remembered` reads ``memos``."""
     return _ThreadFields(memos=memos, recalls=True)

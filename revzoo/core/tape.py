@@ -82,8 +82,8 @@ from revzoo.core.slots import (
     Recording,
     SavedState,
     Slot,
-    forward_pass,
     graph_is_kept,
+    in_forward,
     outside_recordings,
     unpack,
 )
@@ -134,6 +134,8 @@ def record(
     # the index that append() below gives the entry
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
+    # a step that has a grid inverts floats, too, where its streams can have no words
+    inexact = inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     # a recomputed step repeats a hook's change; an inverse would not undo it
     call = call_without_changing_hooks if inverts else plain_call
     try:
@@ -141,9 +143,7 @@ def record(
             entry.conditions,
             packed,
             explain_transforms(step),
-            forward_pass(
-                aside if inverts else None, entry.memos, rounds=inverts and step.grid is None
-            ),
+            in_forward(aside if inverts else None, entry.memos, inexact=inexact),
         ):
             returned = call_on_grid(call, step, state, context)
     except BaseException:

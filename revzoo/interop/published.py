@@ -92,10 +92,10 @@ def load_published(
 def _fill(model: ImageNetwork, weights: Weights, keys: Mapping[str, str], path: str | Path) -> None:
     """Load the weights under revzoo's names; ``keys`` maps names of modules."""
     renamed = {_rename(key, keys): value for key, value in weights.items()}
-    own = model.state_dict()
-    renamed |= missing_counts(own, renamed)
+    expected = model.state_dict()
+    renamed |= missing_counts(expected, renamed)
     try:
-        check_fit(own, renamed, str(path))
+        check_fit(expected, renamed, str(path))
     except StateMismatchError as error:
         raise ConversionError(
             f"{error}\nName its network (name=...), or pass the differing options as keywords"

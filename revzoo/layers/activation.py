@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from revzoo._checks import check_number
-from revzoo.layers.streams import Streamwise, wide
+from revzoo.layers.streams import Streamwise, log_det_dtype
 
 
 class InvertibleLeakyReLU(Streamwise):
@@ -50,7 +50,7 @@ class InvertibleLeakyReLU(Streamwise):
     def log_det_of(self, x: Tensor) -> Tensor:
         # the Jacobian is diagonal: 1 or slope
         negative = (x < 0).flatten(1).sum(1)
-        return negative.to(wide(x)) * math.log(self.slope)
+        return negative.to(log_det_dtype(x)) * math.log(self.slope)
 
     def extra_repr(self) -> str:
         return f"{self.slope}, streams={self.streams}"

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from revzoo._checks import check_callable
 from revzoo.core.invertible import State
 from revzoo.layers.coupling import Coupling
-from revzoo.layers.streams import wide
+from revzoo.layers.streams import log_det_dtype
 
 
 class _Adapter(nn.Module):
@@ -116,7 +116,7 @@ class ScaledCoupling(Coupling):
 
     def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
         scale, _ = self._pair(value, x1)
-        return scale.abs().log().flatten(1).sum(1, dtype=wide(scale))
+        return scale.abs().log().flatten(1).sum(1, dtype=log_det_dtype(scale))
 
     def _pair(self, value: Tensor, stream: Tensor) -> State:
         if value.shape[1:] != stream.shape:

@@ -21,7 +21,7 @@ from revzoo._checks import check_callable, check_number
 from revzoo.core.fixedpoint import Fixed, add, as_floats, fixed_of, keeps_words, round_to_grid
 from revzoo.core.invertible import Invertible, Recorder, State, name_of
 from revzoo.core.tensors import unshared
-from revzoo.layers.streams import no_change_of_volume, wide
+from revzoo.layers.streams import log_det_dtype, no_change_of_volume
 
 
 class Coupling(Invertible):
@@ -48,17 +48,17 @@ class Coupling(Invertible):
         # states them itself; mixins in front of the first coupling may change it, too
         bases = cls.__mro__[1:]
         first = next(i for i, c in enumerate(bases) if issubclass(c, Coupling))
-        own = {name for c in (cls, *bases[:first]) for name in vars(c)}
-        changed = {"forward", "combine"} & own
-        if "forward" in own and "replay" not in own:
+        defined = {name for c in (cls, *bases[:first]) for name in vars(c)}
+        changed = {"forward", "combine"} & defined
+        if "forward" in defined and "replay" not in defined:
             cls.replay = Invertible.replay  # type: ignore[method-assign]
-        if changed and "log_det" not in own:
+        if changed and "log_det" not in defined:
             cls.log_det = Invertible.log_det
-        if (changed or "log_det" in own) and "forward_with_log_det" not in own:
+        if (changed or "log_det" in defined) and "forward_with_log_det" not in defined:
             cls.forward_with_log_det = Invertible.forward_with_log_det  # type: ignore[method-assign]
-        if (changed or "uncombine" in own) and "exact" not in own:
+        if (changed or "uncombine" in defined) and "exact" not in defined:
             cls.exact = False
-        if (changed or {"uncombine", "replay"} & own) and "reads_words" not in own:
+        if (changed or {"uncombine", "replay"} & defined) and "reads_words" not in defined:
             cls.reads_words = False
 
     def __init__(self, branch: nn.Module) -> None:
@@ -73,7 +73,10 @@ class Coupling(Invertible):
         raise NotImplementedError(f"{type(self).__name__} must define uncombine(y2, value) -> x1")
 
     def recover(self, y2: Any, value: Tensor) -> Any:
-        """Like :meth:`uncombine`, but may overwrite ``value``; if :meth:`combine` saved nothing."""
+        """Like :meth:`uncombine`, but may overwrite ``value``.
+
+        Called if :meth:`combine` saved nothing.
+        """
         return self.uncombine(y2, value)
 
     def forward(self, x1: Tensor, x2: Tensor, **context: Any) -> State:
@@ -215,7 +218,7 @@ class AffineCoupling(Coupling):
 
     def _log_det_of(self, value: Tensor, x1: Tensor) -> Tensor:
         log_scale, _ = self._split(value, x1)
-        return log_scale.flatten(1).sum(1, dtype=wide(log_scale))
+        return log_scale.flatten(1).sum(1, dtype=log_det_dtype(log_scale))
 
     def combine(self, x1: Tensor, value: Tensor) -> Tensor:
         log_scale, shift = self._split(value, x1)

@@ -27,11 +27,12 @@ from revzoo.core.invertible import (
     plain_call,
 )
 from revzoo.core.modes import mode_of
+from revzoo.layers.streams import log_det_dtype
 
 
 def zero_total(x: Tensor) -> Tensor:
     """The initial sum: zeros ``(B,)``, at least in float32."""
-    return x.new_zeros(len(x), dtype=torch.promote_types(x.dtype, torch.float32))
+    return x.new_zeros(len(x), dtype=log_det_dtype(x))
 
 
 class WithLogDet(Invertible):

@@ -335,8 +335,8 @@ class ReversibleSequence(Invertible):
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
             first = _options_at_end(self, 0)
-            # a tensor without words continues no exact chain: then the pieces are rounded, which
-            # takes less memory than rounding the whole first
+            # Without words the tensor ends no exact chain that the split could join. In mode store
+            # its two pieces are rounded, which takes less memory than rounding the whole.
             if first.grid is not None and fixed_of(state[0]) is None:
                 first = _Options("store", None, None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
@@ -538,18 +538,14 @@ def _options_at_end(step: Step, index: int) -> _Options:
 
 def merged(state: State, last: Step, merge: Merge) -> State:
     """Merge the two streams of ``last`` into one tensor, which joins its chain."""
-    return run_step(_with(_options_at_end(last, -1), merge), state)
-
-
-def _with(options: _Options, edge: Step) -> Step:
-    edge.memory, edge.grid, edge.drift_limit = options
-    return edge
+    merge.memory, merge.grid, merge.drift_limit = _options_at_end(last, -1)
+    return run_step(merge, state)
 
 
 def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options) -> Step:
     """A split or merge that joins the chain of the step whose options it has."""
-    if torch.compiler.is_compiling():  # which does not trace caches
-        return _with(options, kind(dim, parts))
+    if torch.compiler.is_compiling():  # it traces no caches, and records nothing
+        return kind(dim, parts)
     return _edge_in(kind, dim, parts, options)
 
 
@@ -558,7 +554,8 @@ def _edge_in(
     kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options
 ) -> Step:
     # the same object in each call: what a new one reaches would be searched again
-    edge = _with(options, kind(dim, parts))
+    edge = kind(dim, parts)
+    edge.memory, edge.grid, edge.drift_limit = options
     edge.guarded = False
     return edge
 
@@ -607,8 +604,10 @@ def _check_step(i: int, step: object) -> None:
 
 
 def _checked_name(name: str | None) -> str | None:
-    taken = hasattr(nn.ModuleList(), name) if isinstance(name, str) else name is not None
-    if taken or (name is not None and (name.isdigit() or "." in name or not name)):
+    if name is None:
+        return None
+    wrong = not isinstance(name, str) or not name or name.isdigit() or "." in name
+    if wrong or hasattr(nn.ModuleList(), name):
         raise ValueError(
             f"a step got the name {name!r}: expected one without dots that is no number and no "
             "attribute of nn.ModuleList"

@@ -51,6 +51,7 @@ from torch.fx import Proxy
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from revzoo.core.bits import pack_bits
 from revzoo.core.fixedpoint import (
     AUTO,
     Fixed,
@@ -58,7 +59,6 @@ from revzoo.core.fixedpoint import (
     as_floats,
     fixed_of,
     keeps_words,
-    pack_bits,
     put_on_grid_of,
     second_difference,
     undo_second_difference,

@@ -55,7 +55,7 @@ class Streamwise(_OfOneTensor):
         return torch.stack([self.log_det_of(x) for x in state]).sum(0)
 
 
-def wide(x: Tensor) -> torch.dtype:
+def log_det_dtype(x: Tensor) -> torch.dtype:
     """The type of ``x``'s log-determinants: at least float32, since they are sums over an image."""
     return torch.promote_types(x.dtype, torch.float32)
 
@@ -116,7 +116,7 @@ class Joint(_OfOneTensor):
     def at_each_position(self, log_det: Tensor, x: Tensor) -> Tensor:
         """``(B,)``: the log-determinant of one position times their number, e.g. ``H * W``."""
         positions = x[0].numel() // self.size if len(x) else 0
-        return (log_det.to(wide(x)) * positions).expand(len(x))
+        return (log_det.to(log_det_dtype(x)) * positions).expand(len(x))
 
     def extra_repr(self) -> str:
         return f"{self.size}, dim={self.dim}, streams={self.streams}"

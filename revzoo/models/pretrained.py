@@ -133,20 +133,20 @@ def load_weights(
             f"{file.where} holds weights of {file.architecture}, expected {architecture}: create "
             f"{file.architecture!r} instead"
         )
-    own = network.state_dict()
+    expected = network.state_dict()
     tensors = dict(file.tensors)
     if isinstance(network, LibraryNetwork):
-        if not tensors.keys() & own.keys():  # the library's file: its keys lack our prefix
+        if not tensors.keys() & expected.keys():  # the library's file: its keys lack our prefix
             tensors = {f"net.{key}": t for key, t in tensors.items()}
         left_out = tuple(f"net.{head}." for head in AUXILIARY)
-        tensors = {k: t for k, t in tensors.items() if k in own or not k.startswith(left_out)}
-    tensors = missing_counts(own, tensors) | tensors
+        tensors = {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
+    tensors = missing_counts(expected, tensors) | tensors
     _adapt_input(network, tensors)
-    _adapt_positions(network, own, tensors)
+    _adapt_positions(network, expected, tensors)
     if not network.num_classes:  # no classifier: drop the file's
         prefixes = _prefixes(network)
         tensors = {key: t for key, t in tensors.items() if not key.startswith(prefixes)}
-    head = _fresh_head(network, own, tensors)
+    head = _fresh_head(network, expected, tensors)
     if head:
         # no warning: other classes are what the caller asked for
         log.info(
@@ -155,7 +155,7 @@ def load_weights(
             network.num_classes,
         )
     tensors |= head
-    check_fit(own, tensors, file.where)
+    check_fit(expected, tensors, file.where)
     # after the shapes: it needs memory, and a wrong file may be large
     if not allow_nonfinite:
         check_finite(file.tensors, file.where)
@@ -190,12 +190,14 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
     return classes, channels
 
 
-def missing_counts(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def missing_counts(
+    expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
     """BatchNorm's counts for a file from before torch 0.4.1, which has none; torch adds them, too.
 
     Torchvision's weights of ResNets are such files.
     """
-    counts = {key: value for key, value in own.items() if key.endswith(".num_batches_tracked")}
+    counts = {key: value for key, value in expected.items() if key.endswith(".num_batches_tracked")}
     return {} if counts.keys() & tensors.keys() else counts
 
 
@@ -221,12 +223,12 @@ def adapt_positions(positions: Tensor, count: int) -> Tensor:
 
 
 def _adapt_positions(
-    network: ImageNetwork, own: Mapping[str, Tensor], tensors: dict[str, Tensor]
+    network: ImageNetwork, expected: Mapping[str, Tensor], tensors: dict[str, Tensor]
 ) -> None:
     key = network.positions
-    if key is None or key not in own or key not in tensors:
+    if key is None or key not in expected or key not in tensors:
         return
-    positions, (_, count, width) = tensors[key], own[key].shape
+    positions, (_, count, width) = tensors[key], expected[key].shape
     if positions.dim() != 3 or (positions.shape[0], positions.shape[2]) != (1, width):
         return
     old = positions.shape[1]
@@ -235,14 +237,14 @@ def _adapt_positions(
 
 
 def _fresh_head(
-    network: ImageNetwork, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
+    network: ImageNetwork, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """The network's initial classifier, if the file's has another number of classes; else none."""
     weight = tensors.get(f"{network.classifier}.weight")
     # a missing or misshapen classifier is an error of the file, which check_fit reports
     if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
         return {}
-    return {key: value for key, value in own.items() if key.startswith(_prefixes(network))}
+    return {key: value for key, value in expected.items() if key.startswith(_prefixes(network))}
 
 
 def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
@@ -250,21 +252,21 @@ def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
     return tuple(f"{path}." for path in network.classifiers)
 
 
-def check_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
-    """Refuse tensors whose names, shapes or kinds (float or not) differ from a model's ``own``.
+def check_fit(expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> None:
+    """Refuse tensors whose names, shapes or kinds (float or not) differ from the ``expected`` ones.
 
     Raises:
         StateMismatchError: lists them.
     """
-    shared = own.keys() & tensors.keys()
+    shared = expected.keys() & tensors.keys()
     # load_state_dict would convert integers to floats silently
     misshapen = [
-        f"{key} (file: {_kind(tensors[key])}, model: {_kind(own[key])})"
+        f"{key} (file: {_kind(tensors[key])}, model: {_kind(expected[key])})"
         for key in shared
-        if tensors[key].shape != own[key].shape
-        or tensors[key].is_floating_point() != own[key].is_floating_point()
+        if tensors[key].shape != expected[key].shape
+        or tensors[key].is_floating_point() != expected[key].is_floating_point()
     ]
-    missing, unexpected = own.keys() - shared, tensors.keys() - shared
+    missing, unexpected = expected.keys() - shared, tensors.keys() - shared
     if missing or unexpected or misshapen:
         raise StateMismatchError(where, missing=missing, unexpected=unexpected, misshapen=misshapen)
 

@@ -7,14 +7,10 @@ from collections.abc import Iterable
 from functools import cached_property
 from pathlib import Path
 
-from revzoo._checks import did_you_mean, either
-from revzoo.weights.entry import HUB, WeightsEntry, read_entry
+from revzoo._checks import did_you_mean
+from revzoo.weights.entry import WeightsEntry, read_entry
 from revzoo.weights.errors import EntryError, UnknownWeightsError
-from revzoo.weights.hub import CONFIG_FILE
-
-CHECKPOINTS = "checkpoints"  # folder of a run
-BEST = "best.ckpt"
-FILES = (".ckpt", ".safetensors", ".pt", ".pth", ".pt2", ".onnx")
+from revzoo.weights.run_files import CHECKPOINTS
 
 
 class WeightsTable:
@@ -102,57 +98,6 @@ class WeightsTable:
             if not folder.is_dir():
                 raise EntryError(f"{folder} is no folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
-
-
-def resolve_source(source: str | Path) -> str:
-    """Check, without torch, that ``source`` is a file or folder, on the hub, or names weights.
-
-    Returns:
-        ``source``; for the folder of a run, the path of its best checkpoint.
-
-    Raises:
-        UnknownWeightsError: it is none of these; the message lists the known names. Or it is the
-            folder of a run without a best checkpoint.
-    """
-    text, path, names = str(source), Path(source), SHIPPED.names()
-    if best := best_of_run(path):
-        return str(best)
-    if text.startswith(HUB) or text in names:
-        return text
-    if text in {name.partition(".")[0] for name in names}:
-        return text
-    if path.is_dir() and not (path / CONFIG_FILE).is_file():
-        raise UnknownWeightsError(
-            f"{text} holds no run and no weights: expected the folder of a run, with "
-            f"{CHECKPOINTS}/{BEST}, or one of save_pretrained, with {CONFIG_FILE}"
-        )
-    if path.exists():
-        return text
-    if "/" in text or Path(source).suffix in FILES:
-        raise UnknownWeightsError(f"there is no checkpoint {text}: expected the path of a file")
-    raise UnknownWeightsError(
-        f"there are no weights, file or folder {text!r}{did_you_mean(text, names) or '.'} "
-        f"Known are {', '.join(names)}; or give the path of a .ckpt file"
-    )
-
-
-def best_of_run(folder: Path) -> Path | None:
-    """The best checkpoint of a run, whose folder this is; None for anything else.
-
-    Raises:
-        UnknownWeightsError: the run has none.
-    """
-    checkpoints = folder / CHECKPOINTS
-    if not checkpoints.is_dir():
-        # a user may give the folder inside the run's
-        checkpoints = folder
-        if folder.name != CHECKPOINTS or not folder.is_dir():
-            return None
-    if (checkpoints / BEST).is_file():
-        return checkpoints / BEST
-    others = sorted(str(path) for path in checkpoints.glob("*.ckpt"))
-    remedy = f"give another checkpoint, {either(others)}" if others else "it has none at all"
-    raise UnknownWeightsError(f"the run in {folder} has no {CHECKPOINTS}/{BEST}: {remedy}")
 
 
 def matches(name: str, pattern: str) -> bool:

@@ -20,7 +20,8 @@ from revzoo.cli.run.resume import resume
 from revzoo.cli.run.train import train
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop
-from revzoo.training.checkpoint.files import LAST, read_checkpoint
+from revzoo.training.checkpoint.files import read_checkpoint
+from revzoo.weights.run_files import LAST
 
 WORLD = 2
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -437,3 +437,30 @@ def test_an_exact_sequence_in_a_branch_is_as_exact_as_the_step_around_it(outer):
 
     x = torch.randn(4, 16)
     assert_same_training(net(outer), net("store"), x, tolerance=1e-5)
+
+
+def test_an_exact_sequence_in_a_branch_on_complex_streams():
+    """Complex streams have no words, so a step on them is inverted in floating point."""
+
+    class AsReal(nn.Module):
+        def forward(self, x):
+            return torch.view_as_real(x)
+
+    class OnParts(nn.Module):
+        def __init__(self, memory):
+            super().__init__()
+            bounded = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+            self.inner = ReversibleSequence([ReversibleBlock(*bounded)], memory=memory)
+
+        def forward(self, x):
+            parts = self.inner(torch.view_as_real(x).flatten(-2))
+            return torch.view_as_complex(parts.unflatten(-1, (-1, 2)).contiguous())
+
+    def net(memory):
+        torch.manual_seed(0)
+        blocks = [ReversibleBlock(OnParts(memory), OnParts(memory)) for _ in range(2)]
+        return ReversibleSequence(blocks, memory=memory)
+
+    x = torch.randn(4, 8, dtype=torch.complex64)
+    exact, store = (nn.Sequential(net(memory), AsReal()) for memory in ("exact", "store"))
+    assert_same_training(exact, store, x, tolerance=1e-5)

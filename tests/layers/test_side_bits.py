@@ -25,7 +25,8 @@ from revzoo import (
     reversible_blocks,
     set_memory,
 )
-from revzoo.core.fixedpoint import Fixed, Scale, pack_bits, undo_second_difference
+from revzoo.core.bits import pack_bits
+from revzoo.core.fixedpoint import Fixed, Scale, undo_second_difference
 from revzoo.core.reach import reached
 from revzoo.layers.side_bits import SideBits
 from revzoo.profiling.live import LiveMemory

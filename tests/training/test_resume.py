@@ -19,12 +19,12 @@ from revzoo.training.callbacks import checkpoints as keep_module
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
 from revzoo.training.checkpoint.files import (
-    LAST,
     CheckpointError,
     PlainCheckpointIO,
     read_checkpoint,
 )
 from revzoo.training.checkpoint.state import RunState, random_states, set_random_states
+from revzoo.weights.run_files import LAST
 
 NET = {**TINY, "num_classes": 10, "dropout": 0.1}
 BATCHES = 4  # of an epoch; three epochs

@@ -21,7 +21,7 @@ import logging
 import sys
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.weights.table import resolve_source
+from revzoo.weights.source import resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -19,7 +19,7 @@ from revzoo._checks import check_count
 from revzoo._files import file_name
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.commands.list import add_weights_option, weights_table
-from revzoo.weights.table import best_of_run
+from revzoo.weights.run_files import best_of_run
 
 if TYPE_CHECKING:  # torch is imported when the command runs, not for its help
     from revzoo.interop.export import Export

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from revzoo._files import write_together
-from revzoo.weights.table import CHECKPOINTS, resolve_source
+from revzoo.weights.run_files import CHECKPOINTS
+from revzoo.weights.source import resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -82,7 +83,7 @@ def publish(
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
-    from revzoo.training.checkpoint.files import LAST
+    from revzoo.weights.run_files import LAST
 
     path = run_of(checkpoint) / "summary.json"
     if not path.is_file():

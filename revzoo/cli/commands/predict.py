@@ -18,7 +18,7 @@ from pathlib import Path
 from revzoo._checks import check_count
 from revzoo.cli.commands._models import add_saved_bits_option
 from revzoo.cli.config.errors import ConfigError
-from revzoo.weights.table import resolve_source
+from revzoo.weights.source import resolve_source
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -198,16 +198,20 @@ def make_trainer(**options: Any) -> pl.Trainer:
 
 def in_parallel(trainer: Mapping[str, Any]) -> bool:
     """Whether Lightning will wrap the module in ``DistributedDataParallel``."""
+    several = trainer["strategy"] == "auto" and _count_devices(trainer) > 1
+    return trainer["strategy"] == "ddp" or several
+
+
+def _count_devices(trainer: Mapping[str, Any]) -> int:
+    """The number of devices that Lightning will take."""
     devices = trainer.get("devices")
     if devices in ("auto", -1, "-1"):
-        # one on the CPU
-        on_cpu = trainer.get("accelerator") == "cpu"
-        devices = 1 if on_cpu else max(1, CUDAAccelerator.auto_device_count())
-    if isinstance(devices, str):  # "2" is a number, "0,1" are devices
-        listed = [device for device in devices.split(",") if device.strip()]
-        devices = listed if "," in devices else int(devices)
-    several = (devices if isinstance(devices, int) else len(devices or ())) > 1
-    return trainer["strategy"] == "ddp" or (trainer["strategy"] == "auto" and several)
+        return 1 if trainer.get("accelerator") == "cpu" else CUDAAccelerator.auto_device_count()
+    if isinstance(devices, str) and "," in devices:  # indices
+        return sum(bool(index.strip()) for index in devices.split(","))
+    if isinstance(devices, (int, str)):
+        return int(devices)
+    return len(devices or ())
 
 
 def apply_precision(precision: Mapping[str, Any]) -> None:

@@ -41,7 +41,6 @@ from revzoo.data import ImageData
 from revzoo.data.registry import DATA
 from revzoo.models.network import ImageNetwork
 from revzoo.training.callbacks.base import ChecksModel
-from revzoo.training.callbacks.finetune import Finetuning
 from revzoo.training.callbacks.registry import (
     CALLBACKS,
     build_callbacks,
@@ -75,20 +74,17 @@ def check_config(config: Mapping[str, Any]) -> None:
         callbacks = build_callbacks(config["callbacks"], run_dir=Path())
         check_logger(config["logger"])
         check_data(config["data"])
-        check_finetuning(config, network)
+        check_finetuning(config)
         check_compiled(config["callbacks"])
         check_network(callbacks, network)
         if config.get(TUNER) is not None:
             check_tuner(config)
 
 
-def check_finetuning(config: Mapping[str, Any], network: ImageNetwork) -> None:
-    """Check that the model has the parts to unfreeze, and starts from trained weights."""
-    options = config["callbacks"].get("finetuning")
-    if options is None:
+def check_finetuning(config: Mapping[str, Any]) -> None:
+    """Check that a model that is fine-tuned starts from trained weights."""
+    if config["callbacks"].get("finetuning") is None:
         return
-    # raises for parts that the model does not have
-    Finetuning(**options).first_trained(network, epoch=0)
     if not (config["model"].get("pretrained") or config["model"].get("checkpoint_path")):
         raise ConfigError(
             "callbacks.finetuning would freeze random weights: add model.pretrained=true or "
@@ -98,12 +94,14 @@ def check_finetuning(config: Mapping[str, Any], network: ImageNetwork) -> None:
 
 def check_network(callbacks: Sequence[pl.Callback], network: ImageNetwork) -> None:
     """Check that the network has what callbacks need of it."""
+    names = {factory: name for name, factory in CALLBACKS.items()}
     for callback in callbacks:
         try:
             if isinstance(callback, ChecksModel):
                 callback.check_model(network)
         except ValueError as error:
-            raise in_section(f"callbacks, {type(callback).__name__}", error) from error
+            kind = type(callback)
+            raise in_section(f"callbacks.{names.get(kind, kind.__name__)}", error) from error
 
 
 def check_compiled(callbacks: Mapping[str, Any]) -> None:

@@ -194,12 +194,10 @@ def with_libraries(overrides: Sequence[str]) -> list[str]:
     return expanded
 
 
-def _base(name: str, chosen: tuple[str, ...]) -> DictConfig:
-    """The defaults of the chosen options; only read."""
+@cache  # the jobs of a sweep ask again; each takes 0.2 s
+def _packaged_base(name: str, chosen: tuple[str, ...]) -> DictConfig:
+    """The packaged defaults of the chosen options. Callers must not change them."""
     return _composed(name, chosen, with_hydra=False)
-
-
-_kept_base = cache(_base)  # the jobs of a sweep ask again; each takes 0.2 s
 
 
 def _composed(name: str | None, overrides: Sequence[str], *, with_hydra: bool = True) -> DictConfig:
@@ -298,9 +296,10 @@ def _check_overrides(
         check_option(override, loader)
     # without the values of keys: types are compared with the defaults
     chosen = tuple(str(o.input_line) for o in choices if not o.is_sweep_override())
-    # a user may edit other files between two jobs
-    kept = source.folder == CONFIGS and source.extra is None
-    base = (_kept_base if kept else _base)(source.name, chosen)
+    if source.folder == CONFIGS and source.extra is None:
+        base = _packaged_base(source.name, chosen)
+    else:  # a user may edit these files between two jobs
+        base = _composed(source.name, chosen, with_hydra=False)
     for override in ours:
         if override not in choices:
             check_key(override, base, groups, CONFIGS)

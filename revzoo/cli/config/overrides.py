@@ -18,7 +18,7 @@ from typing import Any
 
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override, Quote, QuotedString, RangeSweep
 from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -75,6 +75,19 @@ def parse(overrides: Sequence[str], loader: ConfigLoader | None = None) -> list[
                 + _meant(key, known)
             )
     return parsed
+
+
+def quoted(value: object) -> str:
+    """A value of an override in quotes: Hydra reads it as plain text."""
+    text = str(value).replace("${", "\\${")
+    return QuotedString(text, Quote.single).with_quotes()
+
+
+def quoted_if_needed(value: object) -> str:
+    """A path as a value of an override; in quotes unless Hydra reads it as text anyway."""
+    # with a slash it is no number, no null and no boolean
+    plain = re.fullmatch(r"[\w.-]*/[\w./-]*", str(value), re.ASCII)
+    return str(value) if plain else quoted(value)
 
 
 def _check_range(override: Override, values: RangeSweep) -> None:

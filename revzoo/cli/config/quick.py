@@ -100,7 +100,7 @@ def check_evaluated(config: Mapping[str, Any]) -> None:
     check_names(config, EVAL_KEYS, where="config")
     if config["ckpt"] in (None, "", MISSING):
         raise ConfigError(
-            "ckpt is needed: give ckpt=RUN_DIR/checkpoints/best.ckpt, or weights such as "
+            "ckpt is needed: give the folder of a run, ckpt=RUN_DIR, or weights such as "
             "ckpt=revnet38.cifar10"
         )
 

@@ -13,8 +13,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import command_line, short_path, tool_line
-from revzoo.cli.run.subprocess import quoted_if_needed
 from revzoo.cli.terminal import folded
 from revzoo.data import ImageData
 from revzoo.data.loaders import left_out
@@ -25,9 +25,9 @@ from revzoo.profiling.costs import activation_bytes
 from revzoo.profiling.plan import count_modes
 from revzoo.profiling.twins import meta_twin
 from revzoo.training import Classifier
+from revzoo.training.callbacks.checkpoints import best_figures
 from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import clock, epoch_of
-from revzoo.training.callbacks.registry import best_figures
 from revzoo.training.lightning_compat import callbacks_of
 from revzoo.training.metrics import in_order
 from revzoo.training.tuning.out_of_memory import memory_of

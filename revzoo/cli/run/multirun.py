@@ -21,8 +21,9 @@ from omegaconf import DictConfig
 from revzoo.cli.config.checks import check_config
 from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compose_whole, to_plain
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
+from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import process_of
-from revzoo.cli.run.subprocess import quoted, run_program
+from revzoo.cli.run.subprocess import run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
 

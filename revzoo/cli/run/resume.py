@@ -36,7 +36,7 @@ from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.validate import check_contents, check_parts
 from revzoo.training.distributed import is_first_process
 from revzoo.training.optim.optimizers import OptimSpec
-from revzoo.weights.table import CHECKPOINTS
+from revzoo.weights.run_files import CHECKPOINTS
 
 log = logging.getLogger(__name__)
 

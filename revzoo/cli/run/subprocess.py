@@ -7,7 +7,6 @@ one failure does not end the others. A distributed run starts further processes 
 
 from __future__ import annotations
 
-import re
 import signal
 import subprocess
 from collections.abc import Callable, Sequence
@@ -72,15 +71,3 @@ def run_program(
             process.wait()
         for signum, handler in before.items():
             signal.signal(signum, handler)
-
-
-def quoted(value: object) -> str:
-    """Quote a value of an override, so that Hydra reads it as plain text."""
-    # Hydra's escapes inside single quotes
-    text = str(value).replace("'", "\\'").replace("${", "\\${")
-    return f"'{text}'"
-
-
-def quoted_if_needed(value: object) -> str:
-    """``value`` as :func:`quoted`, or as it is where Hydra reads it as plain text anyway."""
-    return str(value) if re.fullmatch(r"[\w./-]+", str(value), re.ASCII) else quoted(value)

@@ -62,8 +62,8 @@ from revzoo.data import DataError, ImageData
 from revzoo.data.loaders import check_batch_size
 from revzoo.data.state import check_same_classes
 from revzoo.training import Classifier
+from revzoo.training.callbacks.checkpoints import best_checkpoint_path
 from revzoo.training.callbacks.graceful_stop import GracefulStop, RunStopped
-from revzoo.training.callbacks.registry import best_checkpoint_path
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.distributed import end_together, is_first_process

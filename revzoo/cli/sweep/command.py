@@ -53,9 +53,9 @@ def run(args: argparse.Namespace) -> None:
     # before optuna and torch are imported: most mistakes are in the ranges
     check_space(plan.fixed, plan.space)
     load_optuna()
+    from revzoo.cli.config.overrides import quoted_if_needed
     from revzoo.cli.run.lock import locked
     from revzoo.cli.run.multirun import check_started_together
-    from revzoo.cli.run.subprocess import quoted_if_needed
     from revzoo.cli.sweep.search import Search, log_best
     from revzoo.training.callbacks.graceful_stop import RunStopped
 

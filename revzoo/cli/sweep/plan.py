@@ -83,11 +83,11 @@ class Plan:
         write_yaml(self.plain(), folder / PLAN_FILE)
 
 
-def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
+def read_plan(words: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     """The sweep's folder and plan. In the folder of an earlier sweep, only ``trials`` may change.
 
     Args:
-        arguments: the command line without the program's name.
+        words: the command line without the program's name.
         default: the folder, if the command line names none.
 
     Raises:
@@ -95,8 +95,8 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
     """
     names = ("dir", *OPTIONS)
     options: dict[str, Any] = {}
-    searched: list[str] = []
-    for override in parse(arguments):
+    arguments: list[str] = []
+    for override in parse(words):
         if override.key_or_group in names and not override.is_sweep_override():
             # parsed by Hydra: trials=5 is an int, prune=true a bool
             value = override.value()
@@ -110,13 +110,13 @@ def read_plan(arguments: Sequence[str], *, default: Path) -> tuple[Path, Plan]:
                 f"did you mean {meant[0]!r}?"
             )
         else:
-            searched.append(str(override.input_line))
+            arguments.append(str(override.input_line))
     folder = Path(options.pop("dir", default))
     path = folder / PLAN_FILE
     if not path.exists():
-        return folder, Plan(searched, **options)
+        return folder, Plan(arguments, **options)
     recorded = _recorded(path)
-    wanted = {**recorded, "overrides": searched or recorded["overrides"], **options}
+    wanted = {**recorded, "overrides": arguments or recorded["overrides"], **options}
     # the results so far would not compare
     for name, value in wanted.items():
         if name != "trials" and value != recorded.get(name):

@@ -87,10 +87,7 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
         rows.append([trial.number, trial.state.name.lower(), figure, *values, seconds, error])
     with replacing_table(folder / "trials.csv") as file:
         csv.writer(file).writerows(rows)
-    done = [trial for trial in trials if trial.state.name == "COMPLETE"]
-    if done:
-        sign = 1 if plan.direction == "maximize" else -1
-        best = max(done, key=lambda trial: sign * trial.value)
+    if (best := best_of(trials, plan)) is not None:
         description = {
             "trial": best.number,
             "metric": plan.metric,
@@ -99,6 +96,13 @@ def write_results(trials: Sequence[Any], plan: Plan, folder: Path) -> None:
             "command": best_command(best, plan),
         }
         write_yaml(description, folder / "best.yaml")
+
+
+def best_of(trials: Sequence[Any], plan: Plan) -> Any:
+    """The best complete trial; None if there is none."""
+    sign = 1 if plan.direction == "maximize" else -1
+    done = [trial for trial in trials if trial.state.name == "COMPLETE"]
+    return max(done, key=lambda trial: sign * trial.value, default=None)
 
 
 def best_command(best: Any, plan: Plan) -> str:

@@ -14,12 +14,20 @@ from pathlib import Path
 from typing import Any
 
 from revzoo.cli.config.errors import ConfigError
+from revzoo.cli.config.overrides import quoted
 from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.invocation import process_of
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.subprocess import quoted, run_program
+from revzoo.cli.run.subprocess import run_program
 from revzoo.cli.sweep.plan import Plan, load_optuna
-from revzoo.cli.sweep.results import Curve, best_command, figure_of, last_line, write_results
+from revzoo.cli.sweep.results import (
+    Curve,
+    best_command,
+    best_of,
+    figure_of,
+    last_line,
+    write_results,
+)
 from revzoo.cli.sweep.space import Parameter
 
 log = logging.getLogger(__name__)
@@ -162,10 +170,9 @@ def suggest(trial: Any, parameter: Parameter) -> None:
 
 def log_best(search: Search) -> None:
     """Log the best trial's figure, and the command that trains with its parameters."""
-    done = [t for t in search.study.get_trials(deepcopy=False) if t.state.name == "COMPLETE"]
-    if not done:
+    best = best_of(search.study.get_trials(deepcopy=False), search.plan)
+    if best is None:
         log.info("no trial has completed; see %s", search.folder / "trials.csv")
         return
-    best = search.study.best_trial
     log.info("best: trial %d, %s %.6g", best.number, search.plan.metric, best.value)
     log.info("%s", best_command(best, search.plan))

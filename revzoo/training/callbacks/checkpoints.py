@@ -6,6 +6,7 @@ can resume exactly, and it does not save when a signal stops the run.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
@@ -20,11 +21,13 @@ from torch import Tensor
 
 from revzoo._checks import check_number
 from revzoo.training.callbacks.graceful_stop import PATIENCE, stop_requested
-from revzoo.training.checkpoint.files import LAST, was_saved
+from revzoo.training.checkpoint.files import was_saved
 from revzoo.training.checkpoint.resume_point import can_resume_here, is_last_chance
 from revzoo.training.checkpoint.state import RunState
 from revzoo.training.lightning_compat import callbacks_of
-from revzoo.weights.table import CHECKPOINTS
+from revzoo.weights.run_files import CHECKPOINTS, LAST
+
+log = logging.getLogger(__name__)
 
 TIE_BREAKER = "val/loss"
 BEFORE_VALIDATION = 60.0  # seconds of training that are worth saving before a validation
@@ -176,3 +179,28 @@ class BestCheckpoint(ModelCheckpoint):
     def _absolute(self, path: str) -> str:
         assert self.dirpath is not None
         return path and os.path.normpath(os.path.join(self.dirpath, path))  # noqa: PTH118
+
+
+def best_figures(trainer: pl.Trainer) -> dict[str, float]:
+    """The validation figures of the best checkpoint; empty if it was saved without a validation."""
+    best = _saved_best(trainer)
+    return {} if best is None else dict(best.figures)
+
+
+def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
+    """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
+    best = _saved_best(trainer)
+    if best is None:
+        return None
+    path = Path(best.best_model_path)
+    if path.is_file():
+        return path
+    # a user may have removed it during the run
+    log.error("%s is missing: using the last weights instead", path)
+    return None
+
+
+def _saved_best(trainer: pl.Trainer) -> BestCheckpoint | None:
+    """The callback, if it has saved a checkpoint."""
+    callbacks = callbacks_of(trainer, BestCheckpoint)
+    return next((callback for callback in callbacks if callback.best_model_path), None)

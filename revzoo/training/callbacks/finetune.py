@@ -28,7 +28,7 @@ from torch import nn
 
 from revzoo._checks import did_you_mean, is_count
 from revzoo.models.parts import parts
-from revzoo.training.callbacks.base import RestoresAfterFit
+from revzoo.training.callbacks.base import ChecksModel, RestoresAfterFit
 from revzoo.training.callbacks.progress import epoch_of
 
 Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
@@ -36,7 +36,7 @@ Unfreeze = Mapping[int, str] | Sequence[int] | Sequence[tuple[int, str]] | None
 log = logging.getLogger(__name__)
 
 
-class Finetuning(RestoresAfterFit):
+class Finetuning(RestoresAfterFit, ChecksModel):
     """Trains only the classifier first, then more and more of the network below it.
 
     It sets ``requires_grad`` of all of ``pl_module.model``, and unfreezes everything after ``fit``.
@@ -74,6 +74,9 @@ class Finetuning(RestoresAfterFit):
         # the last part is the classifier, which always trains
         return names[min(reached, default=len(names) - 1)]
 
+    def check_model(self, network: nn.Module) -> None:
+        self.first_trained(network, epoch=0)
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Unfreeze every parameter, so that the optimiser, which is built next, gets all of them.
 
@@ -83,8 +86,7 @@ class Finetuning(RestoresAfterFit):
         if stage != "fit":
             return
         network = _network(pl_module)
-        # only for its errors: they should come before training
-        self.first_trained(network, epoch=0)
+        self.check_model(network)
         # max_epochs is -1 or None in a run without an end
         late = [epoch for epoch in self.unfreeze if 0 < (trainer.max_epochs or -1) <= epoch]
         if late:

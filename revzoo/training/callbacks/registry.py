@@ -34,8 +34,7 @@ from revzoo.training.callbacks.private import PrivateTraining
 from revzoo.training.callbacks.progress import Progress
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
-from revzoo.training.lightning_compat import callbacks_of
-from revzoo.weights.table import BEST, CHECKPOINTS
+from revzoo.weights.run_files import BEST, CHECKPOINTS
 
 log = logging.getLogger(__name__)
 
@@ -176,28 +175,3 @@ def _build(name: str, options: Mapping[str, Any], run_dir: Path) -> pl.Callback:
         return factory(*[run_dir] * takes_folder, **options)
     except ValueError as error:
         raise in_section(f"callbacks.{name}", error) from error
-
-
-def best_figures(trainer: pl.Trainer) -> dict[str, float]:
-    """The validation's figures of a trainer's best checkpoint; empty if it had no validation."""
-    best = _best_checkpoint(trainer)
-    return {} if best is None else dict(best.figures)
-
-
-def best_checkpoint_path(trainer: pl.Trainer) -> Path | None:
-    """The best checkpoint of a trainer's run; None if there is none, or its file is missing."""
-    best = _best_checkpoint(trainer)
-    if best is None:
-        return None
-    path = Path(best.best_model_path)
-    if path.is_file():
-        return path
-    # a user may have removed it during the run
-    log.error("%s is missing: using the last weights instead", path)
-    return None
-
-
-def _best_checkpoint(trainer: pl.Trainer) -> BestCheckpoint | None:
-    """The callback, if it has saved a checkpoint."""
-    callbacks = callbacks_of(trainer, BestCheckpoint)
-    return next((callback for callback in callbacks if callback.best_model_path), None)

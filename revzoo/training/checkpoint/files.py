@@ -35,11 +35,11 @@ from revzoo.models.tensors import check_dense, check_finite
 from revzoo.training.distributed import is_first_process
 from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.pickles import MAPPINGS, check_nesting
+from revzoo.weights.run_files import LAST, PREVIOUS
 from revzoo.weights.torch_file import read_torch_file
 
 log = logging.getLogger(__name__)
 
-LAST, PREVIOUS = "last.ckpt", "previous.ckpt"
 TEMPORARY = ".saving"  # suffix of unfinished files
 PLAIN = (str, int, float, bool, type(None), bytes)
 RETRY_AFTER = (1.0, 4.0)  # seconds between the attempts to write a checkpoint

@@ -15,7 +15,7 @@ from revzoo.models.registry import SAVED, change_bits
 from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
 from revzoo.training.classifier import Classifier, data_states, facts_of
 from revzoo.weights.errors import EntryError
-from revzoo.weights.table import resolve_source
+from revzoo.weights.source import resolve_source
 
 EXPORTS = {
     ".pt2": "torch.export.load(FILE).module()(images)",

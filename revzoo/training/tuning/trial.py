@@ -37,7 +37,7 @@ class Trial(Classifier):
     def __init__(self, original: Classifier) -> None:
         if type(original).training_step is not Classifier.training_step:
             raise TypeError(
-                f"{type(original).__name__} has a training_step of its own, which trials do not "
+                f"{type(original).__name__} overrides training_step, which trials do not "
                 "run: expected a Classifier"
             )
         channels_last = bool(original.hparams["channels_last"])

@@ -25,7 +25,8 @@ from revzoo.cli.run.resume import check_same_run, resume
 from revzoo.cli.run.train import train
 from revzoo.training.callbacks import graceful_stop as stop_module
 from revzoo.training.callbacks.graceful_stop import GracefulStop
-from revzoo.training.checkpoint.files import LAST, PREVIOUS, CheckpointError, read_checkpoint
+from revzoo.training.checkpoint.files import CheckpointError, read_checkpoint
+from revzoo.weights.run_files import LAST, PREVIOUS
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 SMALL = (

@@ -17,10 +17,10 @@ import torch
 from small_images import image_folder
 
 from revzoo.cli.config.compose import Source, compose_checked
+from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.invocation import short_path
 from revzoo.cli.main import main
 from revzoo.cli.run.console import LogFormat, _length, _weights, kept_bytes, logged_warnings
-from revzoo.cli.run.subprocess import quoted_if_needed
 from revzoo.cli.run.train import train
 from revzoo.data import Digits
 from revzoo.models import create_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from revzoo.cli.config.errors import ConfigError
-from revzoo.cli.run.subprocess import quoted_if_needed
+from revzoo.cli.config.overrides import quoted_if_needed
 from revzoo.cli.sweep.plan import read_plan
 from revzoo.cli.sweep.space import Parameter, check_space, split_space
 

@@ -10,8 +10,11 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
-from revzoo.training.callbacks.registry import best_checkpoint_path
+from revzoo.training.callbacks.checkpoints import (
+    BestCheckpoint,
+    LastCheckpoint,
+    best_checkpoint_path,
+)
 from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
 from revzoo.training.checkpoint.state import RunState

@@ -9,7 +9,8 @@ import torch
 from small_task import TinyNet, loader, trainer
 
 from revzoo.training import Classifier, build_callbacks
-from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO
+from revzoo.training.checkpoint.files import PlainCheckpointIO
+from revzoo.weights.run_files import LAST
 
 pytestmark = pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
 

@@ -15,7 +15,8 @@ from revzoo.data import Digits
 from revzoo.data.order import PoissonSampler, hash_seed
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.callbacks.private import PrivateTraining, noise_seed
-from revzoo.training.checkpoint.files import LAST, PlainCheckpointIO, read_checkpoint
+from revzoo.training.checkpoint.files import PlainCheckpointIO, read_checkpoint
+from revzoo.weights.run_files import LAST
 
 pytest.importorskip("opacus")
 

@@ -27,12 +27,16 @@ from revzoo.training import (
     build_callbacks,
 )
 from revzoo.training.callbacks import registry
-from revzoo.training.callbacks.checkpoints import BestCheckpoint, LastCheckpoint
+from revzoo.training.callbacks.checkpoints import (
+    BestCheckpoint,
+    LastCheckpoint,
+    best_checkpoint_path,
+)
 from revzoo.training.callbacks.early_stopping import EarlyStopping
 from revzoo.training.callbacks.ema import AveragedWeights
 from revzoo.training.callbacks.graceful_stop import GracefulStop
 from revzoo.training.callbacks.private import PrivateTraining
-from revzoo.training.callbacks.registry import CALLBACKS, ORDER, best_checkpoint_path
+from revzoo.training.callbacks.registry import CALLBACKS, ORDER
 from revzoo.training.callbacks.sample_gradients import GradientNoiseScale, HardSamples
 from revzoo.training.callbacks.side_bits import AnnealedBits
 from revzoo.training.csv_logger import MetricsCSV

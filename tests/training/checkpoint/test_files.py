@@ -17,8 +17,6 @@ import torch
 
 from revzoo.training.checkpoint import files
 from revzoo.training.checkpoint.files import (
-    LAST,
-    PREVIOUS,
     CheckpointError,
     DamagedCheckpoint,
     PlainCheckpointIO,
@@ -26,6 +24,7 @@ from revzoo.training.checkpoint.files import (
     read_last,
     write_checkpoint,
 )
+from revzoo.weights.run_files import LAST, PREVIOUS
 
 ROOT = Path(__file__).parents[3]
 

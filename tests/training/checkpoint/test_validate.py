@@ -14,12 +14,12 @@ from small_task import TINY, trainer
 from revzoo.data import Digits
 from revzoo.training import Classifier, build_callbacks
 from revzoo.training.checkpoint.files import (
-    LAST,
     DamagedCheckpoint,
     PlainCheckpointIO,
     read_checkpoint,
 )
 from revzoo.training.checkpoint.validate import check_contents, check_parts
+from revzoo.weights.run_files import LAST
 
 NET = {**TINY, "num_classes": 10}
 WEIGHT = "model.fc.weight"

@@ -1,0 +1,29 @@
+"""The checkpoints in the folder of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from revzoo._checks import either
+from revzoo.weights.errors import UnknownWeightsError
+
+CHECKPOINTS = "checkpoints"  # their folder
+BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
+
+
+def best_of_run(folder: Path) -> Path | None:
+    """The best checkpoint of a run, whose folder this is; None for anything else.
+
+    Raises:
+        UnknownWeightsError: the run has none.
+    """
+    # a user may give the folder inside the run's
+    run = folder.parent if folder.name == CHECKPOINTS else folder
+    checkpoints = run / CHECKPOINTS
+    if not checkpoints.is_dir():
+        return None
+    if (checkpoints / BEST).is_file():
+        return checkpoints / BEST
+    others = sorted(str(path) for path in checkpoints.glob("*.ckpt"))
+    remedy = f"give another checkpoint, {either(others)}" if others else "it has none at all"
+    raise UnknownWeightsError(f"the run in {run} has no {CHECKPOINTS}/{BEST}: {remedy}")
