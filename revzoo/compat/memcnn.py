@@ -12,8 +12,9 @@ storage of the caller is emptied, so ``x + f(x)`` is right.
 ``keep_input=False``                       memory mode ``invert``
 ``keep_input=True``                        memory mode ``recompute``
 ``disable=True``                           memory mode ``store``
-``num_bwd_passes``, ``preserve_rng_state``  accepted: any number, always
-``implementation_fwd``, ``_bwd``           accepted: there is one
+``num_bwd_passes``                         no effect, any number of backward passes works
+``preserve_rng_state``                     no effect, replays always draw the same numbers
+``implementation_fwd``, ``_bwd``           no effect, there is one implementation
 =========================================  =======================================================
 
 New code should use :class:`~revzoo.ReversibleSequence`, which does not merge and split streams

@@ -13,6 +13,7 @@ audit counts a step on fake tensors instead.
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
 import logging
 import textwrap
@@ -39,7 +40,7 @@ from revzoo.profiling.trace import (
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for, real_twin
-from revzoo.profiling.units import in_one_unit, in_peak
+from revzoo.profiling.units import in_one_unit, peak_note
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -179,12 +180,12 @@ class Report:
         blocks: Sequence[tuple[BlockRow, str]] = (),
         plain: Audit | None = None,
         uncounted: Iterable[str] = (),
-        left_out: Sequence[str] = (),
+        on_host: Sequence[str] = (),
     ) -> None:
         self.model, self.input_shape, self.plain = model, input_shape, plain
         self.audits = {audit.mode: audit for audit in audits}
         self._listed = [self.audits[mode] for mode in in_table_order(self.audits)]
-        self._left_out = left_out  # modes that were not worth counting here
+        self._on_host = on_host  # modes with activations in host memory; not counted
         # each once: most are the same in all modes
         of_modes = itertools.chain.from_iterable(audit.uncounted for audit in audits)
         self.uncounted = [*dict.fromkeys([*uncounted, *of_modes])]
@@ -217,7 +218,7 @@ class Report:
         Raises:
             ValueError: matplotlib is not installed.
         """
-        figure = matplotlib_figure()(layout="constrained")
+        figure = new_figure(layout="constrained")
         series = [audit.series() for audit in self._listed]
         sized = in_one_unit(max(audit.activation_bytes for audit in self._listed))
         peaks: dict[str, int] = {}
@@ -283,16 +284,15 @@ class Report:
         present = self._present
         # one unit for all tables
         sized = in_one_unit(max(audit.peak_bytes for audit in self._listed))
-        extra = present.kinds.get("optimiser")
         yield f"{self.model}, one training step on {shape}"
         yield "kept: activations between the forward and the backward pass"
-        yield f"peak: {in_peak(sized(extra) if extra else '')}"
+        yield peak_note(present.kinds.get("optimiser", 0), sized)
         yield ""
         yield f"{'mode':12}{'kept':>14}{'peak':>14}"
-        for mode in in_table_order([*self.audits, *self._left_out]):
+        for mode in in_table_order([*self.audits, *self._on_host]):
             audit = self.audits.get(mode)
             if audit is None:
-                yield f"{mode:12}keeps as much as store, in host memory: it helps on a GPU only"
+                yield f"{mode:12}keeps {MODES[mode].keeps}: it helps on a GPU only"
                 continue
             kept, peak = sized(audit.kept_bytes), sized(audit.peak_bytes)
             note = "  (the model's mode)" if audit is present and len(self.audits) > 1 else ""
@@ -372,17 +372,28 @@ def _line_of(path: str, rows: Sequence[Converted], sized: Callable[[float], str]
     return textwrap.fill(text, 79, initial_indent="  ", subsequent_indent="    ")
 
 
-def matplotlib_figure() -> Any:
-    """Matplotlib's class ``Figure``. Not pyplot, which would change the caller's backend.
+def check_matplotlib() -> None:
+    """Check that pictures can be drawn.
 
     Raises:
         ValueError: matplotlib is not installed.
     """
     try:
-        from matplotlib.figure import Figure
+        importlib.import_module("matplotlib.figure")
     except ImportError:
         raise ValueError("pictures need matplotlib: pip install matplotlib") from None
-    return Figure
+
+
+def new_figure(**options: Any) -> Figure:
+    """An empty figure of matplotlib. Not pyplot's, which would change the caller's backend.
+
+    Raises:
+        ValueError: matplotlib is not installed.
+    """
+    check_matplotlib()
+    from matplotlib.figure import Figure
+
+    return Figure(**options)
 
 
 def audit(
@@ -425,17 +436,18 @@ def audit(
         raise TypeError(f"modes={modes!r}: expected a list, [{modes!r}]")
     present = present_mode(model)
     wanted = modes_on([p.device for p in model.parameters()]) if modes is None else list(modes)
-    blocks: list[tuple[BlockRow, str]] = []
     for mode in wanted:
         check_choice("modes", mode, MODES)
     if real and any(p.device.type == "meta" for p in model.parameters()):
         raise ValueError("real=True got a model on the meta device: expected one with weights")
+    twin_of: Callable[[nn.Module], nn.Module] = real_twin if real else fake_twin
     audits = []
+    blocks: list[tuple[BlockRow, str]] = []
     plain = None
     with undisturbed(model):
         for mode in dict.fromkeys([present, *wanted]):  # each once, the present setting first
             log.debug("counting a training step in mode %s", mode)
-            twin = real_twin(model) if real else fake_twin(model)  # a step changes it
+            twin = twin_of(model)  # a step changes it
             if mode != present:
                 try:
                     set_memory(twin, mode)
@@ -446,26 +458,36 @@ def audit(
             trace = trace_step(twin, images_for(twin, shape))
             audits.append(Audit(mode, trace, added))
             if mode == present:
-                # the counted step saw other images, so its grids differ: report the model's
-                grids = {row.path: row.grid for row in reversible_blocks(model)}
-                memory = {path: m.memory for path, m in steps_in(twin).items()}
-                blocks = [
-                    (row._replace(grid=grids[row.path]), memory[f"{row.path}.{REVERSIBLE}"])
-                    for row in reversible_blocks(twin)
-                ]
+                blocks = _blocks_of(model, twin)
         if blocks:
-            twin = make_reversible(real_twin(model) if real else fake_twin(model), None)
-            # plain: steps inside the blocks store their activations, too
-            assign_memory([m for m in twin.modules() if isinstance(m, Step)], "store")
+            twin = _plain(twin_of(model))
             plain = Audit("plain", trace_step(twin, images_for(twin, shape)), added)
     spec = getattr(model, "spec", None)
     name = spec.architecture if spec else type(model).__name__
     notes = uncounted_in(model)
-    # no mode fits a model without steps, so there is nothing to leave out
-    left_out = [m for m in MODES if m not in wanted] if modes is None and len(audits) > 1 else []
-    return Report(
-        name, shape, audits, blocks=blocks, plain=plain, uncounted=notes, left_out=left_out
-    )
+    # no mode fits a model without steps, so its report compares none
+    compared = modes is None and len(audits) > 1
+    on_host = [m for m in MODES if MODES[m].on_host and m not in wanted] if compared else []
+    return Report(name, shape, audits, blocks=blocks, plain=plain, uncounted=notes, on_host=on_host)
+
+
+def _blocks_of(model: nn.Module, twin: nn.Module) -> list[tuple[BlockRow, str]]:
+    """The reversible blocks of ``model`` and their memory modes, after a step of its twin."""
+    # the twin saw other images, so its grids differ: report the model's
+    grids = {row.path: row.grid for row in reversible_blocks(model)}
+    memory = {path: step.memory for path, step in steps_in(twin).items()}
+    return [
+        (row._replace(grid=grids[row.path]), memory[f"{row.path}.{REVERSIBLE}"])
+        for row in reversible_blocks(twin)
+    ]
+
+
+def _plain(twin: nn.Module) -> nn.Module:
+    """``twin``, changed to the plain network."""
+    plain = make_reversible(twin, None)
+    # steps inside the blocks store their activations, too
+    assign_memory([m for m in plain.modules() if isinstance(m, Step)], "store")
+    return plain
 
 
 def present_mode(model: nn.Module) -> str:

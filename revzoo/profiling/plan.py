@@ -48,12 +48,15 @@ from revzoo.profiling.trace import (
     undisturbed,
 )
 from revzoo.profiling.twins import fake_twin, images_for
-from revzoo.profiling.units import bytes_from, in_one_unit, in_peak, in_units
+from revzoo.profiling.units import bytes_from, in_one_unit, in_units, peak_note
 
 log = logging.getLogger(__name__)
 
 _RANDOM_STATES = 2**13
 """Bytes of random states and small tensors that a step may keep."""
+
+_COUNTED = 8
+"""Plans that the search for one budget counts."""
 
 _GUESSES = 8
 """Numbers that :func:`largest` tries before it bisects."""
@@ -80,7 +83,7 @@ class Plan(Mapping[str, str]):
             ``invert``; None if no step has an inverse. To use the other, pass ``inverting`` to
             :func:`plan_memory`.
         uncounted: what takes memory that the peak does not count, and why; mostly empty.
-        extra: the bytes of ``extra`` in the peak.
+        extra: bytes in the peak that were added for an optimiser's state and copies of the weights.
     """
 
     modes: dict[str, str]
@@ -108,7 +111,7 @@ class Plan(Mapping[str, str]):
             stages.setdefault(stage, {})[rest] = self.modes[path]
         width = max(map(len, stages), default=0)
         sized = in_one_unit(max(self.peak_bytes, self.budget))
-        lines = [f"peak: {in_peak(sized(self.extra) if self.extra else '')}"]
+        lines = [peak_note(self.extra, sized)]
         for stage, modes in stages.items():
             lines.append(f"{stage:{width}}  {count_modes(list(modes.values()))}")
             if len({*modes.values()}) > 1:
@@ -210,7 +213,7 @@ class Planner:
         room = goal = limit - self._reserve
         # The chain predicts the peak of mixed modes within 1 %, so we count each plan, and
         # search again with less room if it exceeds the goal.
-        for _ in range(8):
+        for _ in range(_COUNTED):
             choices = fastest(self.chain, room)
             if choices is None:
                 break
@@ -320,7 +323,7 @@ class Planner:
         need, fixed = self.least, self.chain.base
         unit = " (with a unit, such as 500MiB)" if limit < 2**20 else ""
         sized = in_one_unit(need)
-        given = in_units(limit) if unit else sized(limit)
+        shown = in_units(limit) if unit else sized(limit)
         remedies = [f"a larger budget{unit}", "a smaller model"]
         if limit > fixed:
             # the share of the activations that fits; they grow with the images' number and area
@@ -331,7 +334,7 @@ class Planner:
                 remedies.insert(1, f"a batch of about {fits}")
         extra = ", input, the optimiser's state and other copies" if self.extra else " and input"
         return (
-            f"budget={given} is less than any plan needs: at least {sized(need)} for "
+            f"budget={shown} is less than any plan needs: at least {sized(need)} for "
             f"an input of {'x'.join(map(str, self.shape))}, of which {sized(fixed)} are "
             f"parameters, gradients{extra}, and {sized(self._reserve)} a reserve for random "
             f"states and the guard; use {either(remedies)}"

@@ -45,17 +45,6 @@ def in_units(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def in_peak(optimiser: str = "") -> str:
-    """What a counted peak includes, in words: the same words in audits, plans and benches.
-
-    Args:
-        optimiser: the bytes that were added for it, in units; empty for none.
-    """
-    if optimiser:
-        return f"weights, gradients, input, activations, and {optimiser} for the optimiser"
-    return "weights, gradients, input and activations; not the optimiser's state"
-
-
 def in_one_unit(largest: float) -> Callable[[float], str]:
     """A function like :func:`in_units` for several sizes: in MiB, or in KiB if ``largest`` is less.
 
@@ -63,3 +52,15 @@ def in_one_unit(largest: float) -> Callable[[float], str]:
     """
     unit, size = _SIZES[1 if largest >= 2**20 else 2]
     return lambda count: f"{'<0.01' if 0 < count < size / 200 else f'{count / size:,.2f}'} {unit}"
+
+
+def peak_note(extra: int = 0, sized: Callable[[float], str] = in_units) -> str:
+    """A line that says what a counted peak includes, the same in audits, plans and benches.
+
+    Args:
+        extra: the bytes that were added for an optimiser's state.
+        sized: formats them.
+    """
+    if extra:
+        return f"peak: weights, gradients, input, activations, and {sized(extra)} for the optimiser"
+    return "peak: weights, gradients, input and activations; not the optimiser's state"

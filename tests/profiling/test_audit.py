@@ -17,7 +17,7 @@ from revzoo.profiling.live import LiveMemory
 from revzoo.profiling.plan import Planner
 from revzoo.profiling.trace import trace_step
 from revzoo.profiling.twins import images_for, real_twin
-from revzoo.profiling.units import in_one_unit, in_peak
+from revzoo.profiling.units import in_one_unit, peak_note
 
 SMALL = {"units": (2, 2, 2)}
 SHAPE = (16, 3, 32, 32)
@@ -290,10 +290,12 @@ def test_a_report_fits_into_80_columns():
 def test_a_report_says_what_its_peak_includes_and_has_the_order_of_the_table():
     """A plan's peak seemed to be comparable, and its modes had another order."""
     lines = str(audit(small(), SHAPE)).splitlines()
-    assert lines[2] == f"peak: {in_peak()}"
+    assert lines[2] == peak_note()
     assert [line.split()[0] for line in lines[5:10]] == [*MODES]
+    told = "offload     keeps every activation, in host memory: it helps on a GPU only"
+    assert lines[6] == told
     with_momentum = str(audit(small(), SHAPE, extra="2MiB", modes=[]))
-    assert f"peak: {in_peak('2.00 MiB')}" in with_momentum
+    assert peak_note(2**21) in with_momentum
     assert "offload" not in with_momentum
 
 

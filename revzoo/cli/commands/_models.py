@@ -18,7 +18,7 @@ SAVED = "saved"  # as in revzoo.models.registry, which imports torch
 
 
 def add_batch_options(parser: argparse.ArgumentParser, *, batch: int) -> None:
-    """Declare ``--batch``, ``--image`` and ``--classes``."""
+    """Declare ``--batch``, ``--image``, ``--classes`` and ``--bits``."""
     parser.add_argument("--batch", type=int, default=batch, help=f"images per step ({batch})")
     parser.add_argument("--image", type=int, help="side of the images in pixels (the model's)")
     parser.add_argument("--classes", type=int, help="classes of the head (the model's)")
@@ -60,24 +60,29 @@ def bits_of(args: argparse.Namespace) -> dict[str, Any]:
     return {} if args.bits is None else {"reversible_bits": args.bits}
 
 
-def model_for(args: argparse.Namespace, name: str, *, memory: str | None = None) -> ImageNetwork:
+def model_for(args: argparse.Namespace, name: str, **keywords: Any) -> ImageNetwork:
     """The model, randomly initialised, on torch's current default device.
+
+    Args:
+        args: the command's.
+        name: of the model.
+        keywords: further keywords of ``create_model``.
 
     Raises:
         ValueError: there is no such model, or it refuses an option.
     """
     from revzoo.models import create_model
 
-    # None leaves the model's own number of classes and mode
-    return create_model(name, num_classes=args.classes, memory=memory, **bits_of(args))
+    # None leaves the model's own number of classes
+    return create_model(name, num_classes=args.classes, **bits_of(args), **keywords)
 
 
 @contextmanager
 def memory_chart(path: Path) -> Iterator[Any]:
     """Yield matplotlib's axes for time against memory, and save the picture."""
-    from revzoo.profiling.audit import matplotlib_figure
+    from revzoo.profiling.audit import new_figure
 
-    figure = matplotlib_figure()(figsize=(7, 4), layout="constrained")
+    figure = new_figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     yield axes
     axes.set(xlabel="peak memory of a step, MiB", ylabel="seconds per step", xlim=(0, None))
@@ -95,9 +100,9 @@ def check_picture(path: Path | None) -> None:
     """
     if path is None:
         return
-    from revzoo.profiling.audit import matplotlib_figure
+    from revzoo.profiling.audit import check_matplotlib
 
-    matplotlib_figure()
+    check_matplotlib()
     check_writable(path)
     from matplotlib.backend_bases import FigureCanvasBase
 

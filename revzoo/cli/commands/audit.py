@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> None:
     """
     import torch
 
-    from revzoo.profiling.audit import audit, matplotlib_figure
+    from revzoo.profiling.audit import audit, check_matplotlib
 
     # what would fail after the count fails before it
     if args.tensorboard:
-        matplotlib_figure()
+        check_matplotlib()
     check_picture(args.plot)
     check_writable(args.csv)
     # a model on meta takes no memory, however large it is

@@ -16,7 +16,7 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import cycle
@@ -72,26 +72,16 @@ def run(args: argparse.Namespace) -> None:
     from revzoo.core.modes import MODES
     from revzoo.profiling.bench import bench
     from revzoo.profiling.plan import PLANNED
-    from revzoo.profiling.units import in_one_unit, in_peak
+    from revzoo.profiling.units import in_one_unit, peak_note
 
     check_picture(args.plot)
     check_writable(args.csv)
     chosen = [] if args.memory is None else [mode.strip() for mode in args.memory.split(",")]
-    plans = [name for name, mode in PLANNED.items() if not mode.bounded]  # without a budget
+    known = [*MODES, *(name for name, mode in PLANNED.items() if not mode.bounded)]
     for mode in chosen:
-        check_choice("--memory", mode, [*MODES, *plans])
-    names = [name for family in args.names for name in with_depths(family, args.depths)]
-    for name in names:  # before the first one is measured
-        if name in (*MODES, *plans):
-            raise ValueError(
-                f"{name} is a memory mode, not a model: separate modes by commas, as in "
-                "--memory store,invert"
-            )
-        with torch.device("meta"):
-            shape_for(args, model_for(args, name))
+        check_choice("--memory", mode, known)
     rows: list[Measured] = []
-    sized: Callable[[float], str] | None = None  # of the peaks, in one unit
-    for name in names:
+    for name in _checked_names(args, known):
         # the same weights and images at each call of the program
         torch.manual_seed(0)
         model = model_for(args, name)
@@ -100,19 +90,10 @@ def run(args: argparse.Namespace) -> None:
         with status_of(name):
             # a function: each mode trains a new model
             measured = bench(lambda: model_for(args, name), name, modes, shape, rounds=args.rounds)  # noqa: B023
-        if sized is None:  # a wrong name or option shows no table
-            sys.stdout.write(f"peak: {in_peak()}\n{HEADER}")
+        if not rows:  # a wrong name or option shows no table
+            sys.stdout.write(f"{peak_note()}\n{HEADER}")
             sized = in_one_unit(max(row.peak_bytes for row in measured))
-        label = name
-        if len(name) > WIDTH:  # on a separate line, so the table fits into 80 columns
-            sys.stdout.write(f"{name}\n")
-            label = ""
-        for row in measured:
-            ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
-            sys.stdout.write(
-                f"{label:{WIDTH}} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
-                f"{row.images_per_second:>9.1f}{sized(row.peak_bytes):>13}\n"
-            )
+        sys.stdout.writelines(_table(name, measured, sized))
         rows += measured
         # the next model may take minutes
         sys.stdout.flush()
@@ -124,6 +105,40 @@ def run(args: argparse.Namespace) -> None:
     if args.plot:
         draw(rows, args.plot)
     show_written(args.csv, args.plot)
+
+
+def _checked_names(args: argparse.Namespace, modes: Iterable[str]) -> list[str]:
+    """The names of the models, all checked before the first one is measured.
+
+    Raises:
+        ValueError: a name is one of ``modes`` or no model, or batch or size are impossible.
+    """
+    import torch
+
+    names = [name for family in args.names for name in with_depths(family, args.depths)]
+    for name in names:
+        if name in modes:
+            raise ValueError(
+                f"{name} is a memory mode, not a model: separate modes by commas, as in "
+                "--memory store,invert"
+            )
+        with torch.device("meta"):
+            shape_for(args, model_for(args, name))
+    return names
+
+
+def _table(name: str, measured: list[Measured], sized: Callable[[float], str]) -> Iterator[str]:
+    """The lines of a model's rows, with their ends; ``sized`` formats the peaks."""
+    label = name
+    if len(name) > WIDTH:  # on a separate line, so the table fits into 80 columns
+        yield f"{name}\n"
+        label = ""
+    for row in measured:
+        ratio = f"{row.ratio:.2f} ({row.low:.2f} to {row.high:.2f})"
+        yield (
+            f"{label:{WIDTH}} {row.memory:10}{row.seconds:>8.3f}{ratio:>21}"
+            f"{row.images_per_second:>9.1f}{sized(row.peak_bytes):>13}\n"
+        )
 
 
 def default_modes(model: ImageNetwork) -> list[str]:

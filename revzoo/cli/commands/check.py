@@ -54,10 +54,10 @@ def _usage(what: str, folder: Path | None) -> str:
     form = "expected revzoo check data DIR, where DIR is a folder of images"
     if what == "data":
         return f"check data: {form}"
-    given = f"check {what}" if folder is None else f"check {what} {folder}"
+    typed = f"check {what}" if folder is None else f"check {what} {folder}"
     if Path(what).is_dir():
-        return f"{given}: {form}; did you mean revzoo check data {what}?"
+        return f"{typed}: {form}; did you mean revzoo check data {what}?"
     return (
-        f"{given}: {form}. To see a model: revzoo info NAME. To check a configuration: "
+        f"{typed}: {form}. To see a model: revzoo info NAME. To check a configuration: "
         "revzoo train ... --cfg job"
     )

@@ -19,9 +19,16 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Iterable
 
 from revzoo.cli.config.errors import ConfigError
 from revzoo.weights.source import resolve_source
+
+# why an evaluation has no such section
+REASONS = {
+    "memory": "; the memory mode does not matter: no activation is kept",
+    "model": "; the model is the checkpoint's, and bits=null makes its blocks plain",
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,29 +43,13 @@ def run(args: argparse.Namespace) -> None:
         ConfigError: a key or an option does not exist.
         UserError: the checkpoint or the data cannot be used, or memory ran out.
     """
-    from revzoo.cli.config.compose import CONFIGS, Source, compose_checked, to_plain
-    from revzoo.cli.config.quick import EVAL_KEYS, check_evaluated
+    from revzoo.cli.config.compose import Source, compose_checked, to_plain
+    from revzoo.cli.config.quick import check_evaluated
     from revzoo.cli.config.yaml_files import run_of
 
     # on standard error: standard output has only the figures
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    for override in args.overrides:
-        key, _, value = override.partition("=")
-        # Hydra would suggest nothing: configs/eval.yaml has no such group
-        if key == "model":
-            raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
-        section = key.lstrip("+").partition(".")[0]
-        if (CONFIGS / section).is_dir() and section not in EVAL_KEYS:
-            why = {
-                "memory": "; the memory mode does not matter: no activation is kept",
-                "model": "; the model is the checkpoint's, and bits=null makes its blocks plain",
-            }
-            raise ConfigError(
-                f"{override}: expected one of the keys of an evaluation, {', '.join(EVAL_KEYS)}"
-                + why.get(section, "")
-            )
-        if "=" not in override and not override.startswith("~"):
-            raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")
+    _check_keys(args.overrides)
     config = to_plain(compose_checked(args.overrides, Source("eval")))
     # wrong keys and names are refused before torch is imported
     check_evaluated(config)
@@ -74,3 +65,26 @@ def run(args: argparse.Namespace) -> None:
     # the figures are means over all processes
     if is_first_process():
         sys.stdout.write("".join(f"{name} {value:.4f}\n" for name, value in figures.items()))
+
+
+def _check_keys(overrides: Iterable[str]) -> None:
+    """Refuse what a user of revzoo train would write; Hydra would suggest nothing.
+
+    Raises:
+        ConfigError: an override has another form or key.
+    """
+    from revzoo.cli.config.compose import CONFIGS
+    from revzoo.cli.config.quick import EVAL_KEYS
+
+    for override in overrides:
+        key, _, value = override.partition("=")
+        if key == "model":
+            raise ConfigError(f"{override}: expected ckpt={value}, which names a trained model")
+        section = key.lstrip("+").partition(".")[0]
+        if (CONFIGS / section).is_dir() and section not in EVAL_KEYS:
+            raise ConfigError(
+                f"{override}: expected one of the keys of an evaluation, {', '.join(EVAL_KEYS)}"
+                + REASONS.get(section, "")
+            )
+        if "=" not in override and not override.startswith("~"):
+            raise ConfigError(f"{override}: expected KEY=VALUE; did you mean ckpt={override}?")

@@ -10,7 +10,6 @@ Prints the configuration files themselves. Set values as GROUP.OPTION=VALUE.
 from __future__ import annotations
 
 import argparse
-import re
 import shutil
 import sys
 import textwrap
@@ -18,6 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from revzoo._checks import check_choice
+from revzoo.cli.commands._yaml_comments import wrapped
 from revzoo.cli.config.signatures import with_bases
 
 
@@ -34,12 +34,11 @@ def run(args: argparse.Namespace) -> None:
     """
     folder = Path(str(files("revzoo.configs")))
     if not args.group:
-        width = shutil.get_terminal_size().columns
-        rows = [textwrap.fill(g, width, subsequent_indent=" " * 12) for g in groups(folder)]
-        listed = "\n".join(rows)
+        listed = "\n".join(groups(folder))
         sys.stdout.write(f"{listed}\n\nrevzoo options GROUP shows the options of a group\n")
         return
-    shown = [_wrapped(text) for name in args.group for text in texts(folder, name)]
+    width = shutil.get_terminal_size().columns
+    shown = [wrapped(text, width) for name in args.group for text in texts(folder, name)]
     sys.stdout.write("\n".join(shown))
 
 
@@ -52,9 +51,23 @@ def choices(folder: Path) -> dict[str, list[str]]:
     }
 
 
-def groups(folder: Path) -> list[str]:
-    """A line for each group."""
-    return [f"{name:12}{', '.join(names)}" for name, names in choices(folder).items()]
+def groups(folder: Path, *, margin: int = 0) -> list[str]:
+    """A line for each group, wrapped to the terminal.
+
+    Args:
+        folder: of the groups.
+        margin: columns to leave free on both sides.
+    """
+    column = 12  # of the choices
+    return [
+        textwrap.fill(
+            f"{name:{column}}{', '.join(names)}",
+            shutil.get_terminal_size().columns - margin,
+            initial_indent=" " * margin,
+            subsequent_indent=" " * (margin + column),
+        )
+        for name, names in choices(folder).items()
+    ]
 
 
 def texts(folder: Path, name: str) -> list[str]:
@@ -80,61 +93,3 @@ def texts(folder: Path, name: str) -> list[str]:
         + path.read_text().replace("# @package _global_\n", "")
         for path in paths
     ]
-
-
-def _wrapped(text: str) -> str:
-    """YAML with its comments wrapped to the terminal; each line of a comment begins with #."""
-    width = shutil.get_terminal_size().columns
-    lines: list[str] = []
-    for line in _joined(text.splitlines(), width):
-        lines += [line] if len(line) <= width else _folded(line, width)
-    return "\n".join([*lines, ""])
-
-
-def _joined(lines: list[str], width: int) -> list[str]:
-    """Lines of YAML; a comment that is too long takes in the lines that continue it.
-
-    Then it is wrapped as one paragraph, not line by line.
-    """
-    joined: list[str] = []
-    for line in lines:
-        words = re.match(r"# (\S.*)", line)
-        before = joined[-1] if joined else ""
-        # a sentence goes on in small letters, or it has not ended
-        goes_on = words and (re.match(r"[a-z0-9(]", words[1]) or re.search(r"(,| [a-z]+)$", before))
-        if words and goes_on and re.match(r"# \S", before) and len(before) > width:
-            joined[-1] = f"{before} {words[1]}"
-        else:
-            joined.append(line)
-    return joined
-
-
-def _folded(line: str, width: int) -> list[str]:
-    """The lines of a line of YAML that is too long, by the kind of its comment."""
-    if command := re.fullmatch(r"(\s*#\s\s+)(\S.*?)(?:\s+# (.*))?", line):
-        # a command stays whole, so that it can be copied
-        margin = f"{command[1]}  "
-        return [command[1] + command[2], *_filled(margin + (command[3] or ""), width, margin)]
-    comment = re.search(r"(^|(?<=\s))# ", line)
-    if comment is None:
-        return [line]
-    start = comment.start()
-    if start <= width // 2:
-        return _filled(line, width, f"{' ' * start}# ")
-    # beside a long value the column would be narrow: above it
-    margin = " " * (len(line) - len(line.lstrip())) + "# "
-    return [*_filled(margin + line[comment.end() :], width, margin), line[:start].rstrip()]
-
-
-def _filled(line: str, width: int, margin: str) -> list[str]:
-    """The line, wrapped; further lines begin with ``margin``. Nothing for an empty margin."""
-    # no-break spaces keep `quoted words` and numbers with their % together
-    glued = re.sub(r"`[^`]*`|\d %", lambda match: match[0].replace(" ", "\xa0"), line)
-    lines = textwrap.wrap(
-        glued,
-        width,
-        subsequent_indent=margin,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return [row.replace("\xa0", " ") for row in lines if row.strip() != margin.strip()]

@@ -83,9 +83,10 @@ def publish(
 def _summary(checkpoint: Path) -> dict[str, float]:
     """The figures of the run's test, if it tested this checkpoint."""
     from revzoo.cli.config.yaml_files import run_of
+    from revzoo.cli.run.folder import SUMMARY_FILE
     from revzoo.weights.run_files import LAST
 
-    path = run_of(checkpoint) / "summary.json"
+    path = run_of(checkpoint) / SUMMARY_FILE
     if not path.is_file():
         return {}
     summary = json.loads(path.read_text())

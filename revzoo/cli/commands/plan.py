@@ -1,7 +1,7 @@
 """``revzoo plan NAME --budget 4GiB``: the fastest memory mode of each step within a budget.
 
---fit finds the largest batch, image or depth instead, by trying several, beginning with --batch
-or --image or the model's depth. A run makes its own plan.
+--fit searches for the largest batch, image or depth that fits. It tries several, starting from
+--batch, --image or the model's depth. A run makes its own plan.
 
     revzoo plan revnet104 --budget 4GiB --batch 64 --image 224
     revzoo plan revnet110 --budget 1GiB --fit batch
@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from revzoo._checks import check_choice
 from revzoo._files import check_writable, write_atomically
 from revzoo.cli.commands._models import (
     add_batch_options,
-    bits_of,
     check_picture,
     check_side,
     memory_chart,
@@ -34,9 +33,125 @@ if TYPE_CHECKING:
     from revzoo.profiling.chain import Outcome
     from revzoo.profiling.plan import Plan, Planner
 
-FITS = ("batch", "image", "depth")
+Shape = tuple[int, int, int, int]
+"""Of a batch of images."""
+
 DEEPEST = 8
 """The greatest depth that ``--fit depth`` tries, in multiples of the network's own."""
+
+
+class Fit:
+    """What ``--fit`` searches for; this one is the number of images in a batch.
+
+    Args:
+        args: the command's.
+        shape: of the batch where the search starts.
+    """
+
+    name = "batch"
+    option: str | None = "--batch"
+    """The option that sets the value; None without one."""
+    power = 1
+    """The need for memory is linear in this power of the value."""
+
+    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
+        self.args, self.shape = args, shape
+        self.start = shape[0]
+        self.most = 2**20
+
+    def keywords(self, value: int) -> dict[str, Any]:
+        """The keywords of ``create_model`` that set the value."""
+        return {}
+
+    def batch_shape(self, value: int) -> Shape:
+        """The shape of a batch for the value."""
+        return value, *self.shape[1:]
+
+    def shown(self, value: int) -> str:
+        """The value in messages."""
+        return str(value)
+
+    def need(self, value: int) -> int | None:
+        """The smallest budget for the value, in bytes; None if the model refuses the value."""
+        import torch
+
+        from revzoo.profiling.plan import Planner
+
+        shape = self.batch_shape(value)
+        try:
+            with torch.device("meta"):
+                model = model_for(self.args, self.args.name, **self.keywords(value))
+            # raises for sides that the model does not take
+            check_side(model, shape[2], "--image")
+        except ValueError:
+            return None
+        # clock=False: only bytes matter, so no step is timed
+        return Planner(model, shape, inverting=self.args.memory, clock=False).least
+
+
+class FitImage(Fit):
+    """The side of the images."""
+
+    name = "image"
+    option = "--image"
+    power = 2
+
+    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
+        super().__init__(args, shape)
+        self.start = shape[2]
+
+    def keywords(self, value: int) -> dict[str, Any]:
+        # the shapes of some weights depend on the size
+        return {"img_size": value} if hasattr(_row(self.args.name), "img_size") else {}
+
+    def batch_shape(self, value: int) -> Shape:
+        images, channels, _, _ = self.shape
+        return images, channels, value, value
+
+
+class FitDepth(Fit):
+    """The depth: the row's ``depth``, or the length of the longest stage.
+
+    Raises:
+        ValueError: the model has one depth.
+    """
+
+    name = "depth"
+    option = None
+
+    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
+        super().__init__(args, shape)
+        row = _row(args.name)
+        if not (hasattr(row, "depth") or hasattr(row, "units")):
+            raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
+        self._units: Sequence[int] | None = None if hasattr(row, "depth") else row.units
+        self.start = row.depth if self._units is None else max(self._units)
+        # inverted steps keep so little that thousands may fit; planning those takes hours
+        self.most = DEEPEST * self.start
+
+    def keywords(self, value: int) -> dict[str, Any]:
+        if self._units is None:
+            return {"depth": value}
+        # all stages grow in proportion
+        return {"units": tuple(max(1, round(u * value / self.start)) for u in self._units)}
+
+    def batch_shape(self, value: int) -> Shape:
+        return self.shape
+
+    def shown(self, value: int) -> str:
+        """The value as ``create_model`` takes it: ``units=(3, 3, 4)``."""
+        units = self.keywords(value).get("units")
+        return str(value) if units is None else f"units={units}"
+
+
+FITS = {fit.name: fit for fit in (Fit, FitImage, FitDepth)}
+
+
+def _row(name: str) -> Any:
+    """The model's row in its table."""
+    from revzoo.models.registry import MODELS
+
+    return MODELS[name.partition(".")[0]].variant
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +221,7 @@ def run(args: argparse.Namespace) -> None:
     show_written(args.save, args.plot)
 
 
-def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
+def _usage(args: argparse.Namespace, shape: Shape) -> str:
     """How to use the plan."""
     saved = (
         f'or the saved one:  revzoo.set_memory(model, json.load(open("{args.save}")))\n'
@@ -117,7 +232,7 @@ def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
     if args.memory:
         budget += f',\n{" " * 45}inverting="{args.memory}"'
     return (
-        f"in Python:         plan = revzoo.plan_memory(model, {tuple(shape)}, {budget})\n"
+        f"in Python:         plan = revzoo.plan_memory(model, {shape}, {budget})\n"
         f"                   revzoo.set_memory(model, plan)\n{saved}"
         f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}"
         + (f" \\\n                       memory.inverting={args.memory}" if args.memory else "")
@@ -125,7 +240,7 @@ def _usage(args: argparse.Namespace, shape: Sequence[int]) -> str:
     )
 
 
-def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str:
+def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
     """A sentence with the largest batch, image or depth that has a plan, and how to see the plan.
 
     Raises:
@@ -135,110 +250,44 @@ def _largest(args: argparse.Namespace, budget: int, shape: Sequence[int]) -> str
     from revzoo.profiling.units import in_one_unit
 
     sized = in_one_unit(budget)
-    start, least_of = _needs(args, shape)
+    fit = FITS[args.fit](args, shape)
     needs: dict[int, int | None] = {}
-    option = "" if args.fit == "depth" else f" (--{args.fit})"
+    option = f" ({fit.option})" if fit.option else ""
     # to standard error, also without a terminal: the search takes minutes
     sys.stderr.write(
-        f"looking for the largest {args.fit}, beginning with {_shown(args, start)}{option}\n"
+        f"looking for the largest {fit.name}, beginning with {fit.shown(fit.start)}{option}\n"
     )
 
     def need(value: int) -> int | None:
         if value not in needs:  # a call takes seconds
-            with status_of(f"{args.name}, {args.fit} {_shown(args, value)}"):
-                needs[value] = least_of(value)
+            with status_of(f"{args.name}, {fit.name} {fit.shown(value)}"):
+                needs[value] = fit.need(value)
         return needs[value]
 
-    # inverted steps keep so little that thousands may fit; planning those takes hours
-    most = DEEPEST * start if args.fit == "depth" else 2**20
-    power = 2 if args.fit == "image" else 1
-    value = largest(need, budget, start=start, power=power, most=most)
+    value = largest(need, budget, start=fit.start, power=fit.power, most=fit.most)
     taken = {v: count for v, count in needs.items() if count is not None}
     if value is None:
         smallest = min(taken, default=None)
         tried = (
-            f"the smallest tried, {_shown(args, smallest)}, needs {sized(taken[smallest])}"
+            f"the smallest tried, {fit.shown(smallest)}, needs {sized(taken[smallest])}"
             if smallest is not None
             else "the model takes none of the values tried"
         )
         raise ValueError(
-            f"no {args.fit} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
+            f"no {fit.name} of {args.name} fits --budget={args.budget}: {tried}. Use a larger "
             "budget or a smaller model"
         )
-    shown, needed = _shown(args, value), f"{sized(taken[value])} without the optimiser's state"
-    if value == most:
-        return f"{shown}, the largest {args.fit} of {args.name} that was tried, needs {needed}"
-    found = f"the largest {args.fit} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
-    if args.fit == "depth":
-        return found
-    given = {"batch": shape[0], "image": shape[2], args.fit: value}
-    given |= {name: getattr(args, name) for name in ("classes", "bits", "memory")}
-    options = " ".join(f"--{name} {v}" for name, v in given.items() if v is not None)
-    return f"{found}\nits plan: revzoo plan {args.name} --budget {args.budget} {options}"
-
-
-def _needs(
-    args: argparse.Namespace, shape: Sequence[int]
-) -> tuple[int, Callable[[int], int | None]]:
-    """The first value of the search, and a function from a value to its smallest budget.
-
-    None if the model refuses the value; the search skips it.
-    """
-    import torch
-
-    from revzoo.models import create_model
-    from revzoo.profiling.plan import Planner
-
-    row, fit = _row(args), args.fit
-    if fit == "depth" and not (hasattr(row, "depth") or hasattr(row, "units")):
-        raise ValueError(f"--fit depth: {args.name} has one depth; expected batch or image")
-    batch, channels, side, _ = shape
-
-    def least(value: int) -> int | None:
-        options = _options(args, value)
-        images, pixels = value if fit == "batch" else batch, value if fit == "image" else side
-        try:
-            with torch.device("meta"):
-                changed = create_model(
-                    args.name, num_classes=args.classes, **bits_of(args), **options
-                )
-            # raises for sides that the model does not take
-            check_side(changed, pixels, "--image")
-        except ValueError:
-            return None
-        batch_shape = (images, channels, pixels, pixels)
-        # clock=False: only bytes matter, so no step is timed
-        return Planner(changed, batch_shape, inverting=args.memory, clock=False).least
-
-    if fit == "depth":
-        return row.depth if hasattr(row, "depth") else max(row.units), least
-    return batch if fit == "batch" else side, least
-
-
-def _row(args: argparse.Namespace) -> Any:
-    """The model's row in its table."""
-    from revzoo.models.registry import MODELS
-
-    return MODELS[args.name.partition(".")[0]].variant
-
-
-def _options(args: argparse.Namespace, value: int) -> dict[str, Any]:
-    """The keywords with which ``create_model`` builds the model for a value of the search."""
-    row = _row(args)
-    if args.fit == "image" and hasattr(row, "img_size"):  # its weights depend on the size
-        return {"img_size": value}
-    if args.fit == "depth" and hasattr(row, "depth"):
-        return {"depth": value}
-    if args.fit == "depth":
-        # all stages grow in proportion; the value is the length of the longest
-        return {"units": tuple(max(1, round(u * value / max(row.units))) for u in row.units)}
-    return {}
-
-
-def _shown(args: argparse.Namespace, value: int) -> str:
-    """A value of the search as ``create_model`` takes it: ``units=(3, 3, 4)``."""
-    units = _options(args, value).get("units")
-    return str(value) if units is None else f"units={units}"
+    shown, needed = fit.shown(value), f"{sized(taken[value])} without the optimiser's state"
+    if value == fit.most:
+        return f"{shown}, the largest {fit.name} of {args.name} that was tried, needs {needed}"
+    sentence = f"the largest {fit.name} of {args.name} in {sized(budget)}: {shown}, needs {needed}"
+    if not fit.option:
+        return sentence
+    images, _, side, _ = fit.batch_shape(value)
+    options = {"batch": images, "image": side}
+    options |= {name: getattr(args, name) for name in ("classes", "bits", "memory")}
+    typed = " ".join(f"--{name} {v}" for name, v in options.items() if v is not None)
+    return f"{sentence}\nits plan: revzoo plan {args.name} --budget {args.budget} {typed}"
 
 
 def draw(planner: Planner, plan: Plan, pures: Mapping[str, Outcome], path: Path) -> None:

@@ -25,9 +25,7 @@ A run that cannot work ends with one or two lines and status 1, and leaves no fi
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
-import textwrap
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,14 +67,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--shell-completion", "-sc", action="store_true", help="install=SHELL or uninstall=SHELL")
     add("--run", "-r", action="store_true", help=argparse.SUPPRESS)
     add("--experimental-rerun", help=argparse.SUPPRESS)
-    parser.epilog = "groups:\n" + "\n".join(_groups())
-
-
-def _groups() -> list[str]:
     # argparse wraps its own text, not an epilog
-    width = shutil.get_terminal_size().columns - 2
-    lines = groups(Path(str(files("revzoo.configs"))))
-    return [textwrap.fill(f"  {line}", width, subsequent_indent=" " * 14) for line in lines]
+    lines = groups(Path(str(files("revzoo.configs"))), margin=2)
+    parser.epilog = "groups:\n" + "\n".join(lines)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -34,14 +34,14 @@ from revzoo.training.tuning.out_of_memory import memory_of
 
 log = logging.getLogger(__name__)
 
-NUMBERS = {
+PRECISION_NAMES = {
     "32-true": "float32",
     "64-true": "float64",
     "16-mixed": "float16 autocast",
     "bf16-mixed": "bfloat16 autocast",
-}  # the Trainer's names of precisions, in words
+}  # by the Trainer's names
 COUNTED = 2  # images of the counted step, on the meta device
-MANY = 0.05  # share of the training images that an epoch may leave out without a word
+LEFT_OUT_SHARE = 0.05  # of the training images that an epoch may leave out without a word
 
 
 class LogFormat(logging.Formatter):
@@ -152,7 +152,7 @@ def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
     if callbacks_of(trainer, PrivateTraining):
         return ""
     count = left_out(data.batch_size, data.train_count, trainer.world_size)
-    if count <= MANY * data.train_count:
+    if count <= LEFT_OUT_SHARE * data.train_count:
         return ""
     share = f"{100 * count / data.train_count:.0f} %"
     return f"each epoch leaves out {count:,} ({share}), too few for a batch of {data.batch_size}"
@@ -161,7 +161,11 @@ def _left_out(trainer: pl.Trainer, data: ImageData) -> str:
 def _length(trainer: pl.Trainer, max_time: object) -> str:
     """What ends the run: ``"30 epochs or 2,000 steps"``, whichever comes first."""
     epochs, steps = trainer.max_epochs or -1, trainer.max_steps  # -1 for no limit
-    limits = [_epochs(epochs)] * (epochs > 0) + [f"{steps:,} steps"] * (steps > 0)
+    limits = []
+    if epochs > 0:
+        limits.append(_epochs(epochs))
+    if steps > 0:
+        limits.append(f"{steps:,} steps")
     return " or ".join(limits) or f"{max_time} of time"
 
 
@@ -173,10 +177,9 @@ def _device(config: Mapping[str, Any], trainer: pl.Trainer) -> Iterator[str]:
     device = trainer.strategy.root_device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     yield f"{trainer.world_size} x {name}" if trainer.world_size > 1 else name
-    yield (
-        # tf32 goes with float32 only, see check_precision
-        "TensorFloat-32" if config["precision"]["tf32"] else NUMBERS[config["precision"]["trainer"]]
-    )
+    precision = config["precision"]
+    # tf32 goes with float32 only, see check_precision
+    yield "TensorFloat-32" if precision["tf32"] else PRECISION_NAMES[precision["trainer"]]
     threads = torch.get_num_threads()
     yield f"{threads} thread{'s' * (threads > 1)}"
 
@@ -217,7 +220,7 @@ def log_result(
 
     Args:
         trainer: the run's, after training.
-        figures: the last ones of the validation, and of the test.
+        figures: the last figures of the validation and of the test.
         seconds: of the training.
         run_dir: the run's folder.
         best: the best checkpoint; None without one, then the figures are the last weights'.

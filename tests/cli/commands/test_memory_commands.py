@@ -14,7 +14,7 @@ from revzoo.cli.main import main
 from revzoo.core.modes import DEVICE_MODES, MODES
 from revzoo.profiling.audit import audit
 from revzoo.profiling.bench import bench
-from revzoo.profiling.units import bytes_from, in_peak
+from revzoo.profiling.units import bytes_from, peak_note
 
 SMALL = ["revnet38", "--batch", "8"]
 
@@ -41,7 +41,7 @@ def test_bench_chooses_modes_that_the_network_takes(capsys):
     options = ["--batch", "2", "--image", "32", "--rounds", "2"]
     main(["bench", "torchvision:resnet18", "--bits", "4", *options])
     included, header, name, *rows = capsys.readouterr().out.splitlines()
-    assert included == f"peak: {in_peak()}"
+    assert included == peak_note()
     assert name == "torchvision:resnet18"  # longer than its column
     assert [row.split()[0] for row in rows] == ["store", "exact", "auto"]
     assert {len(row) for row in rows} == {len(header)} == {79}
@@ -104,7 +104,7 @@ def test_a_plan_has_one_unit_and_one_order_of_modes(capsys):
     main(["plan", *SMALL, "--budget", "2GiB"])
     title, included, *lines = capsys.readouterr().out.splitlines()
     assert title == "revnet38, one training step on 8x3x32x32"
-    assert included == f"peak: {in_peak()}"
+    assert included == peak_note()
     table = lines[lines.index("for comparison, every step in one mode") + 1 :][:4]
     assert [line.split()[0] for line in table] == [*DEVICE_MODES]
     (peak,) = (line for line in lines if line.startswith("peak "))
@@ -141,7 +141,7 @@ def test_the_search_for_a_depth_ends(capsys, monkeypatch):
 )
 def test_a_depth_is_shown_as_a_model_takes_it(name, value, shown):
     """It was the number of units of the longest stage, smaller than the depth in the name."""
-    assert plan._shown(Namespace(name=name, fit="depth"), value) == shown
+    assert plan.FitDepth(Namespace(name=name), (8, 3, 32, 32)).shown(value) == shown
 
 
 @pytest.mark.parametrize(
