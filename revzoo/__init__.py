@@ -4,6 +4,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+__version__ = "0.1.0"
+
 # A wheel holds revzoo/configs; in a checkout configs/ lies beside the package.
 # `revzoo.configs` is importable in both.
 _here = Path(__file__).parent

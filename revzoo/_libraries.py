@@ -75,9 +75,12 @@ def check_library_name(name: str) -> None:
 def unknown_name(name: str) -> str:
     """The message for a name that its library does not list."""
     library, _, own = name.partition(":")
+    names = declared_names(library)
+    longer = [f"{library}:{n}" for n in names if n.startswith(own)]
+    meant = longer or [f"{library}:{n}" for n in names]
     return (
         f"there is no model {name!r}: expected {library}:NAME, {_SEE.format(library)}"
-        + did_you_mean(own, declared_names(library), n=3)
+        + did_you_mean(name, meant, n=3)
     )
 
 

@@ -20,6 +20,7 @@ from itertools import groupby
 from types import FrameType
 from typing import NamedTuple, Protocol
 
+from revzoo import __version__
 from revzoo._checks import did_you_mean
 from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
@@ -175,6 +176,9 @@ def _command(arguments: list[str]) -> str:
         usage="revzoo COMMAND ...",
         epilog="commands:\n" + "\n".join(lines) + "\n\nrevzoo COMMAND --help shows its arguments",
         formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    overview.add_argument(
+        "--version", action="version", version=__version__, help="show the version and exit"
     )
     # no choices=...: argparse suggests no near name before Python 3.14
     overview.add_argument("command", metavar="COMMAND", help=argparse.SUPPRESS)

@@ -159,7 +159,8 @@ def common_size(paths: Sequence[str], skipped: SkippedFiles | None = None) -> in
         if width != height:
             raise DataError(
                 f"{path} has {width}x{height} pixels: expected a square; "
-                "set data.image_size to a side in pixels to resize and crop the images to it"
+                "set data.image_size to a side in pixels to resize and crop the images to it, "
+                "such as data.image_size=64"
             )
         return width
     raise DataError(f"none of {len(paths)} images can be read, such as {paths[0]}")

@@ -21,6 +21,7 @@ from revzoo.data.decode import open_image
 from revzoo.data.errors import DataError
 
 SPLITS = ("train", "val", "test")
+VOLUMES = (".npy", ".npz", ".nii", ".nii.gz", ".dcm", ".mha", ".nrrd")
 _LAYOUT = (
     "expected ROOT/train/CLASS/*.jpg, optionally with ROOT/val/ and ROOT/test/ of the same classes"
 )
@@ -99,8 +100,12 @@ def _check_same_classes(root: Path, split: str, first: str, classes: list[str]) 
     if missing or extra:
         raise DataError(
             f"{root.absolute() / split} and {root.absolute() / first} have different classes; "
-            f"missing from {split}: {shortened(missing)}; only in {split}: {shortened(extra)}. "
-            "Give every split the same class folders"
+            + "; ".join(
+                f"only in {where}: {shortened(names)}"
+                for where, names in ((first, missing), (split, extra))
+                if names
+            )
+            + ". Give every split the same class folders"
         )
 
 
@@ -112,6 +117,15 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
         if not paths
     ]
     if empty:
+        volumes = any(
+            path.name.endswith(VOLUMES) for name in empty for path in Path(name).iterdir()
+        )
+        if volumes:
+            raise DataError(
+                f"no images in {shortened(empty)}, only volumes: the data sets read images of two "
+                "dimensions. For volumes, write a data set and train in a script of your own: "
+                "docs/how-to/volumes.md"
+            )
         raise DataError(
             f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "
             "or remove the folder from every split"

@@ -154,7 +154,8 @@ class Redo:
 
     def _warn_of(self, error: RangeError) -> None:
         if not self._warned and self.module.trainer.is_global_zero:
-            log.warning("evaluating on multiples of 2**-%d: %s", error.grid, _reason(error))
+            what = f"evaluating on a coarser grid, multiples of 2**-{error.grid}; figures are valid"
+            log.warning("%s: %s", what, _reason(error))
         self._warned = True
 
     def _failure(self, loss: Tensor, run: Callable[[Tensor], None]) -> Failure | None:

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from small_weights import change, small, write_entry
 
+import revzoo
 from revzoo.cli import invocation
 from revzoo.cli.main import COMMANDS, interruptible_imports, main
 
@@ -268,3 +270,10 @@ def test_help_fits_in_80_columns(
     assert [line for line in lines if len(line) > 80] == []
     # a line that is not indented is wrapped with its neighbours
     assert [line for line in lines if line.startswith("revzoo ") and " revzoo " in line] == []
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"{revzoo.__version__}\n" == f"{version('revzoo')}\n"

@@ -67,16 +67,23 @@ def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
         scan(root)
 
 
+def test_volumes_are_named(make_folder: MakeFolder) -> None:
+    root = make_folder({"train": {"cat": 2, "dog": 0}})
+    (root / "train" / "dog" / "scan.nii.gz").touch()
+    with pytest.raises(DataError, match=r"no images in .*/train/dog, only volumes: .*volumes\.md"):
+        scan(root)
+
+
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_splits_must_agree_on_their_classes(make_folder: MakeFolder, split: str) -> None:
     root = make_folder({"train": {"ant": 1, "cat": 1}, split: {"cat": 1, "dog": 1}})
-    with pytest.raises(DataError, match=f"missing from {split}: ant; only in {split}: dog"):
+    with pytest.raises(DataError, match=f"only in train: ant; only in {split}: dog"):
         scan(root)
 
 
 def test_a_split_with_missing_classes_is_refused_with_their_names(make_folder: MakeFolder) -> None:
     root = make_folder({"train": {"ant": 1, "cat": 1}, "test": {"cat": 1}})
-    with pytest.raises(DataError, match="missing from test: ant; only in test: none"):
+    with pytest.raises(DataError, match=r"different classes; only in train: ant\. Give"):
         scan(root)
 
 

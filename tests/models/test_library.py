@@ -173,6 +173,15 @@ def test_names_that_no_library_lists(name):
         Classifier(check_model_options({"name": name}))
 
 
+def test_suggested_networks_can_be_copied():
+    """Names that begin as the given one go first, with the library."""
+    pytest.importorskip("torchvision")
+    with pytest.raises(ValueError, match=r"did you mean 'torchvision:resnet1\d+'"):
+        revzoo.create_model("torchvision:resnet19")
+    with pytest.raises(ValueError, match=r"did you mean 'torchvision:vit_b_\d+' or 'torchvision:vit_b_"):
+        revzoo.create_model("torchvision:vit_b")
+
+
 def test_checkpoints_may_name_networks_alone():
     assert check_model_options({"name": "torchvision:resnet18", "num_classes": 3})
     with pytest.raises(CheckpointError, match=r"model.name is refused"):

@@ -23,7 +23,7 @@ from hydra.errors import HydraException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from revzoo._checks import expected_type, nearest, shortened
+from revzoo._checks import either, expected_type, nearest, shortened
 from revzoo._libraries import library_hint
 from revzoo.cli.config.errors import ConfigError, one_line
 from revzoo.cli.config.signatures import with_bases
@@ -112,9 +112,14 @@ def _parse_error(text: str, reason: str) -> str:
     """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
     if text and "=" not in text:
         return f"{text}: expected KEY=VALUE"
-    # an unquoted space: the shell passes the rest as another argument
-    if any(text.count(a) > text.count(b) for a, b in ("{}", "[]", "()")):
-        return f"{text} is cut off: quote the whole argument for the shell, 'KEY={{a: 1, b: 2}}'"
+    for opening, closing in ("{}", "[]", "()"):
+        if text.count(opening) > text.count(closing):
+            return (
+                f"{text}: a {opening} is not closed. If a space follows, quote the whole argument "
+                "for the shell, 'KEY={a: 1, b: 2}'"
+            )
+    if text.endswith(","):
+        return f"{text}: expected another value after the comma"
     if text.count("=") > 1 and '"' not in text:
         reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
     elif "choice(" in text and "NoneType" in reason:
@@ -173,6 +178,10 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, section) if section else None
+    # data.root=DIR in an evaluation, whose data is the checkpoint's
+    if section in known and node is None and (having := _options_with(leaf, folder / section)):
+        listed = either(f"{section}={name}" for name in having)
+        return f", as {section} is null; add {listed}"
     # callbacks.ema.decay=0.9 while callbacks.ema is null
     if section in known and node is None:
         return f", as {section} is null; give '{section}={{{leaf}: {value}}}', in quotes"

@@ -21,6 +21,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
+from revzoo import __version__
 from revzoo._files import check_regular, write_atomically
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
@@ -138,8 +139,8 @@ def record_session(run_dir: Path, *, overrides: Sequence[str], from_step: int) -
 
 
 def versions() -> dict[str, str]:
-    """Versions of the libraries that a run's figures depend on."""
-    return {name: version(name) for name in LIBRARIES}
+    """Versions of this package and the libraries that a run's figures depend on."""
+    return {"revzoo": __version__} | {name: version(name) for name in LIBRARIES}
 
 
 def git_state() -> dict[str, Any] | None:

@@ -70,8 +70,8 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.learning_rate=1", r"\(there is name, lr, .*\); \+optim\.learning_rate=VALUE adds"),
         ("model.checkpoint_path=a.ckpt", r"\+model\.checkpoint_path=VALUE adds another"),
         ("trainer.lr=1", r"did you mean 'optim\.lr'"),
-        ("callbacks.early_stopping={patience:", "is cut off: quote the whole argument"),
-        ("optim.lr=tag(log,", "is cut off: quote the whole argument"),
+        ("callbacks.early_stopping={patience:", r"a \{ is not closed\. .*quote the whole argument"),
+        ("optim.lr=tag(log,", r"a \( is not closed"),
         ("optim.lr=choic(1,2)", "Unknown function 'choic'"),
         ("optim.lr=interval(a,2)", "'interval\\(a,2\\)': .* start: str is incompatible"),
         ("callbacks.ema=choice(null,{decay: 0.9})", "takes no null; .* 'KEY=null,VALUE'$"),
@@ -91,13 +91,20 @@ def test_a_key_may_be_added_to_a_section() -> None:
         ("optim.nesterov=3", "optim.nesterov=3: expected true or false"),
         ("seed=true", "seed=True: expected a whole number"),
         ("seed", "^seed: expected KEY=VALUE$"),
-        ("model=[1", r"^model=\[1 is cut off: quote"),
+        ("model=[1", r"^model=\[1: a \[ is not closed"),
+        ("optim.lr=0.1,0.2,", "expected another value after the comma"),
     ],
 )
 def test_bad_overrides_are_refused(override: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         compose_checked([override])
     assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_option_of_a_group_without_a_choice_names_the_choices() -> None:
+    message = "as data is null; add data=cifar10, .* or data=imagefolder$"
+    with pytest.raises(ConfigError, match=message):
+        compose_checked(["ckpt=RUN", "data.root=DIR"], Source("eval"))
 
 
 def test_numbers_and_words_that_fit_pass() -> None:

@@ -64,7 +64,10 @@ def test_the_best_trial_is_logged_and_recorded(
     assert kept["parameters"] == {"optim.lr": float(best["optim.lr"])}
     command = command_line("train", "trainer=cpu", "seed=3", f"optim.lr={best['optim.lr']}")
     assert kept["command"] == command
-    assert caplog.messages[0] == f"trial 0 starts; its log: {tmp_path / '0000.log'}"
+    assert caplog.messages[:2] == [
+        f"{tmp_path}: 4 trials, to maximize val/acc",
+        f"trial 0 starts; its log: {tmp_path / '0000.log'}",
+    ]
     assert caplog.messages[-1] == command
     assert "seed=3" in (tmp_path / "0000" / "config.yaml").read_text().splitlines()
 
