@@ -5,7 +5,7 @@
 Signatures, attributes and ``state_dict`` keys are MemCNN's. The mechanism is revzoo's, with these
 improvements: branches are evaluated once in the backward pass, statistics count a
 batch once, dropout draws the same mask, ``autograd.grad`` and any number of backward passes work,
-hooks on ``Fm`` and ``Gm`` run, the backward pass runs under the forward pass's autocast, and no
+hooks run, the backward pass runs under the forward pass's autocast, and no
 storage of the caller is emptied, so ``x + f(x)`` is right.
 
 =========================================  =======================================================
@@ -23,15 +23,15 @@ between blocks.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
-from revzoo.core.calls import calls_only_forward
 from revzoo.core.checkpoint import checkpoint
 from revzoo.core.invertible import Step
 from revzoo.core.invertible_checkpoint import invertible_checkpoint
@@ -58,6 +58,7 @@ class _Coupling(nn.Module):
 
     Fm: nn.Module
     Gm: nn.Module
+    _memory = "store"  # a wrapper chooses another mode for its call
 
     def __init__(
         self,
@@ -83,7 +84,7 @@ class _Coupling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(self.implementation_fwd)
-        return cast(Tensor, self.block("store")(x))
+        return cast(Tensor, self.block(self._memory)(x))
 
     def inverse(self, y: Tensor) -> Tensor:
         self._check(self.implementation_bwd)
@@ -233,11 +234,11 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable:
             return _unpacked(fn(*xin))
         directions = type(fn).forward, getattr(type(fn), "inverse", None)
-        # with hooks, or another forward or inverse, a coupling is a module like any other
-        if directions == (_Coupling.forward, _Coupling.inverse) and calls_only_forward(fn):
+        # with another forward or inverse, a coupling is a module like any other
+        if directions == (_Coupling.forward, _Coupling.inverse) and "forward" not in vars(fn):
             # as a sequence it inverts and replays one branch at a time, not both
-            fn._check(fn.implementation_fwd)
-            return fn.block(self.memory)(*xin)
+            with _in_mode(fn, self.memory):
+                return fn(*xin)
         if self.keep_input:  # needs no inverse
             return _unpacked(checkpoint(fn, *xin))
         return _unpacked(invertible_checkpoint(fn, self._inverse(), *xin))
@@ -249,6 +250,16 @@ class InvertibleModuleWrapper(nn.Module):
         if self.keep_input_inverse:
             return _unpacked(checkpoint(inverse, *yin))
         return _unpacked(invertible_checkpoint(inverse, self._fn, *yin))  # roles exchanged
+
+
+@contextlib.contextmanager
+def _in_mode(coupling: _Coupling, memory: str) -> Iterator[None]:
+    """A context in which calls of the coupling run in a memory mode."""
+    coupling._memory = memory
+    try:
+        yield
+    finally:
+        del coupling._memory
 
 
 class ReversibleBlock(InvertibleModuleWrapper):

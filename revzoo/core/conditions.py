@@ -158,6 +158,11 @@ class Conditions:
         return self._tensors.restores_buffers
 
     @property
+    def may_stop(self) -> bool:
+        """Whether each tensor has its values when autograd saves it: a replay may stop there."""
+        return not any(reach.fills_late for reach in self._reaches)
+
+    @property
     def has_lazy_layers(self) -> bool:
         """Whether the forward pass may create parameters or buffers of torch's lazy layers."""
         return self._tensors.has_lazy_layers

@@ -119,7 +119,7 @@ class Entry:
         self._aside: SavedState | None = None
         # if code may read running statistics, the batch norm must update them in the replay, too
         self.memos: Memos | None = None if self.conditions.restores_buffers else {}
-        self.stops = stops and step.early_stop
+        self.stops = stops and step.early_stop and self.conditions.may_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:

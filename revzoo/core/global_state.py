@@ -108,10 +108,11 @@ class RandomStates:
             if not any(torch.equal(state, expected) for expected in known):
                 raise RuntimeError(
                     "a replay did not draw the random numbers of its forward pass: several "
-                    "threads drew at once, or a branch draws only in one of the two; expected one "
-                    "thread at a time. Put a lock around the threads' forward and backward passes, "
-                    "give each thread's branches their own torch.Generator, use processes, or "
-                    "memory='store'"
+                    "threads drew at once, a branch draws only in one of the two, or it draws as "
+                    "many numbers as its values decide (RReLU), which memory='invert' rounds. "
+                    "Remedy for threads: a lock around their forward and backward passes, a "
+                    "torch.Generator for each, or processes. For the rest: memory='exact', "
+                    "'recompute' or 'store'"
                 )
 
 

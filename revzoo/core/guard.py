@@ -470,8 +470,8 @@ def _explain(comparison: _Comparison, error: float, worst: float) -> str:
             "Causes: streams in a narrow type (keep float32 weights, and train under "
             "torch.autocast(device, torch.bfloat16)), a branch that amplifies (normalise it; lower "
             "the learning rate if the training diverges) or is not deterministic, a wrong inverse "
-            "(see revzoo.check_inverse()). Remedy: "
-            f"{comparison.step.instead_of_inverse}"
+            "(see revzoo.check_inverse()) or one that draws random numbers in another order. "
+            f"Remedy: {comparison.step.instead_of_inverse}"
         )
     return what + remedy
 
@@ -480,9 +480,9 @@ def _explain_lost(comparison: _Comparison, ratio: float) -> str:
     return (
         f"{comparison.name}: a channel of recomputed stream {comparison.samples.stream} is off by "
         f"{ratio:.2g} of its spread (limit {math.sqrt(comparison.limit):.2g}). It is nearly "
-        "constant in the forward pass, so recomputed it is mostly rounding errors, which a "
-        "normalisation amplifies: the gradients are wrong. Causes: pruned filters, dead channels, "
-        f"streams of zeros. Remedy: {comparison.step.instead_of_inverse}"
+        "constant in the forward pass, so recomputed it is mostly rounding errors. If a "
+        "normalisation amplifies them, the gradients are wrong. Causes: pruned filters, dead "
+        f"channels, streams of zeros. Remedy: {comparison.step.instead_of_inverse}"
     )
 
 

@@ -49,6 +49,9 @@ _NORMALIZE = frozenset(
     ("batch_norm", "instance_norm", "native_batch_norm", "batch_norm_update_stats")
 )
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE
+# Functions that fill a tensor after autograd has saved it: a replay that stops there would read it
+# unfilled. In evaluation they never fill it, so it cannot be compared either.
+_FILL_LATE = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
     "_modules",
@@ -142,6 +145,7 @@ class Reach:
         "changes_unseen",
         "draws",
         "enclosing",
+        "fills_late",
         "generators",
         "lists",
         "locks",
@@ -182,6 +186,9 @@ class Reach:
             + [place.get(key) for place, key, _ in self.tensors]
         )
         self.names = search.names
+        self.fills_late = not _FILL_LATE.isdisjoint(names) or any(
+            isinstance(m, nn.RReLU) for m in self._members
+        )
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)

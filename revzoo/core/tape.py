@@ -47,9 +47,9 @@ NOTE [ Slots and the tape ]
        activation of the outer step: a slot of the outer step holds it, and is filled when the outer
        step is replayed. So memory does not grow with the number of outer steps.
    10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares the last three tensors. A
-       rounded reconstruction is replayed to the end, since the guard compares the reconstructed
-       input.
+       of that entry. So its replay stops there, and the guard compares the last three tensors. If
+       its streams have rounding errors, it is replayed to the end, and the guard compares its
+       input or output: a saved tensor may be all rounding error, such as the mean of a normed one.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -85,6 +85,7 @@ from revzoo.core.slots import (
     graph_is_kept,
     in_forward,
     outside_recordings,
+    replayed_inexactly,
     unpack,
 )
 from revzoo.core.tensors import tensors_of, version_of
@@ -124,8 +125,9 @@ def record(
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    # rule 10: in floating point a reconstructed step runs to the end, for the guard
-    stops = not tape.entries and (not inverts or not drift_limit)
+    # rule 10
+    rounded = inverts or replayed_inexactly()
+    stops = not tape.entries and not (rounded and drift_limit)
     entry = Entry(step, state, context, drift_limit, inverts=inverts, stops=stops)
     if entry.conditions.has_lazy_layers:
         warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)

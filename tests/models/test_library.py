@@ -178,7 +178,7 @@ def test_suggested_networks_can_be_copied():
     pytest.importorskip("torchvision")
     with pytest.raises(ValueError, match=r"did you mean 'torchvision:resnet1\d+'"):
         revzoo.create_model("torchvision:resnet19")
-    with pytest.raises(ValueError, match=r"did you mean 'torchvision:vit_b_\d+' or 'torchvision:vit_b_"):
+    with pytest.raises(ValueError, match=r"mean 'torchvision:vit_b_\d+' or 'torchvision:vit_b_"):
         revzoo.create_model("torchvision:vit_b")
 
 

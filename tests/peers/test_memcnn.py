@@ -538,6 +538,23 @@ def test_a_couplings_hooks_run(keep):
     torch.testing.assert_close(values[0], values[1])
 
 
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_hook_that_only_looks_changes_nothing(keep):
+    """It led to one step with the coupling's inverse, which draws dropout in another order."""
+    torch.manual_seed(0)
+    branches = [nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.3)) for _ in range(2)]
+    wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(*branches), keep_input=keep)
+    gradients = []
+    for hook in (None, lambda *_: None):
+        if hook is not None:
+            wrapper._fn.register_forward_hook(hook)
+        torch.manual_seed(1)
+        x = torch.randn(6, 8, requires_grad=True)
+        wrapper(x).square().sum().backward()
+        gradients.append(x.grad)
+    assert torch.equal(*gradients)
+
+
 def test_values_are_not_rounded_to_a_grid():
     """They were, as in mode exact, also where nothing is inverted."""
     zero = nn.Linear(4, 4)
