@@ -488,7 +488,7 @@ def test_a_tensor_that_is_filled_after_it_was_saved(mode, training, limit):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda size: nn.GroupNorm(2, size)])
+@pytest.mark.parametrize("norm", [nn.LayerNorm, lambda size: nn.GroupNorm(1, size)])
 def test_a_recomputed_step_in_an_inverted_one(norm, dtype):
     """The mean that a second norm saves is nothing but rounding error."""
 
@@ -497,9 +497,11 @@ def test_a_recomputed_step_in_an_inverted_one(norm, dtype):
         inner = AdditiveCoupling(nn.Sequential(norm(4), norm(4), nn.Linear(4, 4)))
         inner.memory = memory if memory == "store" else "recompute"
         sequence = ReversibleSequence([inner], memory=None)
-        outer = AdditiveCoupling(nn.Sequential(nn.Linear(8, 8), sequence))
-        outer.memory = memory
-        return ReversibleSequence([outer], memory=None).to(dtype)
+        outer = [AdditiveCoupling(nn.Sequential(nn.Linear(8, 8), sequence))]
+        outer.append(AdditiveCoupling(nn.Linear(8, 8)))
+        for step in outer:
+            step.memory = memory
+        return ReversibleSequence(outer, memory=None).to(dtype)
 
     x = torch.randn(4, 16, dtype=dtype)
     assert_same_training(net("invert"), net("store"), x, tolerance=1e-5)
