@@ -141,7 +141,7 @@ def load_weights(
         left_out = tuple(f"net.{head}." for head in AUXILIARY)
         tensors = {k: t for k, t in tensors.items() if k in expected or not k.startswith(left_out)}
     tensors = missing_counts(expected, tensors) | tensors
-    _adapt_input(network, tensors)
+    _adapt_input(network, tensors, file.where)
     _adapt_positions(network, expected, tensors)
     if not network.num_classes:  # no classifier: drop the file's
         prefixes = _prefixes(network)
@@ -201,11 +201,17 @@ def missing_counts(
     return {} if counts.keys() & tensors.keys() else counts
 
 
-def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor]) -> None:
+def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) -> None:
     key = f"{network.input_layer}.weight"
     weight = tensors.get(key)
     # other shapes stay as they are: check_fit names them
     if weight is not None and weight.dim() == 4 and weight.shape[1] not in (0, network.in_chans):
+        log.info(
+            "%s is for images of %d channels: the first layer is adapted to %d",
+            where,
+            weight.shape[1],
+            network.in_chans,
+        )
         tensors[key] = adapt_channels(weight, network.in_chans)
 
 

@@ -79,7 +79,8 @@ def test_other_classes_start_the_classifier_afresh_and_load_the_rest(table, capl
 
 
 @pytest.mark.parametrize("channels", [1, 2, 4, 7])
-def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels):
+def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels, caplog):
+    caplog.set_level("INFO", logger="revzoo")
     model = create_model("revnet38", pretrained=True, in_chans=channels, table=table)
     reference = small(in_chans=channels)
     reference.load_state_dict(
@@ -92,6 +93,7 @@ def test_other_image_channels_adapt_the_stem_and_load_the_rest(table, channels):
     if channels in (1, 3):
         assert torch.allclose(ours, theirs, atol=1e-5)
     assert 0.3 < ours.std() / theirs.std() < 3
+    assert f"is for images of 3 channels: the first layer is adapted to {channels}" in caplog.text
 
 
 def test_one_channel_is_the_sum_and_more_are_repeated_at_the_same_scale():
