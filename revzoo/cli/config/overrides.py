@@ -271,5 +271,6 @@ def check_changes(overrides: Sequence[str]) -> None:
             raise ConfigError(
                 f"{override}: a resumed run keeps its configuration; only memory=MODE may change, "
                 "with memory.bytes=BUDGET for memory=budget, and precision=NAME with "
-                "--allow-precision-change. Start a new run for the rest"
+                "--allow-precision-change. Start a new run for the rest; "
+                "+model.checkpoint_path=RUN/checkpoints/last.ckpt starts it from these weights"
             )
