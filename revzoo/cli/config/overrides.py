@@ -85,9 +85,11 @@ def quoted(value: object) -> str:
 
 def quoted_if_needed(value: object) -> str:
     """A path as a value of an override; in quotes unless Hydra reads it as text anyway."""
-    # with a slash it is no number, no null and no boolean
-    plain = re.fullmatch(r"[\w.-]*/[\w./-]*", str(value), re.ASCII)
-    return str(value) if plain else quoted(value)
+    text = str(value)
+    # with a slash, or a letter at its start, it is no number
+    plain = re.fullmatch(r"[\w.-]*/[\w./-]*|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE)
+    is_word = text.lower() in ("null", "true", "false", "nan", "inf")
+    return text if plain and not is_word else quoted(text)
 
 
 def _check_range(override: Override, values: RangeSweep) -> None:

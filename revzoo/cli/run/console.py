@@ -267,6 +267,8 @@ def _commands(
     if any(isinstance(logger, pl.loggers.TensorBoardLogger) for logger in trainer.loggers):
         yield "curves", tool_line("tensorboard", "--logdir", short_path(run_dir))
     if best:
-        yield "predict", f"{command_line('predict', short_path(best))} IMAGES"
+        # the folder stands for its best checkpoint
+        run = short_path(run_dir)
+        yield "predict", f"{command_line('predict', run)} IMAGES"
         split = [] if has_test else ["split=val"]  # revzoo eval takes the test split by default
-        yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(short_path(best))}", *split)
+        yield "evaluate", command_line("eval", f"ckpt={quoted_if_needed(run)}", *split)

@@ -60,7 +60,7 @@ def test_a_run_logs_its_description_and_its_figures(
     assert "best checkpoint" in opening["test"]
     assert opening["curves"].endswith(f"tensorboard --logdir {tmp_path / 'run'}")
     assert shutil.which(opening["curves"].split()[0])  # an existing program
-    assert opening["predict"].endswith("best.ckpt IMAGES")
+    assert opening["predict"].endswith(f"predict {tmp_path / 'run'} IMAGES")
     assert all(len(line) <= 71 for line in lines if str(tmp_path) not in line)
 
 
@@ -215,7 +215,11 @@ def test_the_length_of_a_run(epochs: int | None, steps: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "path", ["a=1 b", "x,y", "run(1)", "it's", "r[2]", "r{3}", "${p}", "~r", "é", "plain/best.ckpt"]
+    "path",
+    [
+        *("a=1 b", "x,y", "run(1)", "it's", "r[2]", "r{3}", "${p}", "~r", "é", "plain/best.ckpt"),
+        *("run", "2026", "1e3", "1_0", "null", "True", "Nan", r"a\'b", "a\\", "2026/1"),
+    ],
 )
 def test_a_printed_override_gives_the_path_again(path: str) -> None:
     """Hydra reads many signs of a path in its own way."""
