@@ -16,7 +16,7 @@ import argparse
 import csv
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import cycle
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     show_written(args.csv, args.plot)
 
 
-def _checked_names(args: argparse.Namespace, modes: Iterable[str]) -> list[str]:
+def _checked_names(args: argparse.Namespace, modes: Sequence[str]) -> list[str]:
     """The names of the models, all checked before the first one is measured.
 
     Raises:

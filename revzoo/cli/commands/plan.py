@@ -40,6 +40,92 @@ DEEPEST = 8
 """The greatest depth that ``--fit depth`` tries, in multiples of the network's own."""
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    parser.add_argument("name", help="a model, e.g. revnet38")
+    parser.add_argument("--budget", required=True, help="bytes of a training step, such as 4GiB")
+    add_batch_options(parser, batch=64)
+    parser.add_argument(
+        "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
+    )
+    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits")
+    parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
+    parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Print the plan, or the largest batch, image or depth that fits.
+
+    Raises:
+        ValueError: model, mode, batch or size do not exist; the budget is wrong or too small.
+    """
+    import torch
+
+    from revzoo.core.modes import INVERTING
+    from revzoo.profiling.plan import Planner
+    from revzoo.profiling.units import bytes_from, in_one_unit
+
+    if args.fit and (args.save or args.plot):
+        raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
+    if args.memory is not None:
+        check_choice("--memory", args.memory, INVERTING)
+    # a wrong budget is refused before the model is built
+    budget = bytes_from(args.budget)
+    check_picture(args.plot)
+    check_writable(args.save, makes_folders=True)
+    with torch.device("meta"):
+        model = model_for(args, args.name)
+    shape = shape_for(args, model)
+    if args.fit:
+        sys.stdout.write(f"{_largest(args, budget, shape)}\n")
+        return
+    with status_of(args.name):
+        planner = Planner(model, shape, inverting=args.memory)
+        if args.memory not in (None, *planner.modes):
+            raise ValueError(
+                f"--memory {args.memory}: no step of {args.name} has an inverse; leave it out, or "
+                "make the network reversible with --bits 4"
+            )
+        plan = planner.plan(budget)
+        pures = planner.pures()
+    size = "x".join(map(str, shape))
+    sys.stdout.write(
+        f"{args.name}, one training step on {size}\n{plan}\n\n"
+        "for comparison, every step in one mode\n"
+    )
+    sized = in_one_unit(max(plan.budget, *(pure.peak for pure in pures.values())))
+    for mode, pure in pures.items():
+        note = "" if mode in planner.modes else f"  (to plan with it: --memory {mode})"
+        sys.stdout.write(f"{mode:12}{sized(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
+    sys.stdout.write(f"\n{_usage(args, shape)}\n")
+    if args.save:
+        write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
+    if args.plot:
+        sys.stdout.flush()  # the picture needs more plans
+        with status_of(args.plot.name):
+            draw(planner, plan, pures, args.plot)
+    show_written(args.save, args.plot)
+
+
+def _usage(args: argparse.Namespace, shape: Shape) -> str:
+    """How to use the plan."""
+    saved = (
+        f'or the saved one:  revzoo.set_memory(model, json.load(open("{args.save}")))\n'
+        if args.save
+        else ""
+    )
+    budget = f'"{args.budget}"'
+    if args.memory:
+        budget += f',\n{" " * 45}inverting="{args.memory}"'
+    return (
+        f"in Python:         plan = revzoo.plan_memory(model, {shape}, {budget})\n"
+        f"                   revzoo.set_memory(model, plan)\n{saved}"
+        f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}"
+        + (f" \\\n                       memory.inverting={args.memory}" if args.memory else "")
+        + "\n                   (plans anew, with the optimiser's state)"
+    )
+
+
 class Fit:
     """What ``--fit`` searches for; this one is the number of images in a batch.
 
@@ -152,92 +238,6 @@ def _row(name: str) -> Any:
     from revzoo.models.registry import MODELS
 
     return MODELS[name.partition(".")[0]].variant
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments."""
-    parser.add_argument("name", help="a model, e.g. revnet38")
-    parser.add_argument("--budget", required=True, help="bytes of a training step, such as 4GiB")
-    add_batch_options(parser, batch=64)
-    parser.add_argument(
-        "--memory", metavar="MODE", help="the mode of inverted steps: invert or exact"
-    )
-    parser.add_argument("--fit", choices=FITS, help="find the largest one that fits")
-    parser.add_argument("--save", type=Path, help="write the plan as JSON, for set_memory")
-    parser.add_argument("--plot", type=Path, help="draw time against memory, a PNG")
-
-
-def run(args: argparse.Namespace) -> None:
-    """Print the plan, or the largest batch, image or depth that fits.
-
-    Raises:
-        ValueError: model, mode, batch or size do not exist; the budget is wrong or too small.
-    """
-    import torch
-
-    from revzoo.core.modes import INVERTING
-    from revzoo.profiling.plan import Planner
-    from revzoo.profiling.units import bytes_from, in_one_unit
-
-    if args.fit and (args.save or args.plot):
-        raise ValueError("--fit makes no plan to save or plot: run the command that it prints")
-    if args.memory is not None:
-        check_choice("--memory", args.memory, INVERTING)
-    # a wrong budget is refused before the model is built
-    budget = bytes_from(args.budget)
-    check_picture(args.plot)
-    check_writable(args.save, makes_folders=True)
-    with torch.device("meta"):
-        model = model_for(args, args.name)
-    shape = shape_for(args, model)
-    if args.fit:
-        sys.stdout.write(f"{_largest(args, budget, shape)}\n")
-        return
-    with status_of(args.name):
-        planner = Planner(model, shape, inverting=args.memory)
-        if args.memory not in (None, *planner.modes):
-            raise ValueError(
-                f"--memory {args.memory}: no step of {args.name} has an inverse; leave it out, or "
-                "make the network reversible with --bits 4"
-            )
-        plan = planner.plan(budget)
-        pures = planner.pures()
-    size = "x".join(map(str, shape))
-    sys.stdout.write(
-        f"{args.name}, one training step on {size}\n{plan}\n\n"
-        "for comparison, every step in one mode\n"
-    )
-    sized = in_one_unit(max(plan.budget, *(pure.peak for pure in pures.values())))
-    for mode, pure in pures.items():
-        note = "" if mode in planner.modes else f"  (to plan with it: --memory {mode})"
-        sys.stdout.write(f"{mode:12}{sized(pure.peak):>14}{pure.cost / 1e9:>10.3g} s{note}\n")
-    sys.stdout.write(f"\n{_usage(args, shape)}\n")
-    if args.save:
-        write_atomically(args.save, f"{json.dumps(plan.modes, indent=2)}\n".encode())
-    if args.plot:
-        sys.stdout.flush()  # the picture needs more plans
-        with status_of(args.plot.name):
-            draw(planner, plan, pures, args.plot)
-    show_written(args.save, args.plot)
-
-
-def _usage(args: argparse.Namespace, shape: Shape) -> str:
-    """How to use the plan."""
-    saved = (
-        f'or the saved one:  revzoo.set_memory(model, json.load(open("{args.save}")))\n'
-        if args.save
-        else ""
-    )
-    budget = f'"{args.budget}"'
-    if args.memory:
-        budget += f',\n{" " * 45}inverting="{args.memory}"'
-    return (
-        f"in Python:         plan = revzoo.plan_memory(model, {shape}, {budget})\n"
-        f"                   revzoo.set_memory(model, plan)\n{saved}"
-        f"in a run:          revzoo train ... memory=budget memory.bytes={args.budget}"
-        + (f" \\\n                       memory.inverting={args.memory}" if args.memory else "")
-        + "\n                   (plans anew, with the optimiser's state)"
-    )
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:
