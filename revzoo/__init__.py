@@ -4,7 +4,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from revzoo._version import __version__ as __version__
 
 # A wheel holds revzoo/configs; in a checkout configs/ lies beside the package.
 # `revzoo.configs` is importable in both.

@@ -14,6 +14,7 @@ FLOORS = {
     "_checks": -1,
     "_files": -1,
     "_libraries": -1,
+    "_version": -1,
     "core": 0,
     "weights": 0,
     "layers": 1,

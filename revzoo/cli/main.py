@@ -20,8 +20,8 @@ from itertools import groupby
 from types import FrameType
 from typing import NamedTuple, Protocol
 
-from revzoo import __version__
 from revzoo._checks import did_you_mean
+from revzoo._version import __version__
 from revzoo.cli.config.errors import user_errors
 from revzoo.cli.plugins import add_import_option, load_plugins
 

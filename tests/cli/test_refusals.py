@@ -15,7 +15,7 @@ from revzoo.cli.main import main
 # a command line, and a part of its message
 WITHOUT_TORCH = {
     "train model=resnet18": "torchvision's is 'torchvision:resnet18'",
-    "train model=torchvision:resnt50": "did you mean 'resnet50'",
+    "train model=torchvision:resnt50": "did you mean 'torchvision:resnet50'",
     "train optim=sdg": "no such option",
     "train trainer.max_epochs=0": "expected a whole number >= 1",
     "train trainer.accelerator=cuda0": "did you mean 'cuda'",
@@ -45,7 +45,7 @@ WITHOUT_TORCH = {
 WITHOUT_LIGHTNING = {
     "train model.name=revnt38": "did you mean 'revnet38'",
     "train memory.mode=invrt": "unknown memory mode 'invrt'",
-    "audit torchvision:resnt50": "did you mean 'resnet50'",
+    "audit torchvision:resnt50": "did you mean 'torchvision:resnet50'",
 }
 
 RUN = """

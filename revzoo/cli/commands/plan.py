@@ -185,10 +185,11 @@ class FitImage(Fit):
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         super().__init__(args, shape)
         self.start = shape[2]
+        # the shapes of some weights depend on the size
+        self._in_weights = hasattr(_row(args.name), "img_size")
 
     def keywords(self, value: int) -> dict[str, Any]:
-        # the shapes of some weights depend on the size
-        return {"img_size": value} if hasattr(_row(self.args.name), "img_size") else {}
+        return {"img_size": value} if self._in_weights else {}
 
     def batch_shape(self, value: int) -> Shape:
         images, channels, _, _ = self.shape
@@ -234,10 +235,20 @@ FITS = {fit.name: fit for fit in (Fit, FitImage, FitDepth)}
 
 
 def _row(name: str) -> Any:
-    """The model's row in its table."""
+    """The model's row in its table.
+
+    Raises:
+        ValueError: ``name`` is a folder of ``save_pretrained``, say.
+    """
     from revzoo.models.registry import MODELS
 
-    return MODELS[name.partition(".")[0]].variant
+    architecture = name.partition(".")[0]
+    if architecture not in MODELS:
+        raise ValueError(
+            f"{name}: --fit image and --fit depth build other variants of a model, so they need "
+            "its name, such as revnet38; --fit batch takes a folder, too"
+        )
+    return MODELS[architecture].variant
 
 
 def _largest(args: argparse.Namespace, budget: int, shape: Shape) -> str:

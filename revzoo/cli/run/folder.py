@@ -21,8 +21,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from revzoo import __version__
 from revzoo._files import check_regular, write_atomically
+from revzoo._version import __version__
 from revzoo.cli.config.build import METRICS_FILE
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.yaml_files import CONFIG_FILE, write_yaml

@@ -261,6 +261,13 @@ def test_bench_measures_modes_side_by_side(capsys, tmp_path):
         assert rate == pytest.approx(4)
 
 
+@pytest.mark.parametrize("fit", ["image", "depth"])
+def test_only_a_batch_can_be_fitted_for_a_folder(fit, tmp_path):
+    revzoo.create_model("irevnet13", in_chans=1).save_pretrained(tmp_path, input_size=(1, 8, 8))
+    with pytest.raises(SystemExit, match="they need its name, such as revnet38"):
+        main(["plan", str(tmp_path), "--budget", "1GiB", "--fit", fit])
+
+
 def test_a_fit_has_no_plan_to_save(tmp_path):
     """The options were ignored."""
     with pytest.raises(SystemExit, match="--fit makes no plan to save or plot"):
