@@ -12,7 +12,7 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-from revzoo._checks import did_you_mean
+from revzoo._checks import either, nearest
 
 LIBRARIES = ("torchvision", "timm")
 _SEE = "see list_models('{0}:*') (revzoo list '{0}:*')"
@@ -76,11 +76,11 @@ def unknown_name(name: str) -> str:
     """The message for a name that its library does not list."""
     library, _, own = name.partition(":")
     names = declared_names(library)
-    longer = [f"{library}:{n}" for n in names if n.startswith(own)]
-    meant = longer or [f"{library}:{n}" for n in names]
-    return (
-        f"there is no model {name!r}: expected {library}:NAME, {_SEE.format(library)}"
-        + did_you_mean(name, meant, n=3)
+    longer = [n for n in names if own and n.startswith(own)]
+    near = nearest(own, longer or names, n=3, cutoff=0 if longer else 0.5)
+    meant = either(repr(f"{library}:{n}") for n in near) if near else ""
+    return f"there is no model {name!r}: expected {library}:NAME, {_SEE.format(library)}" + (
+        f"; did you mean {meant}?" if meant else ""
     )
 
 

@@ -1,3 +1,3 @@
-"""The version; a module of its own, since no part of the package imports the facade."""
+"""The version. Not in the facade, which no part of the package may import."""
 
 __version__ = "0.1.0"

@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+import revzoo
+
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 # import name -> distribution, where they differ
@@ -95,4 +97,4 @@ def test_a_workflow_runs_what_there_is(path: Path) -> None:
 def test_the_changelog_begins_with_the_version_of_the_project() -> None:
     version = re.search(r"^## (\S+?),", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert version is not None
-    assert version[1] == PROJECT["project"]["version"]
+    assert version[1] == revzoo.__version__

@@ -25,8 +25,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, cast
 
 import torch
@@ -53,12 +55,20 @@ __all__ = [
 _IMPLEMENTATIONS = (-1, 0, 1)  # MemCNN's: -1 without its autograd function, 0 and 1 with it
 
 
+class _Thread(threading.local):
+    """The modes that wrappers choose for their couplings; replaced, never changed."""
+
+    modes: Mapping[_Coupling, str] = MappingProxyType({})
+
+
+_thread = _Thread()
+
+
 class _Coupling(nn.Module):
     """Two one-sided couplings of ``Fm`` and ``Gm`` on the halves of one tensor."""
 
     Fm: nn.Module
     Gm: nn.Module
-    _memory = "store"  # a wrapper chooses another mode for its call
 
     def __init__(
         self,
@@ -84,7 +94,7 @@ class _Coupling(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self._check(self.implementation_fwd)
-        return cast(Tensor, self.block(self._memory)(x))
+        return cast(Tensor, self.block(_thread.modes.get(self, "store"))(x))
 
     def inverse(self, y: Tensor) -> Tensor:
         self._check(self.implementation_bwd)
@@ -234,8 +244,9 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable:
             return _unpacked(fn(*xin))
         directions = type(fn).forward, getattr(type(fn), "inverse", None)
-        # with another forward or inverse, a coupling is a module like any other
-        if directions == (_Coupling.forward, _Coupling.inverse) and "forward" not in vars(fn):
+        # with another forward or inverse, or compiled, a coupling is a module like any other
+        replaced = "forward" in vars(fn) or fn._compiled_call_impl is not None
+        if directions == (_Coupling.forward, _Coupling.inverse) and not replaced:
             # as a sequence it inverts and replays one branch at a time, not both
             with _in_mode(fn, self.memory):
                 return fn(*xin)
@@ -254,12 +265,13 @@ class InvertibleModuleWrapper(nn.Module):
 
 @contextlib.contextmanager
 def _in_mode(coupling: _Coupling, memory: str) -> Iterator[None]:
-    """A context in which calls of the coupling run in a memory mode."""
-    coupling._memory = memory
+    """A context in which this thread's calls of the coupling run in a memory mode."""
+    outer = _thread.modes
+    _thread.modes = {**outer, coupling: memory}
     try:
         yield
     finally:
-        del coupling._memory
+        _thread.modes = outer
 
 
 class ReversibleBlock(InvertibleModuleWrapper):

@@ -68,9 +68,11 @@ class Entry:
         "dtypes",
         "inverts",
         "limit",
+        "may_stop",
         "memos",
         "name",
         "needs",
+        "rounded",
         "samples",
         "saved",
         "small",
@@ -87,8 +89,9 @@ class Entry:
         context: Mapping[str, Any],
         drift_limit: float | None,
         *,
-        inverts: bool = False,
-        stops: bool = False,
+        inverts: bool,
+        rounded: bool,
+        stops: bool,
     ) -> None:
         """Capture before the forward pass.
 
@@ -98,6 +101,7 @@ class Entry:
             context: its keyword arguments.
             drift_limit: largest relative error of what a replay recomputes; None: not compared.
             inverts: whether the tape recovers the inputs from the outputs.
+            rounded: whether a replay starts from values with rounding errors.
             stops: whether a replay may stop after the last tensor that it records.
         """
         self.step = step
@@ -113,13 +117,15 @@ class Entry:
         self.conditions = Conditions(step.subject, inputs, self.context)
         self.limit = drift_limit
         self.inverts = inverts
+        self.rounded = rounded
         # weak (rule 1): the graph decides how long slots live; None for resident tensors
         self.saved: list[weakref.ref[Slot] | None] = []
         self.samples: list[Samples] = []
         self._aside: SavedState | None = None
         # if code may read running statistics, the batch norm must update them in the replay, too
         self.memos: Memos | None = None if self.conditions.restores_buffers else {}
-        self.stops = stops and step.early_stop and self.conditions.may_stop
+        self.may_stop = step.early_stop and self.conditions.may_stop
+        self.stops = stops and self.may_stop
         self.witness = _Witness(self.strides) if self.stops and drift_limit is not None else None
 
     def keep_aside(self, tensors: list[Tensor]) -> None:
@@ -141,7 +147,8 @@ class Entry:
             self.samples = sample(self.witness.take(), taken, channels=False)
         elif self.step.guarded:
             computed, known = (taken, returned) if self.inverts else (returned, taken)
-            self.samples = sample(computed, known)
+            # a channel is lost where the next replay amplifies it, so in chains only
+            self.samples = sample(computed, known, channels=self.inverts)
 
     def report(self, guard: Guard, computed: Sampled) -> None:
         """Pass the streams of a replay to the guard."""
@@ -155,7 +162,7 @@ class Entry:
                 self.samples,
                 computed,
                 half=half,
-                inverts=self.inverts,
+                inverts=self.inverts or self.rounded,
             )
 
     def packer(self, tape: SlotTape, index: int) -> Callable[[Tensor], Slot | Resident]:
@@ -429,7 +436,7 @@ class SlotRecorder:
         outputs: State = ()
         # a part that is not the last may only stop if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
-        self._stops |= last
+        self._stops |= last and self._entry.may_stop
         try:
             with torch.enable_grad(), Recording(self._packer(), _refuse):
                 outputs = as_state(fn(*leaves, **context))

@@ -107,12 +107,12 @@ class RandomStates:
             known = self._after[source], self._before[source]
             if not any(torch.equal(state, expected) for expected in known):
                 raise RuntimeError(
-                    "a replay did not draw the random numbers of its forward pass: several "
-                    "threads drew at once, a branch draws only in one of the two, or it draws as "
-                    "many numbers as its values decide (RReLU), which memory='invert' rounds. "
-                    "Remedy for threads: a lock around their forward and backward passes, a "
-                    "torch.Generator for each, or processes. For the rest: memory='exact', "
-                    "'recompute' or 'store'"
+                    "a replay did not draw the random numbers of its forward pass. If several "
+                    "threads drew at once: put a lock around their forward and backward passes, "
+                    "give each its own torch.Generator, or use processes. If a branch draws only "
+                    "in one of the two passes: use memory='store'. If its values decide how many "
+                    "numbers it draws (RReLU): use memory='exact', 'recompute' or 'store', since "
+                    "'invert' changes values by rounding"
                 )
 
 

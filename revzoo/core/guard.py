@@ -178,7 +178,8 @@ class Guard:
     ) -> None:
         """Record a replay's values, to compare with the samples of the forward pass.
 
-        ``half``: whether the step ran in float16; ``inverts``: whether an inverse is involved.
+        ``half``: whether the step ran in float16; ``inverts``: whether it starts from values with
+        rounding errors, or an inverse is involved.
         """
         for sampled in samples:
             if (t := computed[sampled.stream]) is None:

@@ -56,7 +56,8 @@ from revzoo.core.invertible import (
     streams_of,
 )
 from revzoo.core.offload import offloaded
-from revzoo.core.slots import replayed_inexactly
+from revzoo.core.reach import reached
+from revzoo.core.slots import replays_are_rounded
 from revzoo.core.tape import differentiates, record
 
 _SETTINGS = ("memory", "grid")  # what set_memory sets on a step
@@ -95,6 +96,8 @@ class _Offload(Mode):
     on_host = True
 
     def run(self, step: Step, state: State, context: Mapping[str, Any]) -> Any:
+        if reached(step.subject)[0].fills_late:  # copies would be taken before
+            return super().run(step, state, context)
         with beside_replays(step), offloaded(step), explain_transforms(step):
             return call_on_grid(plain_call, step, state, context)
 
@@ -133,7 +136,7 @@ class _Exact(_Invert):
 
     def drift_limit(self, step: Step) -> float | None:
         # inside a step that is inverted in floating point, replays get inputs with rounding errors
-        return step.drift_limit if step.drift_limit is None or replayed_inexactly() else 0.0
+        return step.drift_limit if step.drift_limit is None or replays_are_rounded() else 0.0
 
 
 MODES: Mapping[str, Mode] = {

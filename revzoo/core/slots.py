@@ -105,7 +105,7 @@ class _Thread(threading.local):
     aside: list[Tensor] | None = None  # see put_aside
     memos: Memos | None = None  # see remember
     recalls = False  # whether a replay reads the memos
-    inexact = False  # see replayed_inexactly
+    rounded = False  # see replays_are_rounded
 
 
 _thread = _Thread()
@@ -142,7 +142,7 @@ class Recording(saved_tensors_hooks):
 
 
 def _hooks() -> tuple[_Pack, _Unpack]:
-    """The innermost Recording's; without one, the graph keeps tensors and checks their versions."""
+    """The innermost Recording's; outside of any, hooks that keep a tensor and check its version."""
     return _thread.hooks or (Resident.of, unpack_resident)
 
 
@@ -181,7 +181,7 @@ def keeping_shape_of(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 def outside_recordings() -> _ThreadFields:
     """A context without outer Recordings: a backward pass may run inside forward code."""
-    return _ThreadFields(hooks=None, aside=None, memos=None, inexact=False)
+    return _ThreadFields(hooks=None, aside=None, memos=None, rounded=False)
 
 
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
@@ -247,22 +247,20 @@ def without_asides() -> _ThreadFields:
     return _ThreadFields(aside=None)
 
 
-def in_forward(aside: list[Tensor] | None, memos: Memos | None, *, inexact: bool) -> _ThreadFields:
+def in_forward(aside: list[Tensor] | None, memos: Memos | None, *, rounded: bool) -> _ThreadFields:
     """A context for the forward pass of a step.
 
     Args:
         aside: :func:`put_aside` appends to it; with None it does nothing.
         memos: :func:`remember` writes to it.
-        inexact: whether a replay recovers the step's input in floating point.
+        rounded: whether replays start from inputs with rounding errors.
     """
-    # the steps inside are replayed from that input
-    inexact = inexact or _thread.inexact
-    return _ThreadFields(aside=aside, memos=memos, recalls=False, inexact=inexact)
+    return _ThreadFields(aside=aside, memos=memos, recalls=False, rounded=rounded)
 
 
-def replayed_inexactly() -> bool:
+def replays_are_rounded() -> bool:
     """Whether replays compute the running code from inputs with rounding errors."""
-    return _thread.inexact
+    return _thread.rounded
 
 
 def remember(layer: nn.Module, *packed: object) -> None:

@@ -47,9 +47,10 @@ NOTE [ Slots and the tape ]
        activation of the outer step: a slot of the outer step holds it, and is filled when the outer
        step is replayed. So memory does not grow with the number of outer steps.
    10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares the last three tensors. If
-       its streams have rounding errors, it is replayed to the end, and the guard compares its
-       input or output: a saved tensor may be all rounding error, such as the mean of a normed one.
+       of that entry. So its replay stops there, and the guard compares the last three tensors that
+       were saved. If the replay starts from rounded values and is guarded, it runs to the end, and
+       the guard compares the step's input or output. A saved tensor would not do: the mean that a
+       second norm saves is nothing but rounding error.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -85,7 +86,7 @@ from revzoo.core.slots import (
     graph_is_kept,
     in_forward,
     outside_recordings,
-    replayed_inexactly,
+    replays_are_rounded,
     unpack,
 )
 from revzoo.core.tensors import tensors_of, version_of
@@ -125,10 +126,15 @@ def record(
         tape = Tape(state)
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
-    # rule 10
-    rounded = inverts or replayed_inexactly()
-    stops = not tape.entries and not (rounded and drift_limit)
-    entry = Entry(step, state, context, drift_limit, inverts=inverts, stops=stops)
+    # a step with a grid, too, is inverted in floating point if its streams can have no words
+    floats = step.grid is None or all(fixed_of(t) is None for t in state)
+    rounded = (inverts and floats) or replays_are_rounded()
+    entry = Entry(
+        *(step, state, context, drift_limit),
+        inverts=inverts,
+        rounded=rounded,
+        stops=not tape.entries and not (rounded and drift_limit),  # rule 10
+    )
     if entry.conditions.has_lazy_layers:
         warnings.warn(_LAZY_WARNING, UserWarning, stacklevel=2)
         return call_on_grid(plain_call, step, state, context)
@@ -136,8 +142,6 @@ def record(
     # the index that append() below gives the entry
     packed = Recording(entry.packer(tape, len(tape.entries)), unpack)
     aside: list[Tensor] = []
-    # a step that has a grid inverts floats, too, where its streams can have no words
-    inexact = inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
     # a recomputed step repeats a hook's change; an inverse would not undo it
     call = call_without_changing_hooks if inverts else plain_call
     try:
@@ -145,7 +149,7 @@ def record(
             entry.conditions,
             packed,
             explain_transforms(step),
-            in_forward(aside if inverts else None, entry.memos, inexact=inexact),
+            in_forward(aside if inverts else None, entry.memos, rounded=rounded),
         ):
             returned = call_on_grid(call, step, state, context)
     except BaseException:
@@ -300,8 +304,9 @@ class Tape:
         position, state = self._nearest(index)
         # without a guard, nothing is read from the device
         if any(entry.limit is not None for entry in self.entries[index : max(position, index + 1)]):
-            # a kept input (rule 7) has no error
-            self._guard.begin(state if self._position else ())
+            # a kept input (rule 7) has no error, unless the replay of an outer step computed it
+            has_error = self._position or self.entries[index].rounded
+            self._guard.begin(state if has_error else ())
             note_peaks(peaks_of(state))
         if position > index + 1:
             # steps whose slots nobody reads (a partial graph) are only inverted

@@ -117,14 +117,12 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
         if not paths
     ]
     if empty:
-        volumes = any(
-            path.name.endswith(VOLUMES) for name in empty for path in Path(name).iterdir()
-        )
-        if volumes:
+        files = (path.name for name in empty for path in sorted(Path(name).iterdir()))
+        if volume := next((name for name in files if name.lower().endswith(VOLUMES)), ""):
             raise DataError(
-                f"no images in {shortened(empty)}, only volumes: the data sets read images of two "
-                "dimensions. For volumes, write a data set and train in a script of your own: "
-                "docs/how-to/volumes.md"
+                f"no images in {shortened(empty)}, but volumes, such as {volume}: the data sets "
+                "read images of two dimensions. For volumes, write a data set and train in a "
+                "script of your own: docs/how-to/volumes.md"
             )
         raise DataError(
             f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "

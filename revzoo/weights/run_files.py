@@ -17,8 +17,9 @@ def best_of_run(folder: Path) -> Path | None:
     Raises:
         UnknownWeightsError: the run has none.
     """
-    # a user may give the folder inside the run's
-    run = folder.parent if folder.name == CHECKPOINTS else folder
+    # a user may give the folder inside the run's, or call a run so
+    inside = folder.name == CHECKPOINTS and not (folder / CHECKPOINTS).is_dir()
+    run = folder.parent if inside else folder
     checkpoints = run / CHECKPOINTS
     if not checkpoints.is_dir():
         return None

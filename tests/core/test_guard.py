@@ -21,6 +21,7 @@ from revzoo import (
     set_drift_limit,
     set_memory,
 )
+from revzoo.core import offload
 from revzoo.core.samples import _draw_summed, channel_ranges
 from revzoo.profiling.live import LiveMemory
 
@@ -467,10 +468,11 @@ def test_an_exact_sequence_in_a_branch_on_complex_streams():
 
 
 @pytest.mark.parametrize("limit", [1e-3, None])
-@pytest.mark.parametrize("mode", ["recompute", "invert", "exact"])
+@pytest.mark.parametrize("mode", ["offload", "recompute", "invert", "exact"])
 @pytest.mark.parametrize("training", [True, False])
-def test_a_tensor_that_is_filled_after_it_was_saved(mode, training, limit):
+def test_a_tensor_that_is_filled_after_it_was_saved(mode, training, limit, monkeypatch):
     """RReLU fills its noise late, and in evaluation never: a replay stopped before."""
+    monkeypatch.setattr(offload, "_STAYS", ("meta",))  # as on a GPU: activations move
 
     def net(memory):
         torch.manual_seed(0)
@@ -485,6 +487,24 @@ def test_a_tensor_that_is_filled_after_it_was_saved(mode, training, limit):
     reference = net("store")
     del junk
     assert_same_training(net(mode), reference, x, tolerance=1e-5)
+
+
+def test_an_inverted_function_is_replayed_to_its_end_where_it_must():
+    """The last part of a replay stopped at the last tensor, whatever the step holds."""
+
+    def gradient(call):
+        torch.manual_seed(0)
+        x = torch.randn(64, requires_grad=True)
+        y = call(x)
+        junk = [torch.full((64,), 7.0) for _ in range(20)]
+        del junk
+        return torch.autograd.grad(y.sum(), x)[0]
+
+    def fn(t):
+        return nn.functional.rrelu(t.exp(), training=True)
+
+    inverted = gradient(lambda x: revzoo.invertible_checkpoint(fn, torch.log, x))
+    torch.testing.assert_close(inverted, gradient(fn))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

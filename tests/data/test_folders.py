@@ -69,8 +69,9 @@ def test_an_empty_class_is_named(make_folder: MakeFolder) -> None:
 
 def test_volumes_are_named(make_folder: MakeFolder) -> None:
     root = make_folder({"train": {"cat": 2, "dog": 0}})
-    (root / "train" / "dog" / "scan.nii.gz").touch()
-    with pytest.raises(DataError, match=r"no images in .*/train/dog, only volumes: .*volumes\.md"):
+    (root / "train" / "dog" / "scan.NII.gz").touch()
+    message = r"no images in .*/dog, but volumes, such as scan\.NII\.gz: .*volumes\.md"
+    with pytest.raises(DataError, match=message):
         scan(root)
 
 

@@ -182,6 +182,12 @@ def test_suggested_networks_can_be_copied():
         revzoo.create_model("torchvision:vit_b")
 
 
+def test_a_name_like_no_other_has_no_suggestion():
+    pytest.importorskip("torchvision")
+    with pytest.raises(ValueError, match=r"there is no model 'torchvision:foobar'.*\)$"):
+        revzoo.create_model("torchvision:foobar")
+
+
 def test_checkpoints_may_name_networks_alone():
     assert check_model_options({"name": "torchvision:resnet18", "num_classes": 3})
     with pytest.raises(CheckpointError, match=r"model.name is refused"):

@@ -11,8 +11,10 @@ import copy
 import importlib
 import inspect
 import re
+import threading
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -553,6 +555,37 @@ def test_a_hook_that_only_looks_changes_nothing(keep):
         wrapper(x).square().sum().backward()
         gradients.append(x.grad)
     assert torch.equal(*gradients)
+
+
+def test_several_threads_and_a_copy_inside_a_call():
+    """The mode of a call stood on the coupling."""
+    wrapper = ours.InvertibleModuleWrapper(ours.AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4)))
+    copies, both = [], threading.Barrier(2)
+
+    def meet(coupling, _):
+        both.wait(20)
+        copies.append(copy.deepcopy(coupling))
+
+    wrapper._fn.register_forward_pre_hook(meet)
+    x = torch.randn(2, 8)
+    with ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(wrapper, x.clone().requires_grad_()) for _ in range(2)]
+        first, second = (future.result(60) for future in futures)
+    assert torch.equal(first, second)
+    assert len(copies) == 2
+    assert vars(copies[0]).keys() <= vars(wrapper._fn).keys()
+
+
+def test_a_compiled_coupling_keeps_its_memory_mode(monkeypatch):
+    """Its forward would be traced as a whole, which keeps every activation."""
+    seen, original = [], ours.invertible_checkpoint
+    monkeypatch.setattr(
+        ours, "invertible_checkpoint", lambda *args: seen.append(1) or original(*args)
+    )
+    coupling = ours.AdditiveCoupling(nn.Linear(4, 4), nn.Linear(4, 4))
+    coupling.compile(backend="eager")
+    ours.InvertibleModuleWrapper(coupling)(torch.randn(2, 8).requires_grad_()).sum().backward()
+    assert seen
 
 
 def test_values_are_not_rounded_to_a_grid():

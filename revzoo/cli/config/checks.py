@@ -82,7 +82,7 @@ def check_config(config: Mapping[str, Any]) -> None:
 
 
 def check_finetuning(config: Mapping[str, Any]) -> None:
-    """Check that a model that is fine-tuned starts from trained weights."""
+    """Check that fine-tuning starts from trained weights."""
     if config["callbacks"].get("finetuning") is None:
         return
     if not (config["model"].get("pretrained") or config["model"].get("checkpoint_path")):

@@ -125,7 +125,7 @@ def _parse_error(text: str, reason: str) -> str:
     if text.count("=") > 1 and '"' not in text:
         reason += "; put quotes around a value with signs in it: KEY='\"a=b\"'"
     elif "choice(" in text and "NoneType" in reason:
-        return f"{text}: choice() takes no null; write the values without it: 'KEY=null,VALUE'"
+        return f"{text}: choice() takes no null: leave choice() out, 'KEY=null,VALUE'"
     return f"{text}: {reason}" if text else reason
 
 
@@ -180,12 +180,12 @@ def _remedy(key: str, value: str, base: DictConfig, known: Sequence[str], folder
         return f"; to continue a run: --resume {value or 'RUN'}"
     section, _, leaf = key.rpartition(".")
     node = OmegaConf.select(base, section) if section else None
-    # data.root=DIR in an evaluation, whose data is the checkpoint's
-    if section in known and node is None and (having := _options_with(leaf, folder / section)):
-        listed = either(f"{section}={name}" for name in having)
-        return f", as {section} is null; add {listed}"
-    # callbacks.ema.decay=0.9 while callbacks.ema is null
     if section in known and node is None:
+        # data.root=DIR in an evaluation, whose data is the checkpoint's
+        if having := _options_with(leaf, folder / section):
+            listed = either(f"{section}={name}" for name in having)
+            return f", as {section} is null; add {listed}"
+        # callbacks.ema.decay=0.9 while callbacks.ema is null
         return f", as {section} is null; give '{section}={{{leaf}: {value}}}', in quotes"
     # data.root=DIR for data=digits, while data=cifar10 has a root
     if section and (having := _options_with(leaf, folder / section)):
