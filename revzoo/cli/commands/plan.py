@@ -127,23 +127,23 @@ def _usage(args: argparse.Namespace, shape: Shape) -> str:
 
 
 class Fit:
-    """What ``--fit`` searches for; this one is the number of images in a batch.
+    """What ``--fit`` searches for: a number that sets how much memory a step needs.
 
     Args:
         args: the command's.
         shape: of the batch where the search starts.
     """
 
-    name = "batch"
-    option: str | None = "--batch"
-    """The option that sets the value; None without one."""
+    name: str
+    option: str | None = None
+    """The option that sets the value, if there is one."""
     power = 1
     """The need for memory is linear in this power of the value."""
+    start: int
+    most = 2**20
 
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         self.args, self.shape = args, shape
-        self.start = shape[0]
-        self.most = 2**20
 
     def keywords(self, value: int) -> dict[str, Any]:
         """The keywords of ``create_model`` that set the value."""
@@ -151,7 +151,7 @@ class Fit:
 
     def batch_shape(self, value: int) -> Shape:
         """The shape of a batch for the value."""
-        return value, *self.shape[1:]
+        return self.shape
 
     def shown(self, value: int) -> str:
         """The value in messages."""
@@ -173,6 +173,20 @@ class Fit:
             return None
         # clock=False: only bytes matter, so no step is timed
         return Planner(model, shape, inverting=self.args.memory, clock=False).least
+
+
+class FitBatch(Fit):
+    """The number of images in a batch."""
+
+    name = "batch"
+    option = "--batch"
+
+    def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
+        super().__init__(args, shape)
+        self.start = shape[0]
+
+    def batch_shape(self, value: int) -> Shape:
+        return value, *self.shape[1:]
 
 
 class FitImage(Fit):
@@ -204,7 +218,6 @@ class FitDepth(Fit):
     """
 
     name = "depth"
-    option = None
 
     def __init__(self, args: argparse.Namespace, shape: Shape) -> None:
         super().__init__(args, shape)
@@ -222,16 +235,13 @@ class FitDepth(Fit):
         # all stages grow in proportion
         return {"units": tuple(max(1, round(u * value / self.start)) for u in self._units)}
 
-    def batch_shape(self, value: int) -> Shape:
-        return self.shape
-
     def shown(self, value: int) -> str:
         """The value as ``create_model`` takes it: ``units=(3, 3, 4)``."""
         units = self.keywords(value).get("units")
         return str(value) if units is None else f"units={units}"
 
 
-FITS = {fit.name: fit for fit in (Fit, FitImage, FitDepth)}
+FITS = {fit.name: fit for fit in (FitBatch, FitImage, FitDepth)}
 
 
 def _row(name: str) -> Any:
