@@ -525,3 +525,21 @@ def test_a_recomputed_step_in_an_inverted_one(norm, dtype):
 
     x = torch.randn(4, 16, dtype=dtype)
     assert_same_training(net("invert"), net("store"), x, tolerance=1e-5)
+
+
+def test_an_overflow_in_float16_is_no_drift_of_a_step_inside():
+    """``GradScaler`` skips such a step; the recomputed one in a branch raised."""
+    torch.manual_seed(0)
+    inner = AdditiveCoupling(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    inner.memory = "recompute"
+    sequence = ReversibleSequence([inner], memory=None)
+    branches = [nn.Sequential(nn.Linear(8, 8), sequence), nn.Linear(8, 8), nn.Linear(8, 8)]
+    nn.init.constant_(branches[-1].weight, 1e6)
+    net = ReversibleSequence(list(map(AdditiveCoupling, branches)), memory=None)
+    for step in net:
+        step.memory = "invert"
+    x = torch.randn(4, 16, requires_grad=True)
+    with torch.autocast("cpu", torch.float16):
+        y = net(x)
+    assert not y.isfinite().all()
+    y.float().square().sum().backward()
