@@ -42,7 +42,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     Args:
         path: of the file.
         channels: of the result.
-        remedy: what the error about a corrupt file recommends.
+        remedy: what the error about a corrupt file recommends; may be empty.
 
     Raises:
         DataError: the file is corrupt, or a grey image of more than 8 bits.
@@ -56,9 +56,8 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     except DataError:
         raise
     except Exception as error:  # Pillow's decoders raise many types
-        raise DataError(
-            f"cannot decode image {path} ({type(error).__name__}: {error}): {remedy}"
-        ) from error
+        what = f"cannot decode image {path} ({type(error).__name__}: {error})"
+        raise DataError(f"{what}: {remedy}" if remedy else what) from error
 
 
 def check_depth(image: Image.Image, name: str) -> None:

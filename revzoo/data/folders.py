@@ -199,7 +199,8 @@ def images_below(root: Path) -> Iterator[str]:
 
 def _error_of(path: str) -> str | None:
     try:
-        open_image(path, 3)
+        # the caller names the remedy once, for all files
+        open_image(path, 3, remedy="")
     except DataError as error:
         return str(error)
     return None

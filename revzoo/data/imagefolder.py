@@ -139,7 +139,8 @@ class ImageFolder(ImageData):
         super().teardown(stage)
         if files := self.skipped_files:
             # through DataError, which escapes bytes that are not UTF-8
-            log.warning("skipped %d images: %s", len(files), DataError(", ".join(files)))
+            names = DataError(", ".join(files))
+            log.warning("skipped %d image%s: %s", len(files), "s" * (len(files) > 1), names)
 
     def _fits(self, size: int) -> bool:
         # all splits, loaded or not: a stage must not change how the others are prepared

@@ -41,7 +41,10 @@ def run(args: argparse.Namespace) -> None:
     faults = report.bad + ([report.layout] if report.layout else [])
     sys.stdout.write("".join(f"{fault}\n" for fault in faults))
     if report.bad:
-        raise ValueError(f"{len(report.bad)} of {report.images} images cannot be read")
+        raise ValueError(
+            f"{len(report.bad)} of {report.images} images cannot be read: replace or remove them, "
+            "or train with data.on_error=skip"
+        )
     if faults:
         raise ValueError(
             f"all {report.images} images can be read, but their folders are no data set: see above"

@@ -30,7 +30,7 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
     bad = [root / "train" / name for name in ("a/1.png", "b/0.png")]
     for path in bad:
         path.write_bytes(b"no image")
-    with pytest.raises(SystemExit, match="revzoo: 2 of 4 images cannot be read"):
+    with pytest.raises(SystemExit, match="2 of 4 images cannot be read: replace or"):
         main(["check", "data", str(root), "--workers", "2"])
     lines = capsys.readouterr().out.splitlines()
     assert [str(path) in line for path, line in zip(bad, lines, strict=True)] == [True, True]
