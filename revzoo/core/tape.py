@@ -127,8 +127,9 @@ def record(
     else:
         tape = Tape.ending_with(state) if _joins(step, state) else Tape()
     # a step with a grid, too, is inverted in floating point if its streams can have no words
-    floats = step.grid is None or all(fixed_of(t) is None for t in state)
-    rounded = (inverts and floats) or replays_are_rounded()
+    rounded = replays_are_rounded() or (
+        inverts and (step.grid is None or all(fixed_of(t) is None for t in state))
+    )
     entry = Entry(
         *(step, state, context, drift_limit),
         inverts=inverts,
