@@ -122,7 +122,15 @@ def fit_with_best(
     module: Scripted, folder: Path, epochs: int, resumed: Path | None
 ) -> BestCheckpoint:
     """Train with ``best_checkpoint``; writes ``last.ckpt`` at the end."""
+    runner, best = trainer_with_best(folder, epochs)
+    runner.fit(module, loader(), loader(), ckpt_path=resumed, weights_only=True)
+    runner.save_checkpoint(folder / "last.ckpt")
+    return best
+
+
+def trainer_with_best(folder: Path, epochs: int) -> tuple[pl.Trainer, BestCheckpoint]:
     (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=folder)
+    assert isinstance(best, BestCheckpoint)
     runner = trainer(
         folder,
         callbacks=[best],
@@ -130,10 +138,7 @@ def fit_with_best(
         enable_checkpointing=True,
         max_epochs=epochs,
     )
-    runner.fit(module, loader(), loader(), ckpt_path=resumed, weights_only=True)
-    runner.save_checkpoint(folder / "last.ckpt")
-    assert isinstance(best, BestCheckpoint)
-    return best
+    return runner, best
 
 
 @pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists:UserWarning")
@@ -192,14 +197,7 @@ def test_a_best_checkpoint_that_was_not_written_does_not_count(
         write(state, path)
 
     monkeypatch.setattr(files, "_write", full_in_epoch_1)
-    (best,) = build_callbacks({"best_checkpoint": {}}, run_dir=tmp_path)
-    runner = trainer(
-        tmp_path,
-        callbacks=[best],
-        plugins=[PlainCheckpointIO()],
-        enable_checkpointing=True,
-        max_epochs=4,
-    )
+    runner, _ = trainer_with_best(tmp_path, 4)
     module = Scripted([0.5, 0.9, 0.7, 0.6], [1.0, 1.0, 1.0, 1.0])
     runner.fit(module, loader(), loader(), weights_only=True)
     assert best_checkpoint_path(runner) == tmp_path / "checkpoints" / "best.ckpt"
