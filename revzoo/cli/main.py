@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import select
 import signal
 import sys
 import textwrap
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
 
     Raises:
-        SystemExit: for wrong arguments or a failed subcommand, with a message; 130 after Ctrl-C.
+        SystemExit: for wrong arguments or a failed subcommand, with a message; 130 after Ctrl-C;
+            141 without a message where the reader of the output ended, as ``| head`` does.
     """
     # By default OpenMP threads wait for each other in a busy loop: with other programs on the same
     # cores, a training step took 7.0 s instead of 2.0 s (docs/experiments.md).
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # the name of a file may hold any bytes
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with interruptible_imports(), user_errors():
+        with interruptible_imports(), user_errors(), closed_output():
             command, args = parse(sys.argv[1:] if arguments is None else list(arguments))
             # only commands that build something have --import
             if hasattr(args, "imports"):
@@ -92,6 +94,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:  # outside of a run, which handles it
         sys.stderr.write(INTERRUPTED)
         sys.exit(130)  # 128 + SIGINT, as in a shell
+
+
+@contextmanager
+def closed_output() -> Iterator[None]:
+    """End without a message where nobody reads standard output any more."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        output = select.poll()
+        output.register(sys.stdout.fileno(), 0)
+        if not any(event & select.POLLERR for _, event in output.poll(0)):
+            raise  # the pipe of something else
+        # Python flushes again as it exits, and would print an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(128 + signal.SIGPIPE)  # as in a shell
 
 
 @contextmanager

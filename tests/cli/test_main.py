@@ -16,7 +16,7 @@ from small_weights import change, small, write_entry
 
 import revzoo
 from revzoo.cli import invocation
-from revzoo.cli.main import COMMANDS, interruptible_imports, main
+from revzoo.cli.main import COMMANDS, closed_output, interruptible_imports, main
 
 ROOT = Path(__file__).parents[2]
 
@@ -101,6 +101,19 @@ def test_names_and_help_do_not_wait_for_torch(tmp_path: Path) -> None:
     assert done.stdout.endswith("\nrevnet38.small\n")
 
 
+@pytest.mark.parametrize("command", ["list", "info revnet38"])
+def test_a_reader_may_leave(command: str) -> None:
+    program = f"{sys.executable} -m revzoo {command}"
+    shell = ["bash", "-c", f"{program} | true; exit ${{PIPESTATUS[0]}}"]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_a_broken_pipe_of_something_else_is_an_error() -> None:
+    with pytest.raises(BrokenPipeError), closed_output():
+        raise BrokenPipeError
+
+
 def test_info_of_weights_shows_entry_and_costs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -110,6 +123,7 @@ def test_info_of_weights_shows_entry_and_costs(
     assert output["name"] == "revnet38.small"
     assert output["sha256"] == entry.sha256
     assert output["recipe"] == entry.recipe
+    assert output["input_size"] == "3, 8, 8"
     assert output["parameters"] == f"{sum(p.numel() for p in small().parameters()):,}"
     assert output["forward, 3x8x8"].endswith("MFLOP per image")
     kib = {mode: float(output[f"training, {mode}"].split()[0]) for mode in ("store", "invert")}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -89,7 +88,20 @@ def _costs(model: ImageNetwork, images: torch.Tensor) -> Iterator[tuple[str, str
 def _print(key: str, value: object) -> None:
     # clear the status before the row that it announced
     show_status("")
-    text = value if isinstance(value, str) else json.dumps(value)
-    sys.stdout.write(f"{folded(f'{key:24}{text}', indent=24)}\n")
+    sys.stdout.write(f"{folded(f'{key:24}{_text(value)}', indent=24)}\n")
     # counting takes seconds, and the facts should not wait
     sys.stdout.flush()
+
+
+def _text(value: object) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case float():
+            return f"{value:.4g}"
+        case dict():
+            return ", ".join(f"{key} {_text(item)}" for key, item in value.items())
+        case tuple() | list():
+            return ", ".join(map(_text, value))
+        case _:
+            return str(value)
