@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric, MetricCollection
 
+from revzoo.core.modes import mode_of
 from revzoo.core.samples import draw_places
 from revzoo.data import DataError, ImageData
 from revzoo.data.state import check_state, crop_of, normalisation_for
@@ -96,6 +97,12 @@ class Classifier(pl.LightningModule):
         """Set the memory format of weights and images; under bfloat16 it changes rounding."""
         self.memory_format = torch.channels_last if channels_last else torch.contiguous_format
         self.model.to(memory_format=self.memory_format)
+
+    @property
+    def memory_mode(self) -> str:
+        """The mode of a model from the zoo; ``store`` for one that keeps the same elsewhere."""
+        mode = str(self.hparams["model"].get("memory") or self.model.default_memory)
+        return "store" if mode_of(mode).on_host else mode
 
     @classmethod
     def load_from_checkpoint(  # type: ignore[override]
