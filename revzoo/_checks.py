@@ -24,12 +24,12 @@ class UserError(Exception):
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is an integer >= ``least``. NumPy's integers count, True does not."""
+    """Whether ``value`` is an integer >= ``least``. NumPy integers count, booleans do not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a real number, NaN and infinity included. True and False are none."""
+    """Whether ``value`` is a real number, NaN and infinity included. Booleans do not count."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -42,7 +42,7 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` can be called; nor may it be the class of a module."""
+    """Raise a TypeError unless ``value`` is callable. A module class is refused."""
     is_class = isinstance(value, type) and hasattr(value, "named_modules")
     if is_class or not callable(value):
         what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
@@ -224,7 +224,7 @@ def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) ->
 
 
 def in_section(where: str, error: ValueError) -> ValueError:
-    """A constructor's error under an option's whole name: ``data.batch_size=0: expected ...``."""
+    """A constructor's error with the option's full name: ``data.batch_size=0: expected ...``."""
     # constructors write "option=value: expected ...", or another text
     joint = "." if re.match(r"[\w.]+=", str(error)) else ": "
     return ValueError(f"{where}{joint}{error}")

@@ -337,7 +337,7 @@ def is_invertible_module(
         random_seed: of the inputs.
 
     Raises:
-        ValueError: ``test_input_shape`` is no shape and no tuple of shapes.
+        ValueError: ``test_input_shape`` is neither a shape nor a tuple of shapes.
     """
     fn: Any = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
     if not hasattr(fn, "inverse"):

@@ -102,7 +102,7 @@ def _call_with_words(
     """``call()`` of a step that moves values; its streams are dense and get words by ``fn``."""
     with counting_changes():
         returned = call()
-        # extra outputs are no streams: they get no words and may have any layout
+        # extra outputs are not streams: they get no words and may have any layout
         outputs = as_state(returned, step)
         cut = len(outputs) - extras
         streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])

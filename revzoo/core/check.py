@@ -237,7 +237,7 @@ def _largest(tensors: Iterable[Tensor]) -> float:
 
 
 def _atoms(module: Invertible) -> Iterator[tuple[str, Invertible]]:
-    """The steps that are no containers, in order, with their paths and types."""
+    """The steps that are not containers, in order, with their paths and types."""
     paths = {part: path for path, part in module.named_modules()}
     for step in _in_order(module):
         yield f"{paths[step]} {type(step).__name__}".strip(), step

@@ -184,7 +184,7 @@ class Checkpoint(Step):
         return self if self._module is None else self._module
 
     def others(self) -> dict[str, Any]:
-        """The arguments that are no tensors, unless a search of the subject finds them."""
+        """The arguments that are not tensors, unless a search of the subject finds them."""
         others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
         return {"arguments": others} if others and self._module is not None else {}
 

@@ -180,7 +180,7 @@ def _joined(peaks: Iterable[Peak | None]) -> Peak | None:
         finite = torch.fmax(value, part.value)
         value = torch.where(finite < scale.end, value.maximum(part.value), finite)
     joined = Peak(value, scale, half=any(part.half for part in parts), parts=parts)
-    joined.step = parts[0].step  # a step that moves values is no cause
+    joined.step = parts[0].step  # a step that moves values is not the cause
     return joined
 
 

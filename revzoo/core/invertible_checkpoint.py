@@ -24,7 +24,7 @@ def invertible_checkpoint(
             pass tensors by keyword: a tensor of the same chain that ``fn`` holds in another way is
             never freed if its graph is not differentiated.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are the
-            ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
+            ``args`` that are not tensors, in order; returns the tensors of ``args``, in order.
         *args: ``inverse`` reconstructs the tensors among them (not inside containers).
         **kwargs: passed on; tensors among them are kept and may require gradient.
 

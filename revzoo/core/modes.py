@@ -322,7 +322,7 @@ def memory(
 def modes_in(module: nn.Module) -> set[str]:
     """The memory modes in ``module``: of its steps, and of modules with ``memory_options``.
 
-    Such a module is no step, but runs in a mode ``memory`` that follows from other attributes.
+    Such a module is not a step, but runs in a mode ``memory`` that follows from other attributes.
     ``memory_options`` names these attributes.
     """
     others: Iterable[Any] = (m for m in module.modules() if hasattr(m, "memory_options"))
@@ -342,7 +342,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
         for inner, m in part.named_modules():
-            # modules of revzoo.compat.memcnn: they have a mode, but are no steps
+            # modules of revzoo.compat.memcnn: they have a mode, but are not steps
             if options := getattr(m, "memory_options", None):
                 raise ValueError(
                     f"{inner} {type(m).__name__}".strip()

@@ -376,7 +376,7 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     return reach, reach.modules()
 
 
-# for modules that are no steps: an attribute of theirs would be pickled with them
+# for modules that are not steps: an attribute of theirs would be pickled with them
 _searched: weakref.WeakKeyDictionary[nn.Module, Reach] = weakref.WeakKeyDictionary()
 
 

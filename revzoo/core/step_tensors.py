@@ -469,7 +469,7 @@ class StepTensors:
         Parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never need
         one, and making them takes longer than all other checks.
 
-        Returns False if a tensor is no ordinary one; then it captures only the names in the tables.
+        Returns False if a tensor is not an ordinary one; then only the tables' names are captured.
         """
         owned, tensors = Owned.of(reach, modules)
         self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent

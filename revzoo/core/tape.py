@@ -40,17 +40,17 @@ NOTE [ Slots and the tape ]
     7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
        its output.
     8. The caller may hold an intermediate state, such as the output of a backbone with several
-       heads. Such states are *landmarks*: a walk starts from the nearest one. So the steps after a
-       landmark may change before the steps in front of it are differentiated. The tape refers to
-       landmarks weakly.
-    9. A step inside another step (a sequence in a branch) has its own tape. Its known state is an
-       activation of the outer step: a slot of the outer step holds it, and is filled when the outer
-       step is replayed. So memory does not grow with the number of outer steps.
-   10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares the last three tensors that
-       were saved. If the replay starts from rounded values and is guarded, it runs to the end, and
-       the guard compares the step's input or output. A saved tensor would not do: the mean that a
-       second norm saves is nothing but rounding error.
+       heads. Such states are *landmarks*: a walk starts from the nearest one. So the caller may
+       update the steps after a landmark (a head) and then run backward through the steps before
+       it. The tape refers to landmarks weakly.
+    9. A step inside another step (a sequence in a branch) has its own tape. The inner tape keeps
+       its known state as an activation of the outer step, that is, in a slot. The outer replay
+       fills that slot. So memory does not grow with the number of outer steps.
+   10. Nothing precedes the first entry of a chain, so nobody needs its recomputed input. Its replay
+       stops once the last slot is filled. The guard then has no stream to compare, so it compares
+       the last three saved tensors. Exception: if the replay starts from rounded values and is
+       guarded, those tensors may be pure rounding error (the mean that a second norm saves). Then
+       the replay runs to the end, and the guard compares the stream.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new

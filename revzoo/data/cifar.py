@@ -108,7 +108,7 @@ class CIFAR10(ImageData):
         source = self.source
         state = "is damaged" if bad_file.exists() else "does not exist"
         root = self.root.absolute()
-        # a download that has just failed is no remedy
+        # a failed download is not a remedy
         download = "" if self.download else "use data.download=true, or "
         return (
             f"{source.__name__} cannot be read: {bad_file.absolute()} {state}, and {reason}. "

@@ -49,7 +49,7 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
     """
     try:
         if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
-            raise OSError("it is no regular file")
+            raise OSError("it is not a regular file")
         with Image.open(path, "r", FORMATS) as image:
             check_depth(image, path)
             return image.convert("RGB" if channels == 3 else "L")

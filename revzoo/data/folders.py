@@ -155,7 +155,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         workers: number of processes; None for the CPUs minus one.
 
     Raises:
-        DataError: ``root`` is no folder, or has no images.
+        DataError: ``root`` is not a folder, or has no images.
     """
     root = Path(root).expanduser()
     layout = None

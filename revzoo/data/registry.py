@@ -25,7 +25,7 @@ def register_data(name: str, kind: type[ImageData]) -> None:
 
     Raises:
         ValueError: a name is taken.
-        TypeError: ``kind`` is no subclass of ``ImageData``.
+        TypeError: ``kind`` is not a subclass of ``ImageData``.
 
     Example:
         >>> from revzoo.data import ImageFolder

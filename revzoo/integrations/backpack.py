@@ -115,7 +115,7 @@ def extend(model: nn.Module) -> nn.Module:
         >>> model.fc.weight.grad_batch.shape
         torch.Size([2, 10, 112])
     """
-    # batch normalisation without parameters is no layer, but must raise when an extension runs
+    # batch normalisation without parameters is not a layer, but must raise when an extension runs
     named = layers(model) | {n: m for n, m in model.named_modules() if mixes_samples(m)}
     owners = Counter(p for module in named.values() for p in own_parameters(module).values())
     for name, module in named.items():

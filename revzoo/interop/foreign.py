@@ -31,7 +31,7 @@ WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
 
 
 class ConversionError(ValueError):
-    """The file is no checkpoint of the expected kind, or cannot be read safely."""
+    """The file is not a checkpoint of the expected kind, or cannot be read safely."""
 
 
 class Placeholder:
@@ -130,7 +130,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         OSError: the file cannot be read.
-        ConversionError: it is no checkpoint, or of a refused format.
+        ConversionError: it is not a checkpoint, or its format is refused.
     """
     path = Path(path)
     path.stat()  # a missing file is an OSError, an unreadable one a ConversionError

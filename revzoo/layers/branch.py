@@ -90,7 +90,7 @@ class BottleneckBranch(_Branch):
         norm_act: normalisation and activation.
 
     Raises:
-        ValueError: ``out_channels`` is no multiple of 4.
+        ValueError: ``out_channels`` is not a multiple of 4.
     """
 
     def __init__(

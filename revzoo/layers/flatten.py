@@ -42,7 +42,7 @@ class InvertibleFlatten(Streamwise):
             raise ValueError(f"shape={shape}: expected the sizes of one image, (C, H, W)")
         dims = 1 + len(self.shape)
         ends = (start_dim, end_dim)
-        # 0 for a number that is no dimension: the check below refuses it
+        # 0 for a number that is not a dimension: the check below refuses it
         first, last = (d % dims if is_count(d, -dims) and d < dims else 0 for d in ends)
         if not 1 <= first <= last:
             raise ValueError(

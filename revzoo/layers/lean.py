@@ -7,9 +7,8 @@ of floats. Here the layers run with the same kernels and the same results; only 
 ELU, computed from the output, differs by rounding. An activation works in place if nothing else
 uses its input.
 
-On a CPU a replay of a batch normalisation takes mean and variance from the forward pass, whose
-graph keeps them anyway. Without the statistics of the batch it takes a fifth of the time, and
-its values are the same, bit for bit.
+On a CPU, the replay of a batch normalisation reuses the mean and variance that the forward pass
+saved. Without that reduction it is five times as fast; the values are bit-identical.
 
 Layers that are hooked, subclassed or patched run unchanged, since their code may read any tensor.
 So do all layers inside ``torch.func`` and ``torch.compile``, which decides itself what to keep.

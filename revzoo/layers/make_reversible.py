@@ -50,10 +50,10 @@ def make_reversible(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module; ``blocks`` is a string.
+        TypeError: ``model`` is not a module; ``blocks`` is a string.
         ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
             blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
-            block's ``forward`` was replaced since, or is no ordinary method; a block has an
+            block's ``forward`` was replaced since, or is not an ordinary method; a block has an
             attribute ``reversible``. The model is then as before.
 
     Example:
@@ -125,7 +125,7 @@ def _check_block(block: nn.Module) -> None:
         )
     if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
         raise ValueError(
-            f"{kind.__name__}.forward is no ordinary method: make it one, def forward(self, x), or "
+            f"{kind.__name__}.forward is not an ordinary method: define forward(self, x), or "
             "choose other blocks with make_reversible(blocks=...)"
         )
 

@@ -76,7 +76,7 @@ def refuse_infinite(norms: Tensor) -> None:
 
 
 class Captures:
-    """Calls ``on_gradient`` for each of the layers; counts how often it will for a parameter."""
+    """Registers ``on_gradient`` on each layer, and counts its calls still to come by parameter."""
 
     def __init__(self, layers: Iterable[nn.Module], on_gradient: OnGradient) -> None:
         self._on_gradient = on_gradient
@@ -88,7 +88,7 @@ class Captures:
             self.handles.append(capture(layer, on_gradient))
 
     def left(self, p: nn.Parameter) -> int:
-        """How many more times this backward pass may reach ``p``, with the running call."""
+        """How many more times this backward pass may reach ``p``, the running call included."""
         return sum(pending_calls(owner, self._on_gradient) for owner in self._owners.get(p, ()))
 
 

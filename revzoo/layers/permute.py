@@ -30,7 +30,7 @@ class ChannelPermutation(Joint):
     The order is a buffer: loading a checkpoint replaces it.
 
     Raises:
-        ValueError: ``order`` is no permutation; at the call, the number of channels differs.
+        ValueError: ``order`` is not a permutation; at the call, the number of channels differs.
 
     Example:
         >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])

@@ -83,7 +83,7 @@ class ReversibleSequence(Invertible):
             into 1 and 2.
 
     Raises:
-        TypeError: a member is no Step.
+        TypeError: a member is not a Step.
         ValueError: unknown mode; a name that is a number or has a dot; at the call, odd channels
             or a wrong number of streams.
 
@@ -252,7 +252,7 @@ class ReversibleSequence(Invertible):
         """Insert ``step`` before position ``index``; returns the sequence.
 
         Raises:
-            TypeError: ``step`` is no Step.
+            TypeError: ``step`` is not a Step.
             ValueError: ``name`` is taken, is a number or has a dot.
         """
         items = self._items()
@@ -335,8 +335,9 @@ class ReversibleSequence(Invertible):
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
             first = _options_at_end(self, 0)
-            # Without words the tensor ends no exact chain that the split could join. In mode store
-            # its two pieces are rounded, which takes less memory than rounding the whole.
+            # A tensor without words does not continue an exact chain, so the split joins nothing.
+            # We split in mode store and round the two halves, which takes less memory than rounding
+            # the whole.
             if first.grid is not None and fixed_of(state[0]) is None:
                 first = _Options("store", None, None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
@@ -609,8 +610,8 @@ def _checked_name(name: str | None) -> str | None:
     wrong = not isinstance(name, str) or not name or name.isdigit() or "." in name
     if wrong or hasattr(nn.ModuleList(), name):
         raise ValueError(
-            f"a step got the name {name!r}: expected one without dots that is no number and no "
-            "attribute of nn.ModuleList"
+            f"a step got the name {name!r}: expected a name without dots that is neither a number "
+            "nor an attribute of nn.ModuleList"
         )
     return name
 
@@ -625,7 +626,7 @@ class ReversibleBlock(ReversibleSequence):
         memory: see :class:`ReversibleSequence`.
 
     Raises:
-        TypeError: ``f`` or ``g`` is no module, or there is a third one.
+        TypeError: ``f`` or ``g`` is not a module, or there is a third one.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))

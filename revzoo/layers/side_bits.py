@@ -98,7 +98,7 @@ def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
-    """x[k-1] for ``x``, which is x[k]; None if ``x`` is no such state, or was changed since."""
+    """x[k-1] for ``x``, which is x[k]; None if ``x`` is not such a state, or was changed since."""
     before, *marks = _previous.pop(x, (None,))
     return before if before is not None and tuple(marks) == _marks_of(before, x) else None
 
@@ -121,7 +121,7 @@ class _Running(threading.local):
     """
 
     returned: list[Any] | None = None
-    """Two parts of a block's result: the values that are no tensors, and its nested structure."""
+    """Two parts of a block's result: the values that are not tensors, and its nested structure."""
     evaluated: SideBits | None = None
     """The step whose block is running."""
 

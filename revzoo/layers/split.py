@@ -48,7 +48,7 @@ def check_cut(dim: int, parts: Sequence[int], *, name: str = "parts") -> tuple[i
     """``dim`` and ``parts``, whose argument is called ``name``, as Split and Merge keep them.
 
     Raises:
-        ValueError: ``dim`` is no whole number, ``parts`` are not two positive ones.
+        ValueError: ``dim`` is not a whole number, ``parts`` are not two positive ones.
     """
     if not is_count(dim, least=-sys.maxsize):
         raise ValueError(f"dim={dim!r}: expected a dimension of the tensor, such as 1 or -1")

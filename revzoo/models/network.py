@@ -66,7 +66,7 @@ class ImageNetwork(Saved, ABC):
         num_features: channels of the features of :meth:`forward_features`.
 
     Raises:
-        ValueError: ``in_chans`` is no positive whole number.
+        ValueError: ``in_chans`` is not a positive whole number.
     """
 
     default_memory: ClassVar[str]
@@ -112,7 +112,7 @@ class ImageNetwork(Saved, ABC):
         check_probability("drop_rate", drop_rate)
         self.pool = GlobalPool(global_pool, places=self.places)
         self.drop = nn.Dropout(drop_rate)
-        # in a tuple, so that it is no submodule: it follows the memory mode of the stages
+        # in a tuple, so that it is not a submodule: it follows the memory mode of the stages
         self._merge = (Merge(self.channel_dim),)
         self.reset_classifier(num_classes)
         label_steps(self)
@@ -247,7 +247,7 @@ class ImageNetwork(Saved, ABC):
                 which needs ``num_classes=0``; None keeps the present pooling.
 
         Raises:
-            ValueError: ``num_classes`` is no integer >= 0, or is not 0 without pooling.
+            ValueError: ``num_classes`` is not an integer >= 0, or is not 0 without pooling.
         """
         check_count("num_classes", num_classes, least=0)
         pool = self.pool if global_pool is None else GlobalPool(global_pool, places=self.places)
@@ -301,7 +301,7 @@ class ImageNetwork(Saved, ABC):
         Raises:
             NotInvertibleError: a layer loses information (the message names it), or the model is in
                 training mode and drops activations, with a different mask in each pass.
-            TypeError: ``z`` is no floating-point tensor.
+            TypeError: ``z`` is not a floating-point tensor.
             ValueError: ``z`` has another number of dimensions or channels, as logits have.
             RangeError: a stream is too large for exact sums on the grid.
         """

@@ -42,12 +42,13 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
     """The parts of ``network`` in order, the classifier last; each parameter is in one part.
 
     Raises:
-        ValueError: ``network`` is no network of the zoo, so its order is unknown.
+        ValueError: ``network`` is not a network of the zoo, so its order is unknown.
     """
     if not isinstance(network, ImageNetwork):
         raise ValueError(
-            f"{type(network).__name__} is no ImageNetwork: expected a model of create_model, with "
-            "stem, stages and classifier; freeze other models and group their parameters by hand"
+            f"{type(network).__name__} is not an ImageNetwork: expected a model of create_model, "
+            "with stem, stages and classifier; freeze other models and group their parameters by "
+            "hand"
         )
     if isinstance(network, LibraryNetwork):
         return tuple(Part(name, tuple(ms), tuple(ts)) for name, ms, ts in network.parts())

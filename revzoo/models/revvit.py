@@ -80,8 +80,8 @@ class RevViTVariant:
             )
         if self.img_size % self.patch_size:
             raise ValueError(
-                f"img_size={self.img_size} is no multiple of patch_size={self.patch_size}; choose "
-                "a patch_size that divides it, or resize the images."
+                f"img_size={self.img_size} is not a multiple of patch_size={self.patch_size}; "
+                "choose a patch_size that divides it, or resize the images."
             )
 
     @property

@@ -146,7 +146,7 @@ class Saved(nn.Module):
                 trained, from the weights that it was created with.
 
         Raises:
-            EntryError: a fact is no field or not valid; the network was not made by
+            EntryError: a fact is not a field or not valid; the network was not made by
                 ``create_model``; only some blocks are reversible, or with different side bits; or
                 its classifier, image channels or data changed after its weights were loaded and
                 ``facts`` do not describe them. Nothing is written.

@@ -35,13 +35,13 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     """The tensors in the bytes of a safetensors file.
 
     Raises:
-        UnreadableWeightsError: the bytes are no complete safetensors file.
+        UnreadableWeightsError: the bytes are not a complete safetensors file.
     """
     try:
         tensors = load(data)
     except Exception as error:  # SafetensorError, or a KeyError for a dtype that torch lacks
         raise UnreadableWeightsError(
-            f"{where} is no complete safetensors file: {error}. Fetch it again"
+            f"{where} is not a complete safetensors file: {error}. Fetch it again"
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
@@ -98,7 +98,7 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     """The model's tensors, without the prefixes of wrappers (Lightning, DDP, compilation).
 
     Raises:
-        UnreadableWeightsError: an item is no tensor.
+        UnreadableWeightsError: an item is not a tensor.
     """
     tensors = content.get("state_dict", content)
     if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
@@ -116,7 +116,7 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse a ``state_dict`` in which an item is no dense tensor.
+    """Refuse a ``state_dict`` in which an item is not a dense tensor.
 
     Raises:
         UnreadableWeightsError: names these items.

@@ -144,7 +144,7 @@ class WeightsEntry:
         if not isinstance(self.input_size, tuple):
             yield f"input_size={self.input_size!r}, expected [channels, height, width]"
         if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
-            yield "classes holds items that are no names"
+            yield "classes holds items that are not names"
 
     def _faults_of_place(self) -> Iterator[str]:
         if self.file is None and self.url is None:
@@ -182,12 +182,12 @@ def read_entry(path: Path) -> WeightsEntry:
     """Read an entry from a JSON file.
 
     Raises:
-        EntryError: the file is no JSON object, or has unknown, missing or invalid fields.
+        EntryError: the file is not a JSON object, or has unknown, missing or invalid fields.
     """
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EntryError(f"{path} is no readable JSON file: {error}") from error
+        raise EntryError(f"{path} is not a readable JSON file: {error}") from error
     if not isinstance(values, dict):
         raise EntryError(f"{path} holds a {type(values).__name__}, expected a JSON object")
     return entry_from(values, where=str(path), folder=path.parent)
@@ -217,7 +217,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: the text is no JSON, or nested too deep.
+        ValueError: the text is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)

@@ -36,7 +36,7 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
         metadata = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
-            f"{where} is no complete safetensors file: {error}. Fetch it again"
+            f"{where} is not a complete safetensors file: {error}. Fetch it again"
         ) from error
     return {str(key): str(value) for key, value in metadata.items()}
 
@@ -102,7 +102,7 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 
 
 def _file_in(path: Path) -> Any:
-    """The file that an entry names; None if the JSON is no entry, as ``config.json`` may be."""
+    """The file that an entry names; None if the JSON is not an entry, as ``config.json`` may be."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):

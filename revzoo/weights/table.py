@@ -96,7 +96,7 @@ class WeightsTable:
     def _files(self) -> Iterable[Path]:
         for folder in self.folders:
             if not folder.is_dir():
-                raise EntryError(f"{folder} is no folder: expected one with entries of weights")
+                raise EntryError(f"{folder} is not a folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
 
 

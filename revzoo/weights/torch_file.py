@@ -1,4 +1,4 @@
-"""Reads files of ``torch.save`` as plain data that is no larger than the file.
+"""Reads files of ``torch.save`` as plain data, at most as large as the file.
 
 ``torch.load`` checks neither the end of its archive nor its checksums. It also trusts the shapes in
 the file: a tensor with stride 0 may repeat one value, so a file of 2 kB takes gigabytes once

@@ -189,7 +189,7 @@ def test_schedules_keep_the_ratio_of_rates(name: str) -> None:
 
 
 def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
-    with pytest.raises(ValueError, match=r"Sequential is no ImageNetwork.*create_model"):
+    with pytest.raises(ValueError, match=r"Sequential is not an ImageNetwork.*create_model"):
         build_optimizer(net(), OptimSpec(layer_decay=0.5))
 
 
