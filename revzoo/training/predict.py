@@ -109,7 +109,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     """Open an image if it is a file; return Pillow images and tensors unchanged.
 
     Raises:
-        DataError: there is no such file, or it is not an image, or a grey image of more than 8 bits.
+        DataError: there is no such file, or it is not an image, or a grey one of more than 8 bits.
         TypeError: ``image`` has another type.
         ValueError: a tensor is not (C, H, W), or is neither of bytes nor of floats in [0, 1].
     """
