@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """Base of errors whose message is all that a user needs: a program prints no traceback."""
+    """Base of errors whose message tells the user enough: programs print it without a traceback."""
 
 
 def is_count(value: object, least: int = 1) -> bool:
@@ -63,7 +63,7 @@ def counts_of(values: object, *, repeat: int = 1, least: int = 1) -> tuple[int, 
 
 
 def check_counts(name: str, values: Any) -> tuple[int, ...]:
-    """``values`` as a tuple; a ValueError unless they are integers >= 1, at least one."""
+    """``values`` as a tuple; raises a ValueError unless it has one or more integers >= 1."""
     # any iterable: configurations hold lists, or Hydra's list type
     numbers = counts_of(values, repeat=0)
     if not numbers:
@@ -182,7 +182,7 @@ def nearest(
         n: largest number of results.
         cutoff: least similarity, 0 to 1, as :func:`difflib.get_close_matches` measures it.
     """
-    # keys in lower case: difflib counts another case as another letter
+    # keys in lower case: to difflib, A and a are different letters
     lower = {str(choice).lower(): str(choice) for choice in choices}
     return [lower[key] for key in get_close_matches(str(word).lower(), lower, n=n, cutoff=cutoff)]
 
@@ -199,7 +199,7 @@ def did_you_mean(
 ) -> str:
     """``"; did you mean 'x', 'y' or 'z'?"`` for the :func:`nearest` choices, or an empty string.
 
-    It ends a sentence: only a new sentence may follow.
+    It ends a sentence, so start a new one after it.
     """
     matches = nearest(word, choices, n=n, cutoff=cutoff)
     return f"; did you mean {either(map(repr, matches))}?" if matches else ""

@@ -81,7 +81,7 @@ def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
         check_regular(path)
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} cannot be written: expected a file that you may change")
-        # also of a file that exists: a new one replaces it
+        # also if the file exists: a new one replaces it
         folder = path.parent
         while makes_folders and not folder.exists():  # the root and "." exist
             folder = folder.parent
@@ -102,7 +102,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After an error ``path`` is unchanged and the temporary file is removed.
 
     Raises:
-        OSError: names ``path``; errors of a full disk name no file, others the temporary one.
+        OSError: names ``path``, where Python names no file (full disk) or the temporary one.
     """
     temporary = None
     try:

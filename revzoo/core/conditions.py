@@ -129,7 +129,7 @@ class Conditions:
             self._reaches.append(of_arguments)
             others = of_arguments.modules()
         self._values = _PlainValues(self._reaches, [modules, others])  # rule 3
-        if others:  # a module may be reached on both ways: capture it once
+        if others:  # a module may be reached both ways: capture it once
             others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
         self._tensors = StepTensors(self._reaches, modules, others, context or {}, module.training)
         # without inputs, the step's own tensors decide the devices
@@ -235,7 +235,7 @@ class _PlainValues:
         self._namespaces = [entry for reach, each in pairs for entry in reach.plain_values(each)]
         self._outer_values = [value for reach in reaches for value in reach.outer_values()]
         self._containers = [entry for reach in reaches for entry in reach.containers()]
-        # of a module around the step, a replay restores nothing else
+        # of a module that encloses the step, a replay restores only this flag
         self._training = [(m, m.training) for reach in reaches for m in reach.enclosing]
 
     def namespaces(self) -> Iterator[dict[str, Any]]:
@@ -248,7 +248,7 @@ class _PlainValues:
     def restore(self, undo: Undo, reaches: list[Reach]) -> list[tuple[dict[Any, Any], Plain]]:
         """Put the values of the forward pass in place.
 
-        Returns the namespaces with other names than in the forward pass, or in another order.
+        Returns the namespaces whose names, or their order, differ from the forward pass.
         """
         for container, read, items in self._containers:
             if not _are_there(read, items):
@@ -340,7 +340,7 @@ class _Restored:
             for fn, arguments in reversed(self._undo):
                 try:
                     fn(*arguments)
-                except Exception as error:  # the other values must be restored all the same
+                except Exception as error:  # restore the other values nevertheless
                     failed = failed or error
         finally:
             if self._states:

@@ -168,7 +168,7 @@ def record(
 
 def _joins(step: Step, state: State) -> bool:
     """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
-    # a floating-point step would recover the words of fixed-point streams only nearly
+    # a floating-point step would recover the words of fixed-point streams only approximately
     return step.grid is not None or not any(fixed_of(t) is not None for t in state)
 
 
@@ -240,7 +240,7 @@ class Tape:
         self._cursor: tuple[int, Streams] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
-        self._stride = 1  # every so many entries keep samples
+        self._stride = 1  # every _stride-th entry keeps samples
 
     @staticmethod
     def ending_with(state: State) -> Tape:
@@ -270,17 +270,17 @@ class Tape:
         _open_tapes[id(outputs[-1])] = self
 
     def _thin_samples(self) -> None:
-        """Bound the guard's memory: of a long chain, sample every second, fourth, ... step."""
+        """Bound the guard's memory: in a long chain, sample every second, fourth, ... step."""
         if len(self.entries) > COMPARED * self._stride:
             self._stride *= 2
-            # of the entries that still have samples, every second one loses them
+            # every second entry that still has samples loses them
             for entry in self.entries[:: self._stride // 2][1::2]:
                 entry.samples = []
         if (len(self.entries) - 1) % self._stride:
             self.entries[-1].samples = []
 
     def close(self) -> None:
-        """Let no step join until the next one is appended."""
+        """Prevent other steps from joining until the next one is appended."""
         self._returned = []
 
     def _set_known(self, state: Streams) -> None:
@@ -314,7 +314,7 @@ class Tape:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
                 self.entries[i].report(self._guard, state)
-            # before recording, which is the peak: later states are freed first (rule 4)
+            # before recording, when memory peaks: free later states first (rule 4)
             self._move_to(index + 1, state, state)
         entry = self.entries[index]
         if position > index:
@@ -348,7 +348,7 @@ class Tape:
 
         ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
         """
-        # from the end: there, entries that are still wanted are found soonest
+        # from the end, where wanted entries are found soonest
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = (index + 1, after) if state is None else (index, state)
             # at the end of the walk: the tapes of inner steps outlive it by the outer walk
