@@ -26,7 +26,7 @@ from revzoo.models.registry import create_model
 from revzoo.models.tensors import check_finite
 from revzoo.weights.errors import StateMismatchError
 
-# what other names or shapes than a program's own raise
+# the errors that unexpected names or shapes raise
 _OTHER_PROGRAM = (KeyError, IndexError, ValueError, ZeroDivisionError)
 
 

@@ -1,4 +1,4 @@
-"""Invertible flattening: it knows the shape, which ``torch.nn.Flatten`` forgets."""
+"""Invertible flattening, which stores the shape; ``torch.nn.Flatten`` forgets it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InvertibleFlatten(Streamwise):
 
     Raises:
         ValueError: ``shape`` is empty or has a size below 1; a dimension is out of range; at the
-            call, another shape.
+            call, a stream has a different shape.
 
     Example:
         >>> flat = revzoo.InvertibleFlatten((4, 8, 8))

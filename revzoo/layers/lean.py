@@ -1,7 +1,7 @@
 """Sequences of layers that keep only the tensors that a gradient needs.
 
 torch's layers keep more: a convolution keeps its input even if its weight is frozen, a batch
-normalisation in eval mode even if its affine part is frozen, an average pooling only for the shape.
+normalisation in eval mode even if its affine part is frozen, an average pooling just for its shape.
 A leaky ReLU keeps its input although its output has the same signs. Dropout on the CPU keeps a mask
 of floats. Here the layers run with the same kernels and the same results; only the gradient of an
 ELU, computed from the output, differs by rounding. An activation works in place if nothing else

@@ -41,7 +41,7 @@ class Reversed(ReversibleSequence):
         TypeError: ``module`` is not an Invertible.
         NotInvertibleError: a step loses information; the message names it.
         ValueError: at the call, in training mode, if a step updates buffers, such as
-            :class:`~revzoo.InvertibleBatchNorm`: its inverse is then no fixed map.
+            :class:`~revzoo.InvertibleBatchNorm`: its inverse then changes with each pass.
 
     Example:
         >>> encoder = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
@@ -69,7 +69,7 @@ class Reversed(ReversibleSequence):
 
 def _from_last(module: Step) -> Iterator[Invertible]:
     """The steps of ``module`` that are not containers, from the last to the first."""
-    # a container that overrides a direction does more than its steps: it is one step
+    # a container that overrides a direction does more than run its steps: it is one step
     if (
         isinstance(module, ReversibleSequence)
         and type(module).forward is ReversibleSequence.forward
@@ -92,7 +92,7 @@ class ReversedStep(Invertible):
         super().__init__()
         self.step = step
         self.streams = step.outputs
-        # as attributes of the wrapper, since the tape asks the step that it runs
+        # as attributes of the wrapper, since the tape reads them from the step that it runs
         self.exact, self.sums = step.exact, step.sums
         self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
 
