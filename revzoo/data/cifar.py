@@ -69,7 +69,7 @@ class CIFAR10(ImageData):
     def read(self, split: Split) -> TensorImages | None:
         if split == "val":
             return None
-        # again: without Lightning nobody may have called prepare_data()
+        # again, since without Lightning prepare_data() may not have been called
         bad_file = self._bad_file()
         if bad_file is not None:
             raise DataError(self._advice(bad_file, "prepare_data() downloads it"))

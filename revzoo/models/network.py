@@ -91,10 +91,10 @@ class ImageNetwork(Saved, ABC):
     """Path of the last linear layer."""
 
     input_layer: ClassVar[str | None] = None
-    """Path of the first convolution, which can be adapted to other image channels; None: none."""
+    """Path of the first convolution, if it can be adapted to other image channels."""
 
     positions: ClassVar[str | None] = None
-    """Path of learned positions (1, N, D), which can be resized for other images; None: none."""
+    """Path of learned positions (1, N, D), if they can be resized for other images."""
 
     num_features: int
     stem: ReversibleSequence
@@ -275,9 +275,8 @@ class ImageNetwork(Saved, ABC):
     def encode(self, x: Tensor) -> Tensor:
         """Representation of images ``(B, in_chans, H, W)``: the last stage's streams, merged.
 
-        The head normalises, pools and classifies it. In memory mode ``exact`` the image is
-        rounded to the grid (a multiple of ``2**-23`` stays as it is) and :meth:`inverse` gives it
-        back bit for bit.
+        The head normalises, pools and classifies it. Memory mode ``exact`` rounds the image to the
+        grid (multiples of ``2**-23`` do not change), and :meth:`inverse` recovers it bit for bit.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -302,7 +301,7 @@ class ImageNetwork(Saved, ABC):
             NotInvertibleError: a layer loses information (the message names it), or the model is in
                 training mode and drops activations, with a different mask in each pass.
             TypeError: ``z`` is not a floating-point tensor.
-            ValueError: ``z`` has another number of dimensions or channels, as logits have.
+            ValueError: ``z`` has the wrong number of dimensions or channels, like logits.
             RangeError: a stream is too large for exact sums on the grid.
         """
         self._check_invertible()
@@ -312,7 +311,7 @@ class ImageNetwork(Saved, ABC):
         channels = self.feature_info[-1].num_chs
         if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
-                f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns, "
+                f"Got a tensor of shape {tuple(z.shape)}; expected the result of encode(images), "
                 f"with {channels} channels. Logits and pooled features have lost the rest of the "
                 "image."
             )
@@ -375,7 +374,7 @@ class ImageNetwork(Saved, ABC):
             if drops and module.training and module.p > 0:
                 raise NotInvertibleError(
                     f"stages.{name} drops values with p={module.p} in training mode, different "
-                    "ones in each pass: call eval() before encode and inverse"
+                    "values in each pass: call eval() before encode and inverse"
                 )
 
     def _check_images(self, x: object) -> None:
@@ -411,7 +410,7 @@ class ImageNetwork(Saved, ABC):
         wider = x.element_size() > weight.element_size() and weight.is_floating_point()
         if wider and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
-                f"Got images of {x.dtype}; expected {weight.dtype}, as the weights of this model. "
+                f"Got images of {x.dtype}; expected {weight.dtype}, like the model's weights. "
                 f"Convert the images: x.to({weight.dtype})."
             )
         self.check_size(height, width)

@@ -45,7 +45,7 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
-    # any program may write this string; a network of 10**9 channels would fill the memory
+    # any program may write this string, and a network of 10**9 channels would fill the memory
     in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
@@ -124,7 +124,7 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
     others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
     if others:
         raise UnreadableWeightsError(
-            f"{where} holds other things than tensors: {shortened(others)}; expected a "
+            f"{where} does not hold only tensors: {shortened(others)}; expected a "
             "state_dict: a dense tensor by each name"
         )
 

@@ -40,7 +40,7 @@ class WeightsEntry:
         sha256: of the whole file, 64 hexadecimal digits.
         file: name of a safetensors file, beside the entry or in the hub's repository.
         url: ``https://...`` of the file, or ``hf-hub:owner/name``.
-        default: whether the architecture's name without a tag means this entry.
+        default: whether this entry is meant by the architecture's name without a tag.
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
@@ -115,9 +115,9 @@ class WeightsEntry:
         )
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain containers for JSON, without empty ones."""
+        """The fields as plain containers for JSON, without empty fields."""
         values = asdict(self).items()
-        # `in` compares with ==, so 0 would go, too; no field may be 0
+        # `in` compares with ==, so it would drop 0, too; no field may be 0
         return {k: v for k, v in values if k != "folder" and v not in (None, {}, False)}
 
     def _faults(self) -> Iterator[str]:

@@ -18,7 +18,7 @@ from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.hub import CONFIG_FILE
 
 KEY = "entry"
-# fields that the file cannot hold (its hash), or that change when someone renames or moves it
+# fields that the file cannot hold (its hash), or that change when someone renames or moves the file
 _OUTSIDE = ("sha256", "file", "url", "default")
 
 
@@ -59,7 +59,7 @@ def metadata_for(entry: WeightsEntry) -> dict[str, str]:
     fields = {key: value for key, value in entry.plain().items() if key not in _OUTSIDE}
     return {
         "format": "pt",  # as safetensors.torch writes it, for programs that ask
-        # apart from the entry: reading tensors needs these two, and no valid entry
+        # apart from the entry: reading tensors needs these two, but not a valid entry
         "architecture": entry.architecture,
         "in_chans": str(entry.in_chans),
         KEY: json.dumps(fields),

@@ -202,7 +202,7 @@ def test_a_registered_optimiser_is_selected_by_name(monkeypatch: pytest.MonkeyPa
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     with pytest.raises(
-        ValueError, match="optimiser 'sgd' is registered already: choose another name"
+        ValueError, match="optimiser 'sgd' is already registered: choose another name"
     ):
         revzoo.register_optimizer("sgd", torch.optim.NAdam)
 
