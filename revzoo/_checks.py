@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 
 class UserError(Exception):
-    """Base of errors whose message is all that a user needs: a program prints no traceback."""
+    """Base of errors whose message tells the user enough: programs print it without a traceback."""
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Whether ``value`` is an integer >= ``least``. NumPy's integers count, True does not."""
+    """Whether ``value`` is an integer >= ``least``. NumPy integers count, booleans do not."""
     return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def is_number(value: object) -> bool:
-    """Whether ``value`` is a real number, NaN and infinity included. True and False are none."""
+    """Whether ``value`` is a real number, NaN and infinity included. Booleans do not count."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -42,7 +42,7 @@ def check_module(name: str, value: object) -> None:
 
 
 def check_callable(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` can be called; nor may it be the class of a module."""
+    """Raise a TypeError unless ``value`` is callable. A module class is refused."""
     is_class = isinstance(value, type) and hasattr(value, "named_modules")
     if is_class or not callable(value):
         what = f"the class {value.__name__}" if isinstance(value, type) else repr(value)[:60]
@@ -63,7 +63,7 @@ def counts_of(values: object, *, repeat: int = 1, least: int = 1) -> tuple[int, 
 
 
 def check_counts(name: str, values: Any) -> tuple[int, ...]:
-    """``values`` as a tuple; a ValueError unless they are integers >= 1, at least one."""
+    """``values`` as a tuple; raises a ValueError unless it has one or more integers >= 1."""
     # any iterable: configurations hold lists, or Hydra's list type
     numbers = counts_of(values, repeat=0)
     if not numbers:
@@ -182,7 +182,7 @@ def nearest(
         n: largest number of results.
         cutoff: least similarity, 0 to 1, as :func:`difflib.get_close_matches` measures it.
     """
-    # keys in lower case: difflib counts another case as another letter
+    # keys in lower case: to difflib, A and a are different letters
     lower = {str(choice).lower(): str(choice) for choice in choices}
     return [lower[key] for key in get_close_matches(str(word).lower(), lower, n=n, cutoff=cutoff)]
 
@@ -199,7 +199,7 @@ def did_you_mean(
 ) -> str:
     """``"; did you mean 'x', 'y' or 'z'?"`` for the :func:`nearest` choices, or an empty string.
 
-    It ends a sentence: only a new sentence may follow.
+    It ends a sentence, so start a new one after it.
     """
     matches = nearest(word, choices, n=n, cutoff=cutoff)
     return f"; did you mean {either(map(repr, matches))}?" if matches else ""
@@ -224,7 +224,7 @@ def build_dataclass(kind: type[T], options: Mapping[str, Any], *, where: str) ->
 
 
 def in_section(where: str, error: ValueError) -> ValueError:
-    """A constructor's error under an option's whole name: ``data.batch_size=0: expected ...``."""
+    """A constructor's error with the option's full name: ``data.batch_size=0: expected ...``."""
     # constructors write "option=value: expected ...", or another text
     joint = "." if re.match(r"[\w.]+=", str(error)) else ": "
     return ValueError(f"{where}{joint}{error}")

@@ -1,4 +1,4 @@
-"""Atomic writing of files: after a crash the old file or the new one is there, never a part."""
+"""Atomic writes: after a crash either the old or the new file is there, never a part of one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TextIO
 def file_name(name: str) -> str:
     """``torchvision:resnet50`` as ``torchvision-resnet50``, for the name of a file or folder.
 
-    Windows allows no colon, and scp takes it for a host.
+    Windows does not allow colons, and scp reads one as the end of a host name.
     """
     return name.replace(":", "-")
 
@@ -55,21 +55,21 @@ def _remove_empty(folder: Path) -> None:
 
 
 def check_regular(*paths: Path) -> None:
-    """Refuse paths that exist but are no regular files: opening a FIFO would block forever.
+    """Refuse paths that exist but are not regular files: opening a FIFO would block forever.
 
     Raises:
         ValueError: names the first such path.
     """
     for path in paths:
         if path.exists() and not path.is_file():
-            raise ValueError(f"{path} is no regular file: expected a file or no file; remove it")
+            raise ValueError(f"{path} is not a regular file. Remove it")
 
 
 def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
-    """Refuse a path at which no file could be written, before work whose result goes there.
+    """Refuse paths that cannot be written, before the work whose result goes there.
 
     Args:
-        paths: None counts as no path.
+        paths: None is skipped.
         makes_folders: whether missing folders will be created.
 
     Raises:
@@ -81,7 +81,7 @@ def check_writable(*paths: Path | None, makes_folders: bool = False) -> None:
         check_regular(path)
         if path.exists() and not os.access(path, os.W_OK):
             raise ValueError(f"{path} cannot be written: expected a file that you may change")
-        # also of a file that exists: a new one replaces it
+        # also if the file exists: a new one replaces it
         folder = path.parent
         while makes_folders and not folder.exists():  # the root and "." exist
             folder = folder.parent
@@ -102,7 +102,7 @@ def replacing(path: Path) -> Iterator[Path]:
     After an error ``path`` is unchanged and the temporary file is removed.
 
     Raises:
-        OSError: names ``path``; errors of a full disk name no file, others the temporary one.
+        OSError: names ``path``, where Python names no file (full disk) or the temporary one.
     """
     temporary = None
     try:

@@ -1,6 +1,6 @@
 """The names of torchvision's and timm's networks, read from the libraries' files.
 
-Importing either library takes seconds, which a wrong name should not cost.
+Importing either library takes seconds, too long just to report a wrong name.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def check_installed(library: str) -> None:
 
 
 def check_library_name(name: str) -> None:
-    """Check ``LIBRARY:NAME`` without an import of the library.
+    """Check ``LIBRARY:NAME`` without importing the library.
 
-    A name in a file of the library passes, and any name once the library is imported: a plugin
-    may have registered networks there.
+    Any name in the library's files passes. Once the library is imported, every name passes: a
+    plugin may have registered networks there.
 
     Raises:
         ValueError: the library is not installed, or has no such network.
@@ -85,9 +85,9 @@ def unknown_name(name: str) -> str:
 
 
 def library_hint(name: str) -> str:
-    """``"; torchvision's is 'torchvision:resnet18'"`` for a name of a library, else empty.
+    """``"; torchvision's is 'torchvision:resnet18'"`` if a library has the name, else empty.
 
-    For a library's own name it says how to name a network.
+    If the name is a library's own, the hint says how to name a network.
     """
     if name in LIBRARIES:
         return f"; networks of {name} are '{name}:NAME', {_SEE.format(name)}"

@@ -1,3 +1,3 @@
-"""The version. Not in the facade, which no part of the package may import."""
+"""The version. Not in the facade, because no part of the package may import the facade."""
 
 __version__ = "0.1.0"

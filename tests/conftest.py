@@ -20,11 +20,11 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 
-os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is no terminal
+os.environ.pop("COLUMNS", None)  # from pytest-xdist: the output of tests is not a terminal
 
 
 def pytest_collection() -> None:
-    gc.disable()  # modules are no garbage
+    gc.disable()  # modules are not garbage
 
 
 def pytest_collection_finish() -> None:

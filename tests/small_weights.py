@@ -31,7 +31,7 @@ def undescribed(entry: WeightsEntry) -> list[str]:
 
 
 def small(architecture: str = "revnet38", *, seed: int = 0, **keywords: Any) -> ImageNetwork:
-    """A small network whose buffers are no defaults either."""
+    """A small network whose buffers are not defaults either."""
     torch.manual_seed(seed)
     model = create_model(architecture, **{**OPTIONS, "num_classes": 5, **keywords})
     for name, buffer in model.named_buffers():

@@ -66,7 +66,7 @@ def test_writing_replaces_at_once_or_not_at_all(
     ("path", "message"),
     [
         # a new file would replace the device
-        ("/dev/null", "is no regular file"),
+        ("/dev/null", "is not a regular file"),
         # the file lets you write, its folder does not let you create the new one
         ("/proc/self/comm", r"cannot be written \(/proc/self: "),
     ],

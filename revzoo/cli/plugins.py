@@ -128,7 +128,7 @@ def check_imports(run_dir: Path) -> None:
 
     Raises:
         ConfigError: naming the missing modules.
-        ValueError: ``sessions.jsonl`` is no regular file.
+        ValueError: ``sessions.jsonl`` is not a regular file.
     """
     check_regular(run_dir / SESSIONS_FILE)
     try:

@@ -1,1 +1,1 @@
-"""Other libraries' interfaces on revzoo's mechanism: to switch, change one import."""
+"""The interfaces of other libraries on revzoo's mechanism: to switch, change one import."""

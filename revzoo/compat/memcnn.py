@@ -79,7 +79,7 @@ class _Coupling(nn.Module):
         split_dim: int,
     ) -> None:
         super().__init__()
-        # Gm before Fm: optimisers number parameters in this order, so states of MemCNN's load
+        # Gm before Fm, as in MemCNN: optimisers number parameters in order, so saved states load
         self.Gm = copy.deepcopy(Fm) if Gm is None else Gm
         self.Fm = Fm
         self.implementation_fwd = implementation_fwd
@@ -244,7 +244,7 @@ class InvertibleModuleWrapper(nn.Module):
         if self.disable:
             return _unpacked(fn(*xin))
         directions = type(fn).forward, getattr(type(fn), "inverse", None)
-        # with another forward or inverse, or compiled, a coupling is a module like any other
+        # with its own forward or inverse, or compiled, a coupling is a module like any other
         replaced = "forward" in vars(fn) or fn._compiled_call_impl is not None
         if directions == (_Coupling.forward, _Coupling.inverse) and not replaced:
             # as a sequence it inverts and replays one branch at a time, not both
@@ -309,7 +309,7 @@ def create_coupling(
     """Create a coupling, ``"additive"`` or ``"affine"``.
 
     Raises:
-        NotImplementedError: ``coupling`` is another name.
+        NotImplementedError: ``coupling`` is neither.
     """
     if coupling == "additive":
         return AdditiveCoupling(Fm, Gm, implementation_fwd, implementation_bwd)
@@ -325,19 +325,19 @@ def is_invertible_module(
     atol: float = 1e-6,
     random_seed: int = 42,
 ) -> bool:
-    """Whether ``inverse`` undoes ``forward``, and the other way round, on random inputs.
+    """Whether ``inverse`` undoes ``forward``, and vice versa, on random inputs.
 
     For revzoo's modules use :func:`revzoo.is_invertible`. The global random state does not change.
 
     Args:
-        module_in: any module; of a wrapper, the wrapped module is tested.
+        module_in: any module; for a wrapper, we test the wrapped module.
         test_input_shape: shape of the input, or of each input.
         test_input_dtype: of the inputs.
         atol: largest absolute error.
         random_seed: of the inputs.
 
     Raises:
-        ValueError: ``test_input_shape`` is no shape and no tuple of shapes.
+        ValueError: ``test_input_shape`` is neither a shape nor a tuple of shapes.
     """
     fn: Any = module_in._fn if isinstance(module_in, InvertibleModuleWrapper) else module_in
     if not hasattr(fn, "inverse"):

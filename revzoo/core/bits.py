@@ -9,7 +9,7 @@ from torch import Tensor, nn
 def pack_bits(words: Tensor, bits: int) -> Tensor:
     """The low ``bits`` of each word; a byte holds as many words as fit."""
     slot = _slot_bits(bits)
-    # a narrowing cast keeps the low bits, also of negative words (two's complement)
+    # a narrowing cast keeps the low bits, even of negative words (two's complement)
     low = words.to(torch.uint8).flatten()  # the low byte
     if rest := -len(low) % (8 // slot):
         low = nn.functional.pad(low, (0, rest))

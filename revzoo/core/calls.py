@@ -37,7 +37,7 @@ def call_on_grid(
     with within(step, state):
         if not step.moves_values:
             return call(step, *state, **context)
-        # plain_call checks no hooks: outputs that one may have changed get no words
+        # plain_call does not check hooks: outputs that a hook may have changed get no words
         trusted = call is call_without_changing_hooks or not hooked(step)
         return _call_with_words(
             step,
@@ -61,7 +61,7 @@ def inverse_on_grid(step: Invertible, /, *state: Tensor, **context: Any) -> Stat
 
 
 def explain_streams(error: Exception, step: Step, state: State, direction: str) -> None:
-    """Add a note to an error of torch or Python, which names neither the step nor its streams.
+    """Add a note to an error of torch or Python that names the step and its streams.
 
     Args:
         error: of ``step.forward`` or ``step.inverse``.
@@ -69,7 +69,7 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
         state: the streams that it got.
         direction: ``"forward"`` or ``"inverse"``.
     """
-    if hasattr(error, "__notes__"):  # of a step inside this one
+    if hasattr(error, "__notes__"):  # a step inside this one has added its note
         return
     call = f"{getattr(type(step), direction).__qualname__}()"
     if type(error) is RuntimeError:
@@ -80,7 +80,7 @@ def explain_streams(error: Exception, step: Step, state: State, direction: str) 
             f"The {direction} of {name_of(step)} got streams of shape {shapes} and type {types}: "
             f"expected the shapes and the type that {expected}"
         )
-    # not of a branch, nor for a keyword argument
+    # only for errors of this call itself, not of a branch or for a keyword argument
     elif str(error).startswith(call) and "positional argument" in str(error):
         error.add_note(
             f"{name_of(step)} takes `streams` = {step.streams} streams: set streams = 1 in its "
@@ -99,10 +99,10 @@ def _call_with_words(
     state: State,
     extras: int,
 ) -> Any:
-    """``call()`` of a step that moves values; its streams are dense and get words by ``fn``."""
+    """``call()`` of a step that moves values; ``fn`` gives its dense streams their words."""
     with counting_changes():
         returned = call()
-        # extra outputs are no streams: they get no words and may have any layout
+        # extra outputs are not streams: they get no words and may have any layout
         outputs = as_state(returned, step)
         cut = len(outputs) - extras
         streams = tuple(as_dense(t, state[0]) for t in outputs[:cut])
@@ -144,7 +144,7 @@ class _Thread(threading.local):
     inside: dict[int, list[list[Any]]] = {}  # noqa: RUF012 -- replaced, never changed
 
 
-_thread = _Thread()  # what _watched records, by the id of the step
+_thread = _Thread()  # the records of _watched, by the id of the step
 _watches: dict[int, _Watch] = {}
 _watching = threading.Lock()
 
@@ -188,7 +188,7 @@ def _watched_forward(step: Step, forward: Callable[..., Any], /, *args: Any, **k
 
 
 def hooked(layer: nn.Module) -> bool:
-    """Whether forward hooks run on the layer, its own or global ones."""
+    """Whether forward hooks run on the layer, either its own or global ones."""
     return bool(layer._forward_hooks or layer._forward_pre_hooks) or has_global_hooks()
 
 

@@ -1,22 +1,21 @@
 """Pairs a layer's input with the gradient of its output, for per-sample gradients and norms.
 
-Libraries for these quantities keep the input of each layer, from a forward hook to a backward hook.
+Libraries for these quantities keep the input of each layer from a forward hook to a backward hook.
 So all inputs stay alive, and a reversible network saves no memory. If activations are recomputed,
-their forward hooks also run twice. Here the input of a layer is one more tensor that its step saves
-for the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the
-tape ] in :mod:`revzoo.core.tape`). A mode that drops activations drops it, too; the replay
-fills it in again, and it is freed after the layer's backward. So at most the inputs of one step are
-alive.
+the forward hooks also run twice. Here a layer's input is one more tensor that the step saves for
+the backward pass, and the memory mode handles it like any activation (NOTE [ Slots and the tape ]
+in :mod:`revzoo.core.tape`). A mode that drops activations drops it, too; the replay fills it in
+again, and it is freed after the layer's backward. So only the inputs of one step are alive at once.
 
 NOTE [ Captured inputs ]
     1. The forward hook saves the inputs in the forward pass and in each replay, so both save the
        same tensors in the same order.
-    2. The hook on the output of a replay never runs: gradients flow through the forward pass's
-       graph, and the graph of a replay is freed with the replay.
-    3. The hook on the output belongs to one call. A layer that is called twice has two hooks, each
+    2. The hook on a replay's output never runs: gradients flow through the graph of the forward
+       pass, and the graph of a replay is freed with the replay.
+    3. Each call has its own hook on the output. A layer that is called twice has two hooks, each
        with the inputs of one call.
-    4. The hook runs before the user's hooks on the output, and sees the inputs after the user's
-       hooks on them. So both belong to the layer itself.
+    4. The hook sees the inputs after the user's input hooks, and the output before the user's
+       output hooks. So both belong to the layer itself.
     5. The backward pass of a call drops the inputs, unless the graph is kept for another backward
        pass; then the tape empties the slots when it moves on.
 """
@@ -51,11 +50,11 @@ def capture(module: nn.Module, on_gradient: OnGradient) -> RemovableHandle:
         on_gradient: runs before the layer's own backward, once for each call and backward pass.
 
     Returns:
-        A handle whose ``remove()`` ends it, also for graphs that exist already.
+        A handle whose ``remove()`` ends it, even for graphs that already exist.
 
     Raises:
         TypeError: at the call, if the module has trainable parameters and returns several different
-            tensors, or has other arguments than positional tensors. In the backward pass, if a
+            tensors, or got arguments other than positional tensors. In the backward pass, if a
             gradient reaches the weights that a ``nn.MultiheadAttention`` returns.
 
     Example:
@@ -94,9 +93,9 @@ class Call:
         hook.calls.add(self)
 
     def inputs(self) -> tuple[Any, ...]:
-        """The positional arguments, detached; replays the step that dropped them.
+        """The positional arguments, detached; replays the step if it dropped them.
 
-        Tensors only; all arguments in the order of ``forward`` for a ``nn.MultiheadAttention``.
+        Tensors only. A ``nn.MultiheadAttention`` gives all arguments, in the order of ``forward``.
         """
         values = (take() for take in self._inputs)
         return tuple(v.detach() if isinstance(v, Tensor) else v for v in values)

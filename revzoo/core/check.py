@@ -95,8 +95,8 @@ def check_inverse(
         **context: keyword arguments of every step; floating-point tensors among them are cast, too.
 
     Raises:
-        ValueError: an inverse returns another number or other shapes of streams than its step took,
-            or ``dtypes`` is empty.
+        ValueError: the streams that an inverse returns differ in number or shape from those that
+            its step took, or ``dtypes`` is empty.
         NotInvertibleError: the module or one of its steps has no inverse.
 
     Example:
@@ -126,7 +126,7 @@ def check_inverse(
             with torch.no_grad(), torch.random.fork_rng(_devices(state)):
                 net(*state, **cast_context)  # creates the weights of lazy layers
         try:
-            # a step may return another type than it got
+            # a step may return a type other than it got
             rows += [row._replace(dtype=dtype) for row in _round_trips(net, state, cast_context)]
         except RuntimeError as error:  # operators without a kernel for the dtype raise it
             skipped[dtype] = str(error).splitlines()[0]
@@ -151,7 +151,7 @@ def is_invertible(
         **context: keyword arguments of every step.
 
     Raises:
-        Exception: any error of the forward pass, except a RangeError: then the result is False.
+        Exception: any error of the forward pass, except a RangeError, which gives False.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Conv2d(2, 2, 1))
@@ -240,7 +240,7 @@ def _largest(tensors: Iterable[Tensor]) -> float:
 
 
 def _atoms(module: Invertible) -> Iterator[tuple[str, Invertible]]:
-    """The steps that are no containers, in order, with their paths and types."""
+    """The steps that are not containers, in order, with their paths and types."""
     paths = {part: path for path, part in module.named_modules()}
     for step in _in_order(module):
         yield f"{paths[step]} {type(step).__name__}".strip(), step

@@ -56,7 +56,7 @@ def checkpoint(
         *args: anything; tensors in nested tuples, lists and dictionaries are kept for the replay.
         use_reentrant: accepted, no effect: this checkpoint is never reentrant.
         preserve_rng_state: accepted, no effect: a replay always draws the same random numbers.
-            With others, the gradient of dropout would use another mask than its value.
+            Otherwise the gradient of dropout would use a different mask than its value.
         context_fn: returns two contexts, for the forward pass and for replays, e.g.
             ``create_selective_checkpoint_contexts`` of torch.
         determinism_check: ``"default"`` compares number, shapes and dtypes of the recomputed
@@ -70,8 +70,8 @@ def checkpoint(
         The object that ``fn`` returns.
 
     Raises:
-        TypeError: ``fn`` cannot be called.
-        ValueError: an option has another value.
+        TypeError: ``fn`` is not callable.
+        ValueError: the value of an option is not allowed.
         RuntimeError: ``fn`` changed a tensor argument in place, or ran a backward pass through its
             own values: call such a function directly.
         ReplayMismatchError: in the backward pass, if ``fn`` is not deterministic.
@@ -137,7 +137,7 @@ def _run(
         step.drift_limit = None
     # a fresh step for each call: it holds this call's arguments
     run_step(step, tuple(_distinct_tensors((args, kwargs))), **step.others())
-    # the object that fn returned, not the tape's tuple; dropped, since it holds the graph
+    # the object that fn returned, not the tape's tuple; clear it, since it holds the graph
     returned, call.returned = call.returned, None
     return returned
 
@@ -184,7 +184,7 @@ class Checkpoint(Step):
         return self if self._module is None else self._module
 
     def others(self) -> dict[str, Any]:
-        """The arguments that are no tensors, unless a search of the subject finds them."""
+        """The arguments that are not tensors, unless a search of the subject finds them."""
         others = [t for t in self._leaves if not isinstance(t, (_Place, *_PLAIN))]
         return {"arguments": others} if others and self._module is not None else {}
 
@@ -218,8 +218,8 @@ _CALLS = ("forward", "_wrapped_call_impl", "_call_impl")
 
 
 def _module_of(fn: Any) -> nn.Module | None:
-    """``fn`` if it is a module, or the module whose ``forward`` it is."""
-    # block.forward and block are the same work: both use the search result that the block holds
+    """``fn`` if it is a module; for ``module.forward``, the module."""
+    # block.forward and block do the same work: both use the search result that the block holds
     owner = fn.__self__ if isinstance(fn, MethodType) and fn.__name__ in _CALLS else fn
     return owner if isinstance(owner, nn.Module) else None
 

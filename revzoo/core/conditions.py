@@ -16,7 +16,7 @@ NOTE [ What a replay restores ]
        objects, classes, functions, dictionaries, closures and globals that the step reaches; grid
        and memory mode of every step. Assignments during the replay are undone afterwards. Lists,
        sets and deques have the items from before the forward pass, dictionaries also their order.
-       An attribute of a class, a slot or a global that came after the forward pass is hidden.
+       Class attributes, slots and globals added after the forward pass are hidden in the replay.
     4. Parameters: the same tensor objects as in the forward pass (``torch.func.functional_call``
        swaps them). Shards of FSDP2 are an exception: FSDP2 gathers them before the forward pass
        and before the replay. A parameter that was changed in place, or converted
@@ -24,17 +24,17 @@ NOTE [ What a replay restores ]
        would be wrong. The forward pass itself may change a parameter (an initialisation from the
        first batch, a clamp). The replay then uses a copy of the value after the forward pass, and
        raises if it changes that value. If code bypasses the version counters (``weight.data``), we
-       treat every parameter like this. If the forward pass adds a parameter or buffer under a new
-       name, the replay adds another one; afterwards the first one is back. A pass in which torch's
-       lazy layers may create theirs is not replayed: it keeps its activations.
+       treat every parameter like this. If the forward pass registers a new parameter or buffer, the
+       replay registers its own. Afterwards the first one is put back. While torch's lazy layers may
+       still create theirs, a pass is not replayed: it keeps its activations.
     5. Buffers: in training, the statistics of torch's normalisation layers influence no output if
        the step consists of layers of torch and this package, so the replay updates temporary
        copies. If other code runs, the replay starts from the statistics and all other small buffers
-       as they were before the forward pass. So it does from any other buffer that the forward pass
-       changed (spectral norm's vectors, a large table). During an inversion,
-       ``Invertible.carried`` buffers have their value from after it. If another buffer or a keyword
-       argument was changed after the forward pass, the replay raises. Buffers that share memory
-       share it in the replay, too.
+       as they were before the forward pass. Every other buffer that the forward pass changed
+       (spectral norm's vectors, a large table) also starts from its earlier value. During an
+       inversion, ``Invertible.carried`` buffers have the values that the forward pass left. If
+       another buffer or a keyword argument was changed after the forward pass, the replay raises.
+       Buffers that share memory share it in the replay, too.
     6. Objects that the step reaches without owning them (NOTE [ What counts as reached ] in
        :mod:`revzoo.core.search`): modules count as submodules, tensors as buffers. Functions,
        methods, classes, lists and modules that were replaced after the forward pass are put back
@@ -129,7 +129,7 @@ class Conditions:
             self._reaches.append(of_arguments)
             others = of_arguments.modules()
         self._values = _PlainValues(self._reaches, [modules, others])  # rule 3
-        if others:  # a module may be reached on both ways: capture it once
+        if others:  # a module may be reached both ways: capture it once
             others = list(dict.fromkeys((*modules, *others)))[len(modules) :]
         self._tensors = StepTensors(self._reaches, modules, others, context or {}, module.training)
         # without inputs, the step's own tensors decide the devices
@@ -235,7 +235,7 @@ class _PlainValues:
         self._namespaces = [entry for reach, each in pairs for entry in reach.plain_values(each)]
         self._outer_values = [value for reach in reaches for value in reach.outer_values()]
         self._containers = [entry for reach in reaches for entry in reach.containers()]
-        # of a module around the step, a replay restores nothing else
+        # of a module that encloses the step, a replay restores only this flag
         self._training = [(m, m.training) for reach in reaches for m in reach.enclosing]
 
     def namespaces(self) -> Iterator[dict[str, Any]]:
@@ -248,7 +248,7 @@ class _PlainValues:
     def restore(self, undo: Undo, reaches: list[Reach]) -> list[tuple[dict[Any, Any], Plain]]:
         """Put the values of the forward pass in place.
 
-        Returns the namespaces with other names than in the forward pass, or in another order.
+        Returns the namespaces whose names, or their order, differ from the forward pass.
         """
         for container, read, items in self._containers:
             if not _are_there(read, items):
@@ -340,7 +340,7 @@ class _Restored:
             for fn, arguments in reversed(self._undo):
                 try:
                     fn(*arguments)
-                except Exception as error:  # the other values must be restored all the same
+                except Exception as error:  # restore the other values nevertheless
                     failed = failed or error
         finally:
             if self._states:

@@ -50,11 +50,11 @@ from revzoo.core.tensors import (
 
 
 class ReplayMismatchError(RuntimeError):
-    """A replay saved other tensors than the forward pass: the step is not deterministic."""
+    """A replay saved different tensors from the forward pass: the step is not deterministic."""
 
 
 # A saved storage of at most 1/512 of the bytes of the step's input stays in the graph, without a
-# slot. In a chain at most 16 times as many bytes do: its memory must not grow with its depth.
+# slot. A whole chain may keep 16 times as many bytes so: its memory must not grow with its depth.
 _SMALL_SHARE, _SMALL_PER_CHAIN = 512, 16
 
 
@@ -106,8 +106,8 @@ class Entry:
         """
         self.step = step
         self.name = name_of(step)
-        # autograd saves other tensors if other inputs require gradient, so the replay repeats the
-        # pattern
+        # which tensors autograd saves depends on which inputs require gradient, so the replay
+        # repeats the pattern
         self.needs = tuple(t.requires_grad for t in inputs)
         self.dtypes = tuple(t.dtype for t in inputs)
         self.small = sum(map(bytes_of, inputs)) // _SMALL_SHARE
@@ -198,7 +198,7 @@ class Entry:
             if stays:
                 saved.append(None)
                 return Resident.of(t)
-            # the last tensors without a home in memory are the last that the replay will record
+            # the last tensors that live only in the graph are the last that the replay will record
             if witness is not None:
                 witness.note(len(saved), t)
             alive = tape_ref()
@@ -211,7 +211,7 @@ class Entry:
 
     def last_wanted(self) -> int:
         """Index of the last slot that the graph still holds; -1 if there is none."""
-        # parts of a graph may be freed, or never be differentiated: their slots are gone
+        # parts of a graph may be freed, or never run backward: their slots are gone
         held = (k for k, ref in enumerate(self.saved) if ref is not None and ref() is not None)
         return max(held, default=-1)
 
@@ -234,7 +234,7 @@ class Entry:
         return self.with_strides(inputs)
 
     def _run_inverse(self, outputs: Streams) -> Streams:
-        """The result of the step's inverse, under the present conditions."""
+        """The result of the step's inverse, under the current conditions."""
         assert isinstance(self.step, Invertible)
         inverse = functools.partial(self.step.inverse, **self.context)
         if self.inverts_words(outputs):
@@ -252,7 +252,7 @@ class Entry:
     def with_strides(self, inputs: Streams) -> Streams:
         """The inputs with the strides of the forward pass, see :mod:`revzoo.core.tensors`.
 
-        They are the outputs of the step before, so every state on a walk has its layout.
+        They are the outputs of the step before, so every state on a walk has the right layout.
         """
         return tuple(map(_with_strides, inputs, self.strides))
 
@@ -294,8 +294,8 @@ class Entry:
         with self._forward_conditions(), contextlib.suppress(_AllRecordedError):
             if step.reads_words:
                 inputs = step.replay(outputs, replayed, self.context)  # type: ignore[arg-type]
-            # a step that moves values is inverted on words alone; floats are made only if it saved
-            # some
+            # a step that moves values is inverted on words alone; we make floats only if it saved
+            # any
             elif self.inverts_words(outputs):
                 with torch.no_grad(), self.conditions.restored(inverting=True):
                     inputs = self._run_inverse(outputs)
@@ -304,7 +304,7 @@ class Entry:
                     replayed(step.forward, laid, self.needs, self.context, last=True)
             else:
                 inputs = as_fixed(step.replay(as_floats(outputs), replayed, self.context))
-        # before check(): a changed stream explains a mismatch, not the other way round
+        # before check(): a changed stream explains a mismatch, not vice versa
         refuse_changed_outputs(self.name, outputs, versions)
         replayed.check()
         recovered = None if inputs is None else self.with_strides(inputs)
@@ -322,8 +322,8 @@ class _Witness:
 
     def __init__(self, strides: Sequence[tuple[int, ...]]) -> None:
         self.indices: list[int] = []  # among the saved tensors
-        # vectors only if the streams are: a compiled BatchNorm saves its running statistics, which
-        # change
+        # vectors only if the streams are vectors: a compiled BatchNorm saves its running
+        # statistics, which change
         self._least_dims = min(2, max(map(len, strides), default=0))
         self._noted: deque[tuple[int, Tensor, int]] = deque(maxlen=3)
 
@@ -434,7 +434,7 @@ class SlotRecorder:
         """See :class:`revzoo.core.invertible.Recorder`."""
         leaves = [_leaf(t, n) for t, n in zip(inputs, needs, strict=True)]
         outputs: State = ()
-        # a part that is not the last may only stop if nobody needs its outputs, so restore the flag
+        # a part before the last may stop only if nobody needs its outputs, so restore the flag
         before, stops = self._count, self._stops
         self._stops |= last and self._entry.may_stop
         try:
@@ -473,8 +473,8 @@ class SlotRecorder:
                         f"{slot.dtype} of shape {tuple(slot.shape)} in the forward pass"
                     )
                 self._values.append((slot, Resident.of(t)))
-            # rule 4 of NOTE [ Threads ] compares the random state at the end of a replay, so what
-            # the forward pass drew after this tensor is drawn, too
+            # rule 4 of NOTE [ Threads ] compares the random state at the end of a replay, so draw
+            # also what the forward pass drew after this tensor
             if self._stops and 0 <= last <= k and self._entry.conditions.drawn():
                 self._stopped = True
                 raise _AllRecordedError

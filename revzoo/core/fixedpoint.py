@@ -26,12 +26,12 @@ NOTE [ Words and floats ]
        holds the whole word.
     4. A step that only moves values runs on the words, too. The other exact steps compute sums,
        with the functions of this module.
-    5. With ``grid="auto"`` the largest value that enters a chain of steps decides the range: at
-       least 16 times this value. It is computed on the device, for each input.
+    5. With ``grid="auto"`` the range of a chain of steps is at least 16 times the largest value
+       that enters it. It is computed on the device, for each input.
     6. Words overflow beyond 31 bits. So a value or stream beyond 30 bits turns the stream into NaN,
        also in a replay and without a host sync, and the backward pass raises a RangeError. If the
        output needs no gradient, the forward pass of the sequence, or of the step called alone,
-       raises it. Values that are infinite or NaN, as after an overflow of float16, become NaN.
+       raises it. Infinite values and NaN, as after an overflow of float16, become NaN.
     7. Inside torch.func transforms, forward-mode AD and captured graphs nothing is inverted.
        Streams there are floats, and branch values are rounded if ``grid`` is a number.
 """
@@ -101,7 +101,7 @@ class Scale:
 
 
 def fraction_bits(scale: Scale) -> int:
-    """The fractional bits of a grid as users count them, without ``EXTRA_BITS`` (host sync)."""
+    """The fractional bits of a grid as users give them, without ``EXTRA_BITS`` (host sync)."""
     down, end = float(scale.down), float(scale.end)
     return round(-math.log2(down)) - (EXTRA_BITS if end / down > 2.0**32 else 0)
 
@@ -117,7 +117,7 @@ _running = _Running()
 
 
 class within:
-    """A context in which sums belong to ``step``, which got the streams ``state``."""
+    """A context in which sums belong to ``step``, called with the streams ``state``."""
 
     __slots__ = ("_inner", "_outer")
 
@@ -144,7 +144,7 @@ class Peak:
         value: a scalar, on the device.
         scale: the stream's grid.
         half: whether float16 was involved, which overflows in a plain network, too.
-        parts: the peaks of the streams whose values it holds, if they come from several.
+        parts: the peaks of the streams that its values come from, if there are several.
         step: the step that computed the stream; None outside of steps.
         number: later peaks have larger numbers.
     """
@@ -176,11 +176,11 @@ def _joined(peaks: Iterable[Peak | None]) -> Peak | None:
     parts = tuple({part: None for peak in known for part in peak.parts or (peak,)})
     value, scale = parts[0].value, parts[0].scale
     for part in parts[1:]:
-        # a NaN counts, unless the other value is beyond the range: that one explains the NaN
+        # a NaN counts, unless the other value is beyond the range, which explains the NaN
         finite = torch.fmax(value, part.value)
         value = torch.where(finite < scale.end, value.maximum(part.value), finite)
     joined = Peak(value, scale, half=any(part.half for part in parts), parts=parts)
-    joined.step = parts[0].step  # a step that moves values is no cause
+    joined.step = parts[0].step  # a step that moves values is not the cause
     return joined
 
 
@@ -219,7 +219,7 @@ class Fixed:
         """The float tensor, without its words."""
         with counting_changes():
             floats = torch.empty_like(self.words, dtype=self.dtype)
-        if self.peak is not None:  # without one there is nothing to read
+        if self.peak is not None:  # an empty stream has nothing to read
             _in_chunks(_read, (self.words, floats), self.scale.down_within(self.peak.value))
         return floats
 
@@ -258,7 +258,7 @@ def check_bits(grid: Grid) -> None:
 
 
 def can_have_words(state: Iterable[Tensor]) -> bool:
-    """Whether the streams are dense and of a real floating type of 16, 32 or 64 bits."""
+    """Whether the streams are dense, with a real floating type of 16, 32 or 64 bits."""
     return all(t.dtype in _TYPES and t.layout is torch.strided and not t.is_nested for t in state)
 
 
@@ -301,7 +301,7 @@ def forget_stale_words(state: Iterable[Tensor]) -> None:
 def renew_words(state: Iterable[Tensor]) -> None:
     """Set the words of floats that changed without a new version (without a host sync).
 
-    The words are on the tape of the steps before, too, whose guard then finds a drift.
+    The tape of the steps before holds the same words, so its guard then finds a drift.
     """
     if not keeps_words():
         return
@@ -408,8 +408,8 @@ def _note(peaks: list[Peak]) -> None:
 def _used_by(fixed: Fixed) -> list[Peak]:
     """The peaks that decide whether gradients through this stream are right.
 
-    Those of the running step's streams, too: the sums that computed them may lie outside of the
-    graph that is differentiated.
+    Includes the peaks of the running step's streams: the sums that computed them may lie outside
+    the graph that runs backward.
     """
     return peaks_of((*_running.state, fixed))
 
@@ -461,7 +461,7 @@ def _summed(
     if value.numel():
         peak = largest(value) if weight == 1 else weight * largest(value).float()
         if fixed.peak is not None:
-            # the first value beyond the range stays: it causes the NaN of all that follow
+            # the first value beyond the range stays: it causes every later NaN
             before = fixed.peak.value
             peak = torch.where(before < scale.end, peak.maximum(before), before)
         _in_chunks(fill, (*parts, words, total), scale.up, scale.down_within(peak), *options)
@@ -544,7 +544,7 @@ def undo_second_difference(
     """Recover ``before``; ``side`` are the low bits of its words, from ``pack_bits``."""
     words = torch.empty_like(total.words)
     _in_chunks(_shift_out, (total.words, x, value, words), total.scale.up, bits)
-    # the shift left zeros in the low bits, where the dropped ones go
+    # the shift has left zeros in the low bits, where the dropped bits go
     words |= unpack_bits(side, words, bits)
     return total.with_words(words)
 
@@ -556,7 +556,7 @@ def _difference(x: Tensor, value: Tensor, words: Tensor, of_value: Tensor, of_x:
 
 
 def _factors(up: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Of the value and of x in the second difference, in units."""
+    """The factors of the value and of x in the second difference, in units."""
     b = 2.0**-bits
     return up * (1 + b), up * (-2 * b)
 

@@ -60,7 +60,7 @@ class RandomStates:
         self._entered = self._locked = False
 
     def begin(self, draws: bool) -> None:
-        """Begin the forward pass; ``draws``: whether an earlier one drew, or there was none."""
+        """Begin the forward pass; ``draws``: whether an earlier pass drew, or there was none."""
         # rule 1 of NOTE [ Threads ]
         self._locked = draws and bool(self.sources) and threads.random_lock.acquire()
         self._entered = True
@@ -103,7 +103,7 @@ class RandomStates:
         if not self._entered:
             return
         for source, state in random_states(self._before).items():
-            # a replay that stops early, or records nothing, may draw nothing
+            # a replay that stops early or records nothing may draw nothing
             known = self._after[source], self._before[source]
             if not any(torch.equal(state, expected) for expected in known):
                 raise RuntimeError(
@@ -162,7 +162,7 @@ def is_captured() -> bool:
 
 
 def runs_eagerly() -> bool:
-    """Whether code runs as written: not in torch.func transforms and captured graphs."""
+    """Whether code runs as written, outside of torch.func transforms and captured graphs."""
     return (
         not torch.compiler.is_compiling()
         and torch._C._functorch.peek_interpreter_stack() is None
@@ -260,7 +260,7 @@ class Surroundings:
         self._ambient = ambient()
 
     def restored(self) -> list[contextlib.AbstractContextManager[None]]:
-        """Contexts that set what differs now; usually none, since entering them takes time."""
+        """Contexts for the settings that differ now; usually none, since entering takes time."""
         contexts: list[contextlib.AbstractContextManager[None]] = []
         if ambient() != self._ambient:
             contexts.append(set_ambient(self._ambient))

@@ -8,18 +8,18 @@ each channel). The relative error is the *drift*; its limit is ``Step.drift_limi
 mode ``exact``. In every mode, streams on a grid must stay in its range
 (:mod:`revzoo.core.ranges`).
 
-All figures stay on the device. They are read once, after the backward pass. Ranges of outputs that
-need no gradient are read in the forward pass. Steps whose limit is None are not guarded: nothing is
-compared or read, and a value beyond the range only shows as NaN.
+All figures stay on the device. We read them once, after the backward pass; ranges of outputs that
+need no gradient, in the forward pass. Steps whose limit is None are not guarded: nothing is
+compared or read, and a value beyond the range shows only as NaN.
 
 NOTE [ Streams that overflow ]
     Nothing can be recovered from an infinite output, and plain training has no finite gradients
     there, either. In float16 this is a normal event: GradScaler skips the step. So the guard skips
     chains that ran in float16 and ended in values that are not finite. A fixed-point stream with
     such a value is NaN as a whole. Then the guard skips all fixed-point streams of the backward
-    pass, and warns, unless the first such stream comes from float16. Of other streams it still
-    compares what is finite in both passes, so a wrong inverse does not hide behind an overflow, and
-    warns of the rest.
+    pass, and warns, unless the first such stream comes from float16. In other streams it still
+    compares the values that are finite in both passes, so that an overflow does not hide a wrong
+    inverse, and warns of the rest.
 
 NOTE [ Channels that are lost in rounding ]
     A channel that is constant in the forward pass (a pruned filter, a dead ReLU, a stream of
@@ -29,11 +29,11 @@ NOTE [ Channels that are lost in rounding ]
     rounding decides whether a gradient passes. Measured: two pruned filters in a stem make its
     gradient 13 to 37 times too large, at a drift of 2e-5 of the stream.
 
-    So we also compare the error of each channel with the spread of this channel. The spread is
-    taken over the whole reconstructed channel, not over the sample: for a healthy channel of mostly
-    zeros, as after a ReLU, the spread of a sample is zero. A channel with small values is fine if
-    its spread is far above the rounding errors. We check only streams that a replay reads and saves
-    tensors from: the first input of a chain is added to, but never read.
+    So we also compare each channel's error with its spread. The spread is taken over the whole
+    reconstructed channel, not over the sample: for a healthy channel of mostly zeros, as after a
+    ReLU, the spread of a sample is zero. A channel with small values is fine if its spread is far
+    above the rounding errors. We check only streams that a replay reads and saves tensors from:
+    the first input of a chain is added to, but never read.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Guard:
     ) -> None:
         """Record a replay's values, to compare with the samples of the forward pass.
 
-        ``half``: whether the step ran in float16; ``inverts``: whether it starts from values with
-        rounding errors, or an inverse is involved.
+        ``half``: whether the step ran in float16; ``inverts``: whether the replay inverts, or
+        starts from values with rounding errors.
         """
         for sampled in samples:
             if (t := computed[sampled.stream]) is None:
@@ -211,7 +211,7 @@ class Guard:
 
 
 class _Pass:
-    """One backward pass; checks all its chains together, at the cost of one.
+    """One backward pass; checks all its chains together, at the cost of one chain.
 
     Autograd holds it until the pass succeeds or fails.
     """
@@ -228,13 +228,13 @@ class _Pass:
         running = _passes.get(task)
         if running is None:
             running = _passes[task] = _Pass()
-            # autograd runs it once, after the whole pass, when reading values stalls nothing
+            # autograd runs it once, after the whole pass, where reading values stalls nothing
             Variable._execution_engine.queue_callback(running.check)
         return running
 
     @staticmethod
     def running() -> _Pass | None:
-        """The running pass; None where someone uses a node or a saved tensor by hand."""
+        """The running pass; None if someone uses a node or a saved tensor by hand."""
         task = torch._C._current_graph_task_id()
         return None if task == -1 else _Pass.of(task)
 
@@ -284,7 +284,7 @@ _passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
 def note_peaks(peaks: list[Peak]) -> None:
     """Check ranges of streams at the end of the running backward pass.
 
-    Those of steps without a guard only explain the drift of others.
+    Peaks of steps without a guard only explain the drift of other steps.
     """
     if peaks and (running := _Pass.running()) is not None:
         running.peaks += peaks
@@ -299,7 +299,7 @@ def _is_guarded(step: Step) -> bool:
 
 
 class ForwardRange:
-    """The peaks of outputs that need no gradient, so no backward pass checks them."""
+    """The peaks of outputs that need no gradient, which no backward pass checks."""
 
     def __init__(self) -> None:
         self._peaks: list[Peak] = []
@@ -314,8 +314,8 @@ class ForwardRange:
     def check(self, outputs: State) -> None:
         """Raise a RangeError if a stream left its range.
 
-        If ``outputs`` need gradients, later steps are trained: then this happens at the end of
-        their backward pass. Otherwise it happens now, with a host sync.
+        If ``outputs`` need gradients, later steps are trained: then it raises at the end of their
+        backward pass. Otherwise it raises now, after a host sync.
         """
         if not (peaks := self._peaks):
             return
@@ -330,7 +330,7 @@ class ForwardRange:
 
 
 def checks_forward() -> bool:
-    """Whether a forward pass checks ranges: not in a replay, which repeats one that did."""
+    """Whether a forward pass checks ranges: not in a replay, since the first pass did."""
     return keeps_words() and not is_replaying()
 
 
@@ -375,7 +375,7 @@ def _warn_of_peak(peak: Peak, value: float) -> None:
 
 
 def _warn_of_overflow(comparisons: list[_Comparison]) -> None:
-    # in forward order, the last replay being of the first step; the samples are of its input
+    # in forward order: the last replay is of the first step; the samples are of its input
     finite = [
         comparison
         for comparison in reversed(comparisons)
@@ -496,7 +496,7 @@ def set_drift_limit(module: nn.Module, limit: float | None) -> None:
     a CUDA graph needs. Wrong reconstructions then go unnoticed, so run a few guarded steps first.
 
     Raises:
-        ValueError: ``limit`` is negative or no number.
+        ValueError: ``limit`` is negative or not a number.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4))

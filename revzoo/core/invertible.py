@@ -16,7 +16,7 @@ State = tuple[Tensor, ...]
 
 
 class NotInvertibleError(RuntimeError):
-    """An inverse was requested of a layer that loses information; the message names the layer."""
+    """The inverse of a layer that loses information was requested; the message names the layer."""
 
 
 class Recorder(Protocol):
@@ -98,7 +98,7 @@ class Step(nn.Module):
     it adds to its streams (``sums``)."""
 
     sums: bool = False
-    """Whether an exact step adds to its streams, by :func:`revzoo.core.fixedpoint.add`, instead of
+    """Whether an exact step adds to its streams (:func:`revzoo.core.fixedpoint.add`) instead of
     only moving values."""
 
     needs_words: bool = False
@@ -108,7 +108,7 @@ class Step(nn.Module):
     """Whether another step runs this one in its memory mode (:func:`revzoo.make_reversible`)."""
 
     float_streams: int = 0
-    """Number of streams, the last ones, that stay in floating point in mode ``exact``."""
+    """How many streams, counted from the last, stay in floating point in mode ``exact``."""
 
     inexact: str = (
         "is not marked as exact on fixed-point streams (if it only moves values, and works on "
@@ -138,7 +138,7 @@ class Step(nn.Module):
         "revzoo.set_memory(model, 'exact'), or set_memory(step, 'recompute') or 'store' for some "
         "steps; revzoo.set_drift_limit(model, LIMIT) changes the limit"
     )
-    """Likewise without an inverse in floating point."""
+    """The same, for a step without an inverse in floating point."""
 
     guarded: bool = True
     """Whether the guard compares what a replay recomputes. Not needed if the inverse only moves
@@ -185,7 +185,7 @@ class Step(nn.Module):
 
     @property
     def subject(self) -> nn.Module:
-        """The module whose state a replay restores, with everything it reaches; default: self."""
+        """The module whose state a replay restores, with all it reaches; by default ``self``."""
         return self
 
     def difference(self) -> str:
@@ -322,7 +322,7 @@ def as_state(outputs: Any, step: Step | None = None) -> State:
 
 
 def bare(state: State) -> Tensor | State:
-    """The opposite of :func:`as_state`: the tensor of a state of one stream, other states as is."""
+    """The opposite of :func:`as_state`: a single stream as a bare tensor, other states as is."""
     return state[0] if len(state) == 1 else state
 
 

@@ -22,9 +22,9 @@ def invertible_checkpoint(
             and generators, or use them as globals, also in lists and dictionaries: a replay
             restores them (statistics, flags, random numbers) and checks tensors for changes. But
             pass tensors by keyword: a tensor of the same chain that ``fn`` holds in another way is
-            never freed if its graph is not differentiated.
+            never freed if its graph never runs backward.
         inverse: called as ``inverse(*outputs, *others, **kwargs)``, where ``others`` are the
-            ``args`` that are no tensors, in order; returns the tensors of ``args``, in order.
+            ``args`` that are not tensors, in order; returns the tensors of ``args``, in order.
         *args: ``inverse`` reconstructs the tensors among them (not inside containers).
         **kwargs: passed on; tensors among them are kept and may require gradient.
 
@@ -32,7 +32,7 @@ def invertible_checkpoint(
         The result of ``fn``. Consecutive calls form one chain, which keeps only its last output.
 
     Raises:
-        TypeError: ``fn`` or ``inverse`` cannot be called.
+        TypeError: ``fn`` or ``inverse`` is not callable.
         ValueError: no positional argument is a tensor.
 
     Example:

@@ -70,9 +70,9 @@ class Mode:
     keeps = "every activation"
     costs = "nothing"
     inverts = False
-    """Whether it recovers a step's inputs from the outputs."""
+    """Whether the mode recovers a step's inputs from the outputs."""
     on_host = False
-    """Whether it keeps as much as ``store``, but in host memory."""
+    """Whether the mode keeps as much as ``store``, but in host memory."""
     grid: Grid | None = None
     """The default grid of the streams; None for floating-point streams."""
 
@@ -85,7 +85,7 @@ class Mode:
         """Raise a ValueError if the mode fits none of the ``steps`` of ``module``."""
 
     def drift_limit(self, step: Step) -> float | None:
-        """Largest relative error that a replay of ``step`` may have; None if none is measured."""
+        """Largest relative error that a replay of ``step`` may have; None: not measured."""
         return step.drift_limit
 
 
@@ -181,7 +181,7 @@ def run_step(step: Step, state: State, /, **context: Any) -> State:
 
     Raises:
         RuntimeError: the step changed its input in place, or a hook on it changed its streams.
-        ValueError: the step takes another number of streams, or needs integers to be inverted.
+        ValueError: the step takes a different number of streams, or only integers can invert it.
     """
     return as_state(run_in_mode(step, state, context), step)
 
@@ -196,7 +196,7 @@ def run_in_mode(step: Step, state: State, context: Mapping[str, Any]) -> Any:
     # a delegating step runs inside another one, whose tape records it
     recorded = not step.delegates and differentiates(step, state, context)
     mode = mode_of(step.memory) if recorded else MODES["store"]
-    if not step.delegates:  # the inner step knows a run by the identity of its tensors
+    if not step.delegates:  # the inner step recognises a run by the identity of its tensors
         state = on_grid_of(step, state)
     if mode.grid is not None and not can_have_words(state):  # complex streams, say
         mode = MODES["recompute" if step.needs_words else "invert"]
@@ -245,8 +245,8 @@ def set_memory(
     Args:
         module: a module that holds steps.
         mode: a name in :data:`MODES`; or a plan, which maps paths in ``module`` to such names
-            (``{"stages.0": "invert", "stages.1": "store"}``). If a path is inside another one, the
-            later entry counts. Steps outside the paths of a plan keep their mode.
+            (``{"stages.0": "invert", "stages.1": "store"}``). If one path is inside another, the
+            later entry counts. Steps outside the plan's paths keep their mode.
         grid: fractional bits of the fixed-point streams, whose range is ``2**(30 - grid)``; or
             ``"auto"``, the default of mode ``exact``: 23, or fewer for large inputs. The other
             modes compute in floating point by default, and in fixed point with a grid.
@@ -307,7 +307,7 @@ def memory(
         ['exact', 'exact']
     """
     steps = [m for m in module.modules() if isinstance(m, Step)]
-    # from __dict__: a step may report another mode than was set (PaddedCoupling)
+    # from __dict__: a step may report a mode other than the one set (PaddedCoupling)
     before = [{k: vars(s)[k] for k in _SETTINGS if k in vars(s)} for s in steps]
     try:
         set_memory(module, mode, grid=grid)
@@ -322,7 +322,7 @@ def memory(
 def modes_in(module: nn.Module) -> set[str]:
     """The memory modes in ``module``: of its steps, and of modules with ``memory_options``.
 
-    Such a module is no step, but runs in a mode ``memory`` that follows from other attributes.
+    Such a module is not a step, but runs in a mode ``memory`` that follows from other attributes.
     ``memory_options`` names these attributes.
     """
     others: Iterable[Any] = (m for m in module.modules() if hasattr(m, "memory_options"))
@@ -342,7 +342,7 @@ def _steps_at(module: nn.Module, path: str, mode: str) -> list[Step]:
     steps = [m for m in part.modules() if isinstance(m, Step)]
     if not steps:
         for inner, m in part.named_modules():
-            # modules of revzoo.compat.memcnn: they have a mode, but are no steps
+            # modules of revzoo.compat.memcnn: they have a mode, but are not steps
             if options := getattr(m, "memory_options", None):
                 raise ValueError(
                     f"{inner} {type(m).__name__}".strip()
@@ -379,7 +379,7 @@ def assign_memory(steps: Sequence[Step], mode: str, *, grid: Grid | None = None)
 
 
 def _check_fit(mode: Mode, grid: Grid | None, steps: Sequence[Step]) -> None:
-    """Raise a ValueError if a step cannot run in ``mode`` on ``grid``; None: on the mode's."""
+    """Raise a ValueError if a step cannot run in ``mode`` on ``grid``; None: the mode's grid."""
     grid = mode.grid if grid is None else grid
     if grid is not None:
         _check_grid(grid, steps)

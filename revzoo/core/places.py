@@ -1,8 +1,8 @@
 """Places: where the code of a step finds a value, and where a replay puts another one.
 
 Attributes of modules and objects, parameters, buffers and globals are in dictionaries, which need
-no wrapper. If the class of a container is the user's, we call only methods of the built-in class
-that it inherits from: the user's methods may do anything, such as remove the item that they return.
+no wrapper. If a container's class is user-defined, we call only methods of the built-in class that
+it inherits from: the user's methods may do anything, such as remove the item that they return.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Absent:
 
 
 ABSENT = Absent()
-"""Stands for the value of a place that holds none: an empty cell or slot, a missing key."""
+"""Stands for a missing value: an empty cell or slot, a missing key."""
 
 
 class Place(Protocol):
@@ -48,7 +48,7 @@ _BUILT_IN = frozenset(
 
 
 def built_in(container: Any, name: str) -> Callable[..., Any]:
-    """The method of this name, as the first built-in class of the container's bases defines it."""
+    """The method of this name of the first built-in class among the container's bases."""
     # the first: the methods of ``dict`` would corrupt the order of an OrderedDict
     cls: Any = next(c for c in type(container).__mro__ if c in _BUILT_IN)
     method: Callable[..., Any] = getattr(cls, name).__get__(container)
@@ -56,7 +56,7 @@ def built_in(container: Any, name: str) -> Callable[..., Any]:
 
 
 class Entries:
-    """The entries of a dictionary whose class is the user's, by the methods of :func:`built_in`."""
+    """The entries of a dictionary of a user-defined class, by the methods of :func:`built_in`."""
 
     __slots__ = ("_table",)
 
@@ -236,7 +236,7 @@ Read = Callable[[], Iterable[Any]]
 def readers(where: Iterable[tuple[Place, Any]]) -> list[tuple[Place, Sequence[Any], Read]]:
     """For each place its keys, and a function that reads all of them, in C where possible.
 
-    For a key that is gone, the function gives :data:`ABSENT` or raises a LookupError.
+    For a missing key, the function gives :data:`ABSENT` or raises a LookupError.
     """
     keys_of: dict[int, tuple[Place, list[Any]]] = {}
     for place, key in where:
@@ -287,7 +287,7 @@ def reorder(table: Any, names: Iterable[Any]) -> None:
 
 
 Undo = list[tuple[Callable[..., Any], tuple[Any, ...]]]
-"""Calls that restore the caller's values after a replay, run from last to first."""
+"""Calls that restore the caller's values after a replay; they run from last to first."""
 
 
 def swap(undo: Undo, place: Place, key: Any, value: Any) -> None:

@@ -1,10 +1,10 @@
 """The range of fixed-point streams, beyond which their sums wrap around.
 
 NOTE [ Streams beyond their range ]
-    A stream beyond the range of its grid reads as NaN, and so does what is computed from it. Each
-    sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient that
-    flows through it is checked, in every mode. It also notes the peaks of its step's streams. A
-    replay notes the peaks of the state that it starts from. A partial graph needs both, since it
+    A stream beyond the range of its grid reads as NaN, and so does every value computed from it.
+    Each sum notes its :class:`~revzoo.core.fixedpoint.Peak` in its own backward, so every gradient
+    that flows through it is checked, in every mode. It also notes the peaks of its step's streams.
+    A replay notes the peaks of the state that it starts from. A partial graph needs both, since it
     may not reach the earlier sums. Where no gradient is needed (frozen steps,
     ``torch.no_grad()``), the sequence checks its steps in the forward pass, or, if later steps are
     trained, after their backward pass. The first value beyond the range stays with the words
@@ -90,7 +90,7 @@ def warn_of_coarse_grids(magnitudes: list[_Magnitude]) -> None:
         by_scale.setdefault(magnitude.peak.scale, []).append(magnitude)
     for scale, of_scale in by_scale.items():
         largest, end = max(m.value for m in of_scale), of_scale[0].end
-        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only where it matters
+        # the unit of int32 words is 2^-30 of the range: reading it stalls, so only if it matters
         if 0 < largest < _FEWEST_UNITS * 2.0**-30 * end:
             unit = float(scale.down)
             if largest < _FEWEST_UNITS * unit:

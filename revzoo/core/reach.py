@@ -1,4 +1,4 @@
-"""The result of a search for what a step reaches. It is kept until the step changes.
+"""The cached result of a search for the objects that a step reaches, until the step changes.
 
 See NOTE [ What counts as reached ] in :mod:`revzoo.core.search`.
 """
@@ -50,7 +50,7 @@ _NORMALIZE = frozenset(
 )
 _UPDATE_UNSEEN = _CHANGE_UNSEEN | _NORMALIZE
 # Functions that fill a tensor after autograd has saved it: a replay that stops there would read it
-# unfilled. In evaluation they never fill it, so it cannot be compared either.
+# unfilled. In evaluation they never fill it, so we cannot compare it, either.
 _FILL_LATE = frozenset(("rrelu", "rrelu_", "rrelu_with_noise", "rrelu_with_noise_"))
 # Tables of a module, apart from parameters and buffers, whose entries and order decide what runs.
 _TABLES = (
@@ -99,7 +99,7 @@ _table_of_children = attrgetter("_modules")
 
 
 class _Seen:
-    """What a search found in each place, and functions that read what is there now.
+    """The findings of a search in each place, and functions that read the present values.
 
     Args:
         entries: each with a place, a key, and the object or the type of the value that was there.
@@ -192,7 +192,7 @@ class Reach:
         self.scripted = any(isinstance(m, torch.jit.ScriptModule) for m in self._members)
         self.draws = draws  # whether the step may draw random numbers; each forward pass updates it
         self.locks = locks_of(self._members)
-        # judged by its code and layers alone; ``draws`` is known from its passes
+        # from its code and layers alone; ``draws`` is known from its passes
         self._may_draw = self.runs_code or not all(map(_is_silent, self._members))
         self.owned: Any = None  # parameters and buffers of the modules, see core/step_tensors.py
         self._nested = [m._modules for m in self._members]
@@ -204,7 +204,7 @@ class Reach:
             mark = {CACHE_KEY} if isinstance(step, Step) else set()
             self._own = type(step), len(step.__dict__.keys() | mark)
         self._types = list(map(type, self._members))
-        # objects and kinds of values in their places; a constant is always the same
+        # objects and kinds of values in their places; constants never change
         self._watched = [entry for entry in search.watched if not isinstance(entry[0], Constant)]
         self._objects = _Seen(self._watched)
         self._kinds = _Seen([entry for entry in search.kinds if not isinstance(entry[0], Constant)])
@@ -305,7 +305,7 @@ class Reach:
         return [entry for entry in self._watched if entry[0].get(entry[1], ABSENT) is not entry[2]]
 
     def added(self) -> list[tuple[Place, str]]:
-        """Attributes that classes got after they were searched."""
+        """Attributes that classes got after the search."""
         return [
             (ClassAttributes(c), name)
             for c, names in self._classes
@@ -315,7 +315,7 @@ class Reach:
 
 
 def _share_memory(tensors: Iterable[Any]) -> bool:
-    """Whether some of the tensors share memory; what updates one changes others, too."""
+    """Whether some of the tensors share memory, so that an update of one changes others."""
     addresses = [address(t) for t in tensors if isinstance(t, Tensor) and not is_lazy(t)]
     return len({*addresses}) < len(addresses)
 
@@ -360,7 +360,7 @@ def _values_of(names: Iterable[Any], attributes: dict[Any, Any]) -> list[Any]:
 
 
 def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
-    """What ``step`` reaches, and all modules in it; cached until the step changes."""
+    """The reach of ``step``, and all modules in it; cached until the step changes."""
     ours = isinstance(step, Step)
     reach: Reach | None = step.__dict__.get(CACHE_KEY) if ours else _searched.get(step)
     known = reach is not None and reach.is_of(step)
@@ -376,14 +376,14 @@ def reached(step: nn.Module) -> tuple[Reach, list[nn.Module]]:
     return reach, reach.modules()
 
 
-# for modules that are no steps: an attribute of theirs would be pickled with them
+# for modules that are not steps: an attribute of theirs would be pickled with them
 _searched: weakref.WeakKeyDictionary[nn.Module, Reach] = weakref.WeakKeyDictionary()
 
 
 def reached_from(values: Iterable[Any], names: Iterable[str] = ()) -> Reach | None:
-    """What keyword arguments reach, if the step loads the attributes ``names``.
+    """The reach of keyword arguments, if the step loads the attributes ``names``.
 
-    None if they are only tensors and plain values.
+    None if the arguments are only tensors and plain values.
     """
     values = [v for v in values if type(v) not in PLAIN_TYPES and not isinstance(v, Tensor)]
     if not values:

@@ -16,11 +16,11 @@ from revzoo.core.tensors import has_values
 # A random mask may change only one image of a batch. So we compare many values, as sums, which need
 # little memory.
 SUMS = 64  # most sums compared per stream
-FEWEST_SUMS = 8  # of a stream, unless it has fewer values
+FEWEST_SUMS = 8  # fewest sums of a stream, unless it has fewer values
 SUMMED = 64  # values in a sum; fewer in a small stream
 OPERAND = 32  # values sampled of an operand, to know its size
 PER_CHANNEL = 4  # values compared per channel
-CHANNELS = 128  # most channels compared per stream; other ones in other training steps
+CHANNELS = 128  # most channels compared per stream; each training step picks others
 VARIANTS = 4  # choices of places in channels, made in advance; each forward pass takes one
 _ROW = 32  # torch's CPU kernels reduce rows of a multiple of this 2 to 20 times faster
 _SMALLEST_CHANNEL = 4  # values; the spread of fewer means little
@@ -45,7 +45,7 @@ class _Channels(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What to compare of a stream: sums, and single values of channels."""
+    """The places of a stream to compare: sums, and single values of channels."""
 
     summed: range  # indices of the values in the sums
     each: int  # values in a sum
@@ -75,7 +75,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
         known: the streams that the replay starts from.
         channels: whether to compare each channel's error with the channel's spread.
     """
-    # the drift is relative to what is added, since that sets the size of rounding errors
+    # the drift is relative to the operand that is added, which sets the size of rounding errors
     operands = [
         t for t in known if isinstance(t, Tensor) and _comparable(t) and not _among(t, computed)
     ]
@@ -89,7 +89,7 @@ def sample(computed: Streams, known: Streams, *, channels: bool = True) -> list[
             operand = next((o for o in reversed(operands) if o.shape == t.shape), None)
             if channels and t.is_floating_point():
                 singles = _draw.choice(_singles(t.shape, t.device))
-        # no channel of a fixed-point stream can be lost in rounding: it must be equal bit for bit
+        # a fixed-point stream must be equal bit for bit: rounding cannot lose a channel
         plan = Plan(*_draw_summed(_count(t)), *(singles or ()))
         figures = figures_of(t, plan)
         size = figures[:1]  # without an operand, any value of the stream
@@ -169,7 +169,7 @@ def _draw_summed(count: int) -> tuple[range, int]:
     """Indices spread evenly over ``count`` values, and how many of them make a sum."""
     stride = _stride(count)
     values = count // stride
-    # few sums of a small stream, beside which they would take memory
+    # few sums of a small stream: they would take memory beside it
     sums = min(max(-(-values // SUMMED), FEWEST_SUMS), values)
     each = values // sums
     total = sums * each
@@ -181,7 +181,7 @@ def _draw_summed(count: int) -> tuple[range, int]:
 def _stride(count: int) -> int:
     """The smallest stride that leaves at most SUMS * SUMMED values and is coprime to ``count``."""
     stride = -(-count // (SUMS * SUMMED))
-    # coprime: else it may visit the same columns of every row
+    # coprime: otherwise it may visit the same columns of every row
     while math.gcd(stride, count) != 1:
         stride += 1
     return stride

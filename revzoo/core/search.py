@@ -10,16 +10,16 @@ NOTE [ What counts as reached ]
        From a function it follows the closure, the bound object, default arguments, attributes and
        globals. It looks into lists, deques, sets, tuples, dictionaries, ``UserDict``,
        ``UserList`` and ``ChainMap``, partials and plain objects.
-    2. A user's class may have many attributes. Of an object, its class and the bases, the search
+    2. A user's class may have many attributes. In an object, its class and the bases, the search
        follows only attributes that a reached function loads by name. So a method of a large object
-       does not bring in what only other methods use. A function that calls ``getattr`` may load
-       any attribute. Operators call special methods without naming them, so these count as called,
-       and so do methods that override one which torch's or revzoo's forward pass calls.
+       does not bring in objects that only other methods use. A function that calls ``getattr`` may
+       load any attribute. Operators call special methods without naming them, so these count as
+       called, and so do methods that override a method of torch's or revzoo's forward pass.
     3. A module encloses the step if it contains the step, or if one of the module's methods is
        running and may have called ``invertible_checkpoint`` or ``checkpoint``. The other parts of
        an enclosing module belong to other steps. So the search follows only the submodules,
-       parameters and buffers that are loaded by name; all submodules if a function iterates over
-       them. It skips a ``forward`` that runs the step.
+       parameters and buffers that are loaded by name; or all submodules, if a function iterates
+       over them. It skips a ``forward`` that runs the step.
     4. If a container, simple namespace or data class holds tensors with a graph, the search uses a
        copy with detached aliases. The graph may hold the tape, and the tape holds the result of the
        search: without the copy, a list of losses, for example, would keep the graph of the
@@ -96,9 +96,10 @@ _LOADS_ANY_MEMBER = _LOADS_ANY | {
     "get_submodule",
     "_modules",
 }
-# What Python and data classes keep about a class. Python adds some at any time (annotations), and
-# reading a dozen in each class takes as long as the check of all other attributes. So they count
-# only if a function loads them by name: getattr(), vars() and the like do not bring them in.
+# Attributes in which Python and data classes describe a class. Python adds some at any time
+# (annotations), and reading a dozen in each class takes as long as checking all other attributes.
+# So they count only if a function loads them by name: getattr(), vars() and the like do not bring
+# them in.
 ABOUT_CLASS = frozenset(
     (
         *("__doc__", "__module__", "__dict__", "__weakref__", "__slots__", "__annotations__"),
@@ -126,8 +127,8 @@ def modules_in(roots: Iterable[nn.Module | None]) -> list[nn.Module]:
     return list(found)
 
 
-# The functions that a class and its bases define, by name; overridden ones too, since super() calls
-# them.
+# The functions that a class and its bases define, by name; also overridden ones, since super()
+# calls them.
 _Methods = dict[str, tuple[types.FunctionType, ...]]
 
 
@@ -288,7 +289,7 @@ class Search:
         return self.step is not None and self.step in modules_in([m])
 
     def _search_enclosing(self, m: nn.Module) -> None:
-        # code that runs the step would bring in all its siblings; the step may call other methods
+        # code that runs the step would bring in all siblings; the step may call other methods
         runs = _STEP_RUNNERS | {k for k, child in m._modules.items() if self._contains_step(child)}
         methods = {
             name: tuple(
@@ -324,7 +325,7 @@ class Search:
 
     def _code_or_object(self, v: Any, label: str) -> None:
         self.runs_code = True
-        # what a value is called in its library: the code may call it by another name
+        # the value's name in its library: the code may use another name
         if isinstance(v, _FUNCTIONS):
             self.loaded.add(v.__name__)
         if isinstance(v, types.FunctionType):
@@ -433,9 +434,9 @@ class Search:
         self.names |= attributes | (loaded & _LOADS_ANY)
         self.loaded |= loaded
         for name in loaded:
-            # not with _is_new: many functions share the globals, but load other names of them
+            # not with _is_new: many functions share the globals, but load different names
             mark = id(f.__globals__), name
-            # a global that is missing, and no built-in, may be defined before the backward pass
+            # a missing global that is not a built-in may be defined before the backward pass
             if mark not in self._visited and (name in f.__globals__ or name not in _BUILTINS):
                 self._visited.add(mark)
                 self.value(f.__globals__.get(name, ABSENT), f.__globals__, name, name)
@@ -555,7 +556,7 @@ def _is_running(m: nn.Module) -> bool:
     codes = {f.__code__ for functions in _methods(type(m)).values() for f in functions}
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
-        # the code alone does not show the object: several of one class share it
+        # the code alone does not show the object: all objects of a class share it
         code = frame.f_code
         if code in codes and code.co_argcount and frame.f_locals.get(code.co_varnames[0]) is m:
             return True
@@ -599,7 +600,7 @@ def _methods(cls: type) -> _Methods:
             for name, value in vars(c).items():
                 if functions := _functions_of(value):
                     methods[name] = (*methods.get(name, ()), *functions)
-                # no code loads the name of a property that it only sets
+                # code that only sets a property does not load its name
                 if isinstance(value, property) and isinstance(value.fset, types.FunctionType):
                     methods["__set__"] = (*methods.get("__set__", ()), value.fset)
     return methods

@@ -64,7 +64,7 @@ class Resident(NamedTuple):
 
 
 # Whether the running backward pass keeps the graph for another one. Private: without it we assume
-# so, which is always right and costs one retained state (rule 5).
+# that it does, which is always right and costs one retained state (rule 5).
 graph_is_kept: Callable[[], bool] = getattr(
     torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True
 )
@@ -142,7 +142,7 @@ class Recording(saved_tensors_hooks):
 
 
 def _hooks() -> tuple[_Pack, _Unpack]:
-    """The innermost Recording's; outside of any, hooks that keep a tensor and check its version."""
+    """The hooks of the innermost Recording; outside, hooks that keep a tensor and its version."""
     return _thread.hooks or (Resident.of, unpack_resident)
 
 
@@ -187,7 +187,7 @@ def outside_recordings() -> _ThreadFields:
 def save_for_backward(t: Tensor) -> Callable[[], Tensor]:
     """Save ``t`` like the graph's tensors; returns a function that gives it back in backward.
 
-    A replay of the same code saves it again, so an empty slot is filled.
+    A replay of the same code saves it again and so fills an empty slot.
     """
     pack, give = _hooks()
     return functools.partial(give, pack(t))
@@ -207,7 +207,7 @@ class SavedState:
         self._unpack: _Unpack | None = None
         self._state = state
         self._packed: tuple[Any, ...] = backing_tensors(state)
-        # nobody else checks a state on the tape: it is in no graph
+        # nobody else checks a state on the tape: it is not in a graph
         self._versions = [version_of(t) for t in self._packed]
         if hooks is not None:
             pack, self._unpack = hooks

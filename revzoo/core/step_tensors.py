@@ -4,10 +4,9 @@ See rules 4 and 5 of NOTE [ What a replay restores ] in :mod:`revzoo.core.condit
 
 NOTE [ Gathered once ]
     A search result keeps the places of its modules' parameters and statistics, and their traits
-    (class, dtype, device, ``requires_grad``; of statistics also the shape). Each forward pass
-    checks that tables, training flags and traits are the same, and gathers them again if they are
-    not. We look at parameters one by one only if one is replaced or changed before the backward
-    pass.
+    (class, dtype, device, ``requires_grad``; for statistics also the shape). Each forward pass
+    checks whether tables, training flags and traits are the same, and gathers them again if not. We
+    look at single parameters only if one is replaced or changed before the backward pass.
 
 NOTE [ Copies of buffers ]
     Only after a forward pass do we know whether it changed a buffer in place. So we copy each
@@ -17,8 +16,8 @@ NOTE [ Copies of buffers ]
     lost: the replay raises an error with a remedy. A buffer that is replaced (``self.count =
     self.count + 1``) needs no copy.
 
-    Code that we do not know may pass a buffer to one of torch's kernels that change it without a
-    new version. So if the step runs such code, its replay starts from the copies of all small
+    Unknown code may pass a buffer to one of torch's kernels that change it without a new version.
+    So if the step runs such code, its replay starts from the copies of all small
     buffers, changed or not. If the code names such a kernel or bypasses the version counters, we
     also copy every large buffer and reached tensor, and treat it as changed. Large reached tensors
     and constants are compared with their copy instead.
@@ -150,7 +149,7 @@ class Snapshot(NamedTuple):
 
     @property
     def written(self) -> bool:
-        """Whether the tensor was changed in place, as far as can be seen."""
+        """Whether the tensor was changed in place, as far as we can see."""
         held, t = self.held, self.held.tensor
         if version_of(t) != held.version:
             return True
@@ -347,7 +346,7 @@ def _absent_from(tables: list[dict[str, Any]]) -> list[tuple[dict[str, Any], str
 
 
 def _copy(t: Tensor) -> Tensor:
-    # detach() takes half the time of a small clone(): only where autograd would record the copy
+    # detach() takes half the time of a small clone(), so only where autograd would record the copy
     return t.detach().clone() if t.requires_grad else t.clone()
 
 
@@ -357,7 +356,7 @@ def updates_statistics(m: nn.Module) -> bool:
 
 
 def sharing_memory(pairs: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-    """The copies in pairs of (tensor, copy), made to share memory where the tensors do."""
+    """The copies in pairs (tensor, copy), which share memory where the tensors do."""
     copies = {key: copy for key, (_, copy) in pairs.items()}
     groups: dict[int, list[int]] = {}
     for key, (t, _) in pairs.items():
@@ -391,7 +390,7 @@ class StepTensors:
     """Captures, checks and restores the tensors that a step's result depends on.
 
     Args:
-        reaches: what the step reaches, and what its keyword arguments reach.
+        reaches: the reach of the step, then of its keyword arguments.
         modules: the modules of the first.
         others: further modules of the second.
         context: the step's keyword arguments.
@@ -469,7 +468,7 @@ class StepTensors:
         Parameters have no :class:`Held` until :meth:`_hold_each` makes them: most steps never need
         one, and making them takes longer than all other checks.
 
-        Returns False if a tensor is no ordinary one; then it captures only the names in the tables.
+        Returns False if a tensor is not an ordinary one; then only the tables' names are captured.
         """
         owned, tensors = Owned.of(reach, modules)
         self._tables, self._names, self._absent = owned.tables, owned.names, owned.absent
@@ -513,8 +512,8 @@ class StepTensors:
 
     def _capture_buffers(self, m: nn.Module) -> None:
         unread = updates_statistics(m) and not self.restores_buffers
-        # torch's kernels change buffers without a new version: of a step whose code names such a
-        # kernel, and of a subclass of a normalisation layer
+        # torch's kernels change buffers without a new version, if the step's code names such a
+        # kernel, or in a subclass of a normalisation layer
         by_kernels = self._updates_unseen or (m.training and isinstance(m, batchnorm._NormBase))
         unchanged = _unchanged_buffers.get(m, ())
         for name, b in m._buffers.items():
@@ -543,8 +542,8 @@ class StepTensors:
         if isinstance(t, nn.Parameter):
             self._held.append(held)
             return
-        # functions seldom change tensors that they do not own: large ones are copied only if a
-        # change may be unseen
+        # functions seldom change tensors that they do not own: copy large ones only if a change
+        # may go unseen
         skips = t.numel() > _COPIED_SIZE and not self._updates_unseen
         before = None if skips else _copy(t)
         self._snapshots.append(Snapshot(held, before, None, training, self._updates_unseen))
@@ -580,7 +579,7 @@ class StepTensors:
         return found, set() if self._changes_unseen else set(map(id, self._tensors))
 
     def finish(self) -> None:
-        """After the forward pass: note what it changed, drop copies of what it did not."""
+        """After the forward pass: note what it changed, drop the other copies."""
         self._carried_after = [(owner, k, _copy(owner[k])) for owner, k in self._carried]
         owned = self._owned
         if owned and (self._changes_unseen or owned.versions(self._tensors) != self._versions):

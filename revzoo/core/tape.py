@@ -40,17 +40,17 @@ NOTE [ Slots and the tape ]
     7. A step in ``recompute`` mode is a tape of one entry. Its known state is the step's input, not
        its output.
     8. The caller may hold an intermediate state, such as the output of a backbone with several
-       heads. Such states are *landmarks*: a walk starts from the nearest one. So the steps after a
-       landmark may change before the steps in front of it are differentiated. The tape refers to
-       landmarks weakly.
-    9. A step inside another step (a sequence in a branch) has its own tape. Its known state is an
-       activation of the outer step: a slot of the outer step holds it, and is filled when the outer
-       step is replayed. So memory does not grow with the number of outer steps.
-   10. After the last tensor that the graph reads of a chain's first entry, nothing needs the values
-       of that entry. So its replay stops there, and the guard compares the last three tensors that
-       were saved. If the replay starts from rounded values and is guarded, it runs to the end, and
-       the guard compares the step's input or output. A saved tensor would not do: the mean that a
-       second norm saves is nothing but rounding error.
+       heads. Such states are *landmarks*: a walk starts from the nearest one. So the caller may
+       update the steps after a landmark (a head) and then run backward through the steps before
+       it. The tape refers to landmarks weakly.
+    9. A step inside another step (a sequence in a branch) has its own tape. The inner tape keeps
+       its known state as an activation of the outer step, that is, in a slot. The outer replay
+       fills that slot. So memory does not grow with the number of outer steps.
+   10. Nothing precedes the first entry of a chain, so nobody needs its recomputed input. Its replay
+       stops once the last slot is filled. The guard then has no stream to compare, so it compares
+       the last three saved tensors. Exception: if the replay starts from rounded values and is
+       guarded, those tensors may be pure rounding error (the mean that a second norm saves). Then
+       the replay runs to the end, and the guard compares the stream.
 
 NOTE [ Chains joined by hand ]
     Invertible modules called one after the other form one chain, also without a container. A new
@@ -168,7 +168,7 @@ def record(
 
 def _joins(step: Step, state: State) -> bool:
     """Whether the inverse of ``step`` recovers its input well enough to replay the steps before."""
-    # a floating-point step would recover the words of fixed-point streams only nearly
+    # a floating-point step would recover the words of fixed-point streams only approximately
     return step.grid is not None or not any(fixed_of(t) is not None for t in state)
 
 
@@ -240,7 +240,7 @@ class Tape:
         self._cursor: tuple[int, Streams] | None = None
         self._filled: list[weakref.ref[Slot]] = []
         self._guard = Guard()
-        self._stride = 1  # every so many entries keep samples
+        self._stride = 1  # every _stride-th entry keeps samples
 
     @staticmethod
     def ending_with(state: State) -> Tape:
@@ -270,17 +270,17 @@ class Tape:
         _open_tapes[id(outputs[-1])] = self
 
     def _thin_samples(self) -> None:
-        """Bound the guard's memory: of a long chain, sample every second, fourth, ... step."""
+        """Bound the guard's memory: in a long chain, sample every second, fourth, ... step."""
         if len(self.entries) > COMPARED * self._stride:
             self._stride *= 2
-            # of the entries that still have samples, every second one loses them
+            # every second entry that still has samples loses them
             for entry in self.entries[:: self._stride // 2][1::2]:
                 entry.samples = []
         if (len(self.entries) - 1) % self._stride:
             self.entries[-1].samples = []
 
     def close(self) -> None:
-        """Let no step join until the next one is appended."""
+        """Prevent other steps from joining until the next one is appended."""
         self._returned = []
 
     def _set_known(self, state: Streams) -> None:
@@ -314,7 +314,7 @@ class Tape:
             for i in range(position - 1, index, -1):
                 state = self.entries[i].invert(state)
                 self.entries[i].report(self._guard, state)
-            # before recording, which is the peak: later states are freed first (rule 4)
+            # before recording, when memory peaks: free later states first (rule 4)
             self._move_to(index + 1, state, state)
         entry = self.entries[index]
         if position > index:
@@ -348,7 +348,7 @@ class Tape:
 
         ``state`` is None if a replay did not compute it (rule 10); ``after`` is the entry's output.
         """
-        # from the end: there, entries that are still wanted are found soonest
+        # from the end, where wanted entries are found soonest
         if graph_is_kept() or any(entry.wanted for entry in reversed(self.entries[index:])):
             self._cursor = (index + 1, after) if state is None else (index, state)
             # at the end of the walk: the tapes of inner steps outlive it by the outer walk

@@ -75,8 +75,8 @@ def with_strides(t: Tensor, stride: tuple[int, ...]) -> Tensor:
     """``t`` with the given strides: itself if it has them, else a copy.
 
     The copy has the same gaps between elements, since kernels depend on them; it needs as many
-    bytes as the tensor that the original was a slice of. Elements that shared memory share it
-    again: they had one value, whose reconstructions differ only by rounding, so we keep any one.
+    bytes as the tensor from which the original was sliced. Elements that shared memory share it
+    again: they had one value, and its reconstructions differ only by rounding, so we keep any one.
     """
     if t.stride() == stride:
         return t
@@ -133,7 +133,7 @@ def in_memory_order(t: Tensor) -> Tensor | None:
 
 
 def as_dense(t: Tensor, like: Tensor) -> Tensor:
-    """``t`` without gaps, which change torch's order of sums; channels last if ``like`` is."""
+    """``t`` without gaps, since gaps change torch's order of sums; channels last if ``like`` is."""
     last = torch.channels_last
     # the layout of the input stream: convolutions run faster in channels last, if the user chose it
     lasts = t.dim() == like.dim() == 4 and like.is_contiguous(memory_format=last)

@@ -4,15 +4,15 @@ NOTE [ Threads ]
     All threads share torch's random state, and all callers of a module share its buffers. A replay
     swaps both for a moment. So:
 
-    1. One lock protects replays that draw random numbers, and forward passes of steps that draw, or
-       of which this is not known yet. Steps that drew nothing so far run in parallel.
+    1. One lock protects replays that draw random numbers, and forward passes of steps that draw or
+       may draw, as in their first pass. Steps that have drawn nothing so far run in parallel.
     2. A lock per module protects replays that swap its buffers, and its forward passes.
     3. Every wait has a limit, since a branch may itself wait for another thread (synchronised
        statistics between ranks that are threads), and a backward pass inside a forward pass may
        run in another thread. After ``_PATIENCE`` seconds (half as long the next time) a thread
        continues without the random lock; a wait for a module's lock raises.
     4. Correct gradients do not depend on rule 1. A replay must leave the random state as the
-       forward pass left it, or not touch it. Otherwise it drew other numbers, and we raise.
+       forward pass left it, or not touch it. Otherwise it drew different numbers, and we raise.
 
     Threads that draw outside revzoo's steps (an augmentation, ``torch.manual_seed``) do not take
     the lock. If they disturb a replay, or only the forward pass, rule 4 raises. During a replay
@@ -30,7 +30,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-_PATIENCE = 10.0  # seconds; forward passes of single steps are far from it
+_PATIENCE = 10.0  # seconds; forward passes of single steps are much shorter
 
 
 class Sections:
@@ -82,7 +82,7 @@ class RandomLock:
         """Take the lock; returns False after ``patience`` seconds."""
         if self._lock.acquire(timeout=self.patience):
             return True
-        # a thread that can never get the lock would else wait for each of its steps
+        # otherwise a thread that can never get the lock would wait at each of its steps
         self.patience /= 2
         return False
 

@@ -8,9 +8,9 @@ holds different images in each epoch.
 Cost for 128 images of 3x32x32 on one core of a server CPU (torch 2.15): chunks of 1 image 7.1 ms,
 of 8 images 1.0 ms, of 32 images 0.4 ms, the whole batch in one call 0.2 ms.
 
-Mixup averages two images (Zhang et al. 2018, arXiv 1710.09412), CutMix pastes a box of one into the
-other (Yun et al. 2019, arXiv 1905.04899). Both mix the labels in the same proportion, drawn once
-per batch.
+Mixup averages two images (Zhang et al. 2018, arXiv 1710.09412); CutMix pastes a box of one image
+into another (Yun et al. 2019, arXiv 1905.04899). Both mix the labels in the same proportion, drawn
+once per batch.
 
 Known limit: the padding is black (zero bytes), as in torchvision's recipes, not the mean colour.
 """
@@ -34,8 +34,8 @@ class Augment:
         crop_padding: pixels of padding on each side before the random crop; 0 for no crop, None
             for an eighth of the image's size (the papers' 4 for 32 pixels).
         crop_scale: for images read from files: smallest share of the area in a random resized
-            crop. 0.08 is GoogLeNet's (Szegedy et al. 2015, arXiv 1409.4842), the choice for a
-            hundred epochs.
+            crop. 0.08, from GoogLeNet (Szegedy et al. 2015, arXiv 1409.4842), suits a hundred
+            epochs.
         flip: mirror left and right with probability 1/2.
         chunk: images that share one crop offset and one flip; fewer is slower.
         mixup: alpha of the Beta distribution of Mixup's proportion; 0 for no Mixup.
@@ -108,6 +108,6 @@ class Augment:
         ]
         if not chosen:
             return images, labels
-        # torch.randint, not random.choice: `order.seeded` seeds torch's generator alone
+        # torch.randint, not random.choice: `order.seeded` seeds only torch's generator
         images, labels = chosen[int(torch.randint(len(chosen), ()))](images, labels)
         return images, labels.to(images.dtype)  # v2 gives float32 for images of any precision

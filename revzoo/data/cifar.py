@@ -69,7 +69,7 @@ class CIFAR10(ImageData):
     def read(self, split: Split) -> TensorImages | None:
         if split == "val":
             return None
-        # again: without Lightning nobody may have called prepare_data()
+        # again, since without Lightning prepare_data() may not have been called
         bad_file = self._bad_file()
         if bad_file is not None:
             raise DataError(self._advice(bad_file, "prepare_data() downloads it"))
@@ -108,7 +108,7 @@ class CIFAR10(ImageData):
         source = self.source
         state = "is damaged" if bad_file.exists() else "does not exist"
         root = self.root.absolute()
-        # a download that has just failed is no remedy
+        # a failed download is not a remedy
         download = "" if self.download else "use data.download=true, or "
         return (
             f"{source.__name__} cannot be read: {bad_file.absolute()} {state}, and {reason}. "

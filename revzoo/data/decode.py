@@ -4,7 +4,7 @@ Pillow decodes, as in torchvision's ``ImageFolder``: it reads every format that 
 and it releases the interpreter lock, so a few threads can share the work of a whole folder.
 
 Known limits: grey images of more than 8 bits are refused, since Pillow would clip them silently
-(of 16-bit RGB it keeps the upper 8 bits); transparency is dropped; an EXIF orientation is not
+(in 16-bit RGB it keeps the upper 8 bits); transparency is dropped; an EXIF orientation is not
 applied (as in torchvision).
 """
 
@@ -48,8 +48,8 @@ def open_image(path: str, channels: int, *, remedy: str = "replace or remove it"
         DataError: the file is corrupt, or a grey image of more than 8 bits.
     """
     try:
-        if not Path(path).is_file() and Path(path).exists():  # opening a pipe would wait
-            raise OSError("it is no regular file")
+        if not Path(path).is_file() and Path(path).exists():  # opening a pipe would block
+            raise OSError("it is not a regular file")
         with Image.open(path, "r", FORMATS) as image:
             check_depth(image, path)
             return image.convert("RGB" if channels == 3 else "L")
@@ -89,7 +89,7 @@ def open_of_set(path: str, channels: int, skipped: SkippedFiles | None) -> Image
 class SkippedFiles:
     """The unreadable images of a split, for ``data.on_error=skip``.
 
-    Workers and the main process share the list, so a file counts once, not once per epoch.
+    Workers and the main process share the list, so a file counts only once, not in every epoch.
 
     Args:
         paths: all files of the split.
@@ -98,7 +98,7 @@ class SkippedFiles:
 
     def __init__(self, paths: Sequence[str], *, at_most: int) -> None:
         self._paths, self._at_most = paths, at_most
-        # flags by row, in shared memory: a list in each worker would be its own
+        # flags by row, in shared memory: workers would not share a list
         self._bad = torch.zeros(len(paths), dtype=torch.bool).share_memory_()  # type: ignore[no-untyped-call]
 
     def add(self, row: int, error: DataError) -> None:
@@ -188,7 +188,7 @@ def decode_all(
     Raises:
         DataError: a file is corrupt, or has another size and ``resize`` is False.
     """
-    # filled in place: a list of images to stack would take the memory twice
+    # filled in place: stacking a list of images would take twice the memory
     images = np.empty((len(paths), channels, size, size), dtype=np.uint8)
     kept = torch.ones(len(paths), dtype=torch.bool)
 

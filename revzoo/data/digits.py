@@ -1,13 +1,13 @@
 """Handwritten digits, 1,797 real images of 8x8 that ship with the package.
 
 They are the test part of the UCI set "Optical Recognition of Handwritten Digits" (E. Alpaydin and
-C. Kaynak, 1998; CC BY 4.0, see digits.md beside this file), the part that scikit-learn distributes.
+C. Kaynak, 1998; CC BY 4.0, see digits.md beside this file), which scikit-learn also distributes.
 Pixels are counts from 0 to 16.
 
 The split is fixed and stored in the file: 1,437 training and 360 test images, stratified by class,
 drawn once by ``stratified_split(labels, fraction=360 / 1797, seed=0)``. Known limit: the file does
-not name the 13 writers, so a writer may be in both parts. Use the accuracy to check a training run,
-not to compare with the literature.
+not name the 13 writers, so both parts may contain the same writer. Use the accuracy to check a
+training run, not to compare with the literature.
 """
 
 from importlib.resources import files

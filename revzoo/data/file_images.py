@@ -96,7 +96,8 @@ class FileImages(Dataset[Batch]):
         """A whole batch, without the unreadable images that ``skipped`` tolerates.
 
         Raises:
-            DataError: an image is unreadable and ``skipped`` is None, or all of the batch are.
+            DataError: an image is unreadable and ``skipped`` is None, or the whole batch is
+                unreadable.
         """
         images, kept = [], []
         for index in indices:

@@ -4,7 +4,7 @@ Why not torchvision's ``make_dataset``: it does not check that the splits have t
 Labels are positions in the sorted class names, so a class that is missing in one split would shift
 all later labels. It takes hidden folders, such as ``.ipynb_checkpoints`` or ``__MACOSX``, for
 classes. And it follows links to parent folders: a class then contains the images of the others, or
-the walk never ends. We enter each folder once, however many links lead to it.
+the walk never ends. We enter each folder only once, even if several links lead to it.
 """
 
 import os
@@ -71,13 +71,13 @@ def no_training(root: Path) -> DataError:
     """The error for a folder without training images."""
     names = shortened(sorted(path.name for path in root.iterdir()), 8)
     absolute = root.absolute()
-    # the folder of a split instead of the folder above it
+    # the user gave the folder of a split instead of its parent
     meant = f"; did you mean {absolute.parent}?" if absolute.name in SPLITS else ""
     return DataError(f"no folder {absolute / 'train'} (found: {names}): {_LAYOUT}{meant}")
 
 
 def _class_names(folder: Path) -> list[str]:
-    # sorted: labels are positions in this list, so the order of the disk must not matter
+    # sorted: labels are positions in this list, so the disk's order must not matter
     names = sorted(p.name for p in folder.iterdir() if p.is_dir() and not _is_hidden(p.name))
     for name in names:
         if not name.isprintable():  # checkpoints and log files could not hold it
@@ -121,8 +121,8 @@ def _list_images(folder: Path, classes: list[str]) -> Files:
         if volume := next((name for name in files if name.lower().endswith(VOLUMES)), ""):
             raise DataError(
                 f"no images in {shortened(empty)}, but volumes, such as {volume}: the data sets "
-                "read images of two dimensions. For volumes, write a data set and train in a "
-                "script of your own: docs/how-to/volumes.md"
+                "read images of two dimensions. For volumes, write a data set and train in your "
+                "own script: docs/how-to/volumes.md"
             )
         raise DataError(
             f"no images in {shortened(empty)}: put images there ({', '.join(IMG_EXTENSIONS)}) "
@@ -155,7 +155,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
         workers: number of processes; None for the CPUs minus one.
 
     Raises:
-        DataError: ``root`` is no folder, or has no images.
+        DataError: ``root`` is not a folder, or has no images.
     """
     root = Path(root).expanduser()
     layout = None
@@ -165,7 +165,7 @@ def check_folder(root: str | Path, *, workers: int | None = None) -> FolderRepor
     except DataError as error:
         if not root.is_dir():
             raise
-        layout = str(error)  # report it with the bad images: one run shows all there is to repair
+        layout = str(error)  # report it with the bad images: one run shows everything to repair
     paths = list(images_below(root))
     if not paths:
         raise no_images(root)
@@ -187,7 +187,7 @@ def images_below(root: Path) -> Iterator[str]:
     images = []
     for folder, folders, files in os.walk(root, followlinks=True):
         visible = sorted((n for n in folders if not _is_hidden(n)), reverse=True)
-        # reversed: of two names of one place, the first in the alphabet overwrites the other
+        # reversed: if a place has two names, the first in the alphabet overwrites the other
         places = {os.path.realpath(f"{folder}/{n}"): n for n in visible}
         folders[:] = [n for place, n in places.items() if place not in seen]  # os.walk enters these
         seen.update(places)

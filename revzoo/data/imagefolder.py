@@ -34,8 +34,8 @@ class ImageFolder(ImageData):
             share of the training images is held back. To evaluate a checkpoint, only the evaluated
             split must exist.
         image_size: side in pixels; images are resized (shorter side) and cropped (centre) to it.
-            None for the evaluated checkpoint's size; in training, for the images' size, if all are
-            square and of one size.
+            None for the size in the evaluated checkpoint; in training, for the size of the images,
+            if all are square and equally large.
         in_chans: 3 for RGB, 1 for grey; images are converted.
         cache_bytes: largest set, over all its splits, to keep in memory.
         on_error: ``"raise"``, or ``"skip"`` to leave unreadable images out of the batches, with a
@@ -143,7 +143,7 @@ class ImageFolder(ImageData):
             log.warning("skipped %d image%s: %s", len(files), "s" * (len(files) > 1), names)
 
     def _fits(self, size: int) -> bool:
-        # all splits, loaded or not: a stage must not change how the others are prepared
+        # all splits, loaded or not: one stage must not change the preparation of others
         images = sum(len(files.paths) for files in self._listing().splits.values())
         return images * self._wanted_chans * size * size <= self.cache_bytes
 

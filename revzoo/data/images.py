@@ -2,7 +2,7 @@
 
 A ``DataLoader`` reads torch's ``TensorDataset`` image by image and collates: 128 Python calls and a
 ``stack`` instead of one indexing operation. Its fetcher prefers ``__getitems__``, which returns the
-whole batch here; ``as_is`` is the collate function. Samplers work as usual, also the samplers that
+whole batch here; ``as_is`` is the collate function. Samplers work as usual, including those that
 Lightning inserts for several processes.
 
 Shapes: N images in all, B in a batch, C channels, S pixels a side.

@@ -32,7 +32,7 @@ def train_loader(
     trainer: pl.Trainer | None,
     poisson: bool = False,
 ) -> TrainLoader:
-    """The loader for this process's share of the training images; each epoch has another order.
+    """The loader for this process's share of the training images, in a new order every epoch.
 
     Args:
         images: the training images.
@@ -43,7 +43,7 @@ def train_loader(
         poisson: draw batches independently, see ``PoissonSampler``.
 
     Raises:
-        DataError: this process's share is smaller than a batch.
+        DataError: the share is smaller than a batch.
     """
     processes, rank = (1, 0) if trainer is None else (trainer.world_size, trainer.global_rank)
     check_batch_size(batch_size, len(images), processes)
@@ -67,7 +67,7 @@ def train_loader(
 
 
 def left_out(batch_size: int, images: int, processes: int) -> int:
-    """The number of images that each epoch leaves out, since its last batch is incomplete."""
+    """How many images each epoch leaves out because its last batch is incomplete."""
     return images - images // processes // batch_size * batch_size * processes
 
 

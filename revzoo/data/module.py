@@ -1,18 +1,18 @@
 """The base class of all data modules: splits, loaders, augmentation, normalisation.
 
 A plain ``DataLoader`` with per-image transforms makes hundreds of Python calls for a batch. Here
-the images of a small set stay in memory as bytes, and one indexing operation gives a batch. The
-bytes are transferred to the device, and augmented and normalised there as a batch.
+the images of a small set stay in memory as bytes, and one indexing operation gives a batch. We move
+the bytes to the device, and augment and normalise them there as a batch.
 
 The rules, for every set:
 
-1. The validation split is a folder, or a share of the training images that ``split_seed`` alone
-   decides.
+1. The validation split is a folder, or a share of the training images that depends only on
+   ``split_seed``.
 2. Only ``setup("test")`` and ``setup("predict")`` read the test split.
 3. Only batches of the training loop are augmented.
-4. Torch's seed, the epoch and the number of the batch decide the order of the images and their
-   augmentation (``order.py``); earlier draws do not matter. Each training reads the seed again,
-   unless it resumes from a checkpoint.
+4. The order of the images and their augmentation depend on torch's seed, the epoch and the number
+   of the batch (``order.py``), not on earlier draws. Each training reads the seed again, unless it
+   resumes from a checkpoint.
 5. Normalisation is measured on the training images. A checkpoint keeps it, with the class names and
    the crop. Evaluation then prepares images as training did, and refuses other classes.
 
@@ -77,7 +77,7 @@ class ImageData(pl.LightningDataModule, ABC):
             8 each.
         val_fraction: share of the training images held back for validation, if the set has no
             validation split.
-        split_seed: decides which images are held back; no other seed matters.
+        split_seed: decides which images are held back, independent of other seeds.
         augment: an ``Augment`` or its options.
 
     Attributes:
@@ -125,7 +125,7 @@ class ImageData(pl.LightningDataModule, ABC):
         self._sets: dict[Split, ImageSet] = {}
         self._read_with: tuple[int | None, float] | None = None  # the preparation of these sets
         self._stage: str | None = None  # of the last setup
-        # The state of a run. Evaluation after training still needs it, so it lasts until the next
+        # The state of a run. Evaluation after training needs it, so it lasts until the next
         # training begins.
         self._order_seed: int | None = None
         self._restored: dict[str, Any] | None = None  # from a checkpoint
@@ -190,7 +190,7 @@ class ImageData(pl.LightningDataModule, ABC):
                 self._setup_training()
         if self._restored:
             check_same_classes(self._restored["classes"], self.classes)
-            # last, so that it replaces the one measured above
+            # last, so that it replaces the normalisation measured above
             self.normalisation = Normalisation(**normalisation_for(self._restored, self.pixel_max))
             self._order_seed = self._restored.get("order_seed")
 
@@ -266,7 +266,7 @@ class ImageData(pl.LightningDataModule, ABC):
         if split == "test" and split not in self._sets:
             raise DataError(self._no_test())
         images, size = self._images(split), self.eval_batch_size
-        # Lightning: the float 1.0 is all batches, the integer 1 a single one
+        # Lightning: the float 1.0 means all batches, the integer 1 one batch
         limit = getattr(self.trainer, f"limit_{split}_batches", 1.0)
         if not in_order and not (isinstance(limit, float) and limit == 1.0):
             order = torch.randperm(len(images), generator=torch.Generator().manual_seed(0))
@@ -289,7 +289,7 @@ class ImageData(pl.LightningDataModule, ABC):
         assert self.trainer is not None, "Lightning calls this hook"
         images, labels = batch
         if self.trainer.training:
-            # by batch: a resumed run draws the crops that the whole run would have drawn
+            # by batch: a resumed run draws the same crops as an uninterrupted one
             with seeded(batch_seed(self._order_seed or 0, self.trainer)):
                 images = self.transform(images, training=True)
                 images, labels = self.augment.mix(images, labels, num_classes=self.num_classes)

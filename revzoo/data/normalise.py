@@ -1,9 +1,9 @@
 """Bytes to normalised floats.
 
-Mean and standard deviation are measured on the training images (including the validation split,
-never the test split) rather than kept in a table: exactly, from a histogram of the 256 byte values.
-They are in units of the stored bytes, so the range of the pixels (0 to 255, or 0 to 16 for the
-digits) cancels.
+We measure mean and standard deviation on the training images (including the validation split, never
+the test split) instead of keeping a table: exactly, from a histogram of the 256 byte values. They
+are in units of the stored bytes, so the range of the pixels (0 to 255, or 0 to 16 for the digits)
+cancels.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class Normalisation:
         """Map images (B, C, H, W) of any dtype to normalised float32 on the same device."""
         if self.mean.device != images.device:  # once per run: no copy to the device in each step
             self.mean, self.std = self.mean.to(images.device), self.std.to(images.device)
-        # a copy, also of float32 images: the caller's must not change
+        # a copy, also of float32 images: the caller's images must not change
         return images.to(torch.float32, copy=True).sub_(self.mean).div_(self.std)
 
     def inverse(self, images: Tensor) -> Tensor:

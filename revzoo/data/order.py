@@ -1,14 +1,14 @@
-"""The order of training images and their augmentation, as functions of (seed, epoch, batch) alone.
+"""The order of training images and their augmentation, as functions of only (seed, epoch, batch).
 
 A ``DataLoader`` with ``shuffle=True`` draws from torch's global generator: the order of an epoch
 then depends on everything drawn before, and an epoch can only begin at its first batch. Here each
 epoch's permutation has its own generator, and so has the augmentation of each batch (or of each
-image, in sets that augment themselves). A run that stopped in the middle of an epoch resumes with
+image, in sets that augment themselves). If a run stops in the middle of an epoch, it resumes with
 the same images and the same crops.
 
 Lightning's protocol (loaders with ``load_state_dict``) does not work here: Lightning 2.6 loads the
-states when it builds the loaders, and a schedule that asks for the number of steps makes it build
-them before it restores the checkpoint.
+states when it builds the loaders, but a schedule that asks for the number of steps makes it build
+the loaders before it restores the checkpoint.
 """
 
 import logging
@@ -29,16 +29,16 @@ from revzoo.data.images import Batch, ImageSet
 
 log = logging.getLogger(__name__)
 
-RESTARTS = 3  # of the workers in a row, without a batch between them
+RESTARTS = 3  # consecutive restarts of the workers, without a batch between them
 
 
 def hash_seed(*numbers: int) -> int:
-    """Hash integers >= 0, whose order matters, to a seed below 2**63."""
+    """Hash a sequence of integers >= 0 to a seed below 2**63."""
     return int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def batches_of_epoch(trainer: pl.Trainer) -> int:
-    """Training batches of this epoch so far; the trainer has no public count of them."""
+    """Training batches of this epoch so far; the trainer has no public count."""
     return trainer.fit_loop.epoch_loop.batch_progress.current.ready
 
 
@@ -59,7 +59,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 class EpochSampler(DistributedSampler[int]):
-    """This process's share of a permutation of ``count`` images, another one in each epoch.
+    """This process's share of a permutation of ``count`` images, which changes every epoch.
 
     It subclasses ``DistributedSampler``, so Lightning keeps it and sets its epoch. In your own loop
     each pass is the next epoch.
@@ -95,14 +95,14 @@ class EpochSampler(DistributedSampler[int]):
 
 
 class PoissonSampler(EpochSampler):
-    """Batches in which each image is present with the same probability, independent of the others.
+    """Batches that contain each image with the same probability, independent of other images.
 
     Such batches amplify differential privacy; their sizes vary. All processes draw the same batch
     and divide it. An epoch has as many batches as an epoch that shows each image once.
 
     Args:
         count: images in all.
-        batch_size: images of a batch of one process, on average.
+        batch_size: average number of images in a batch of one process.
         seed, processes, rank: as in ``EpochSampler``.
 
     Attributes:
@@ -131,7 +131,7 @@ class PoissonSampler(EpochSampler):
     def __iter__(self) -> Iterator[list[int]]:  # type: ignore[override]
         start, self.start = self.start, 0
         for index in range(start, self.batches):
-            # layers and losses need an image; clipping of gradients gives this one no weight
+            # layers and losses need an image; gradient clipping gives this one zero weight
             yield self.batch(self.epoch, index) or [0]
         self.epoch += 1
 
@@ -189,8 +189,8 @@ class RestartingLoader(DataLoader[Batch]):
     def _without_sigchld(self) -> Iterator[Batch]:
         """The batches, without torch's handler of SIGCHLD.
 
-        When a worker dies, the handler raises in the main thread at any place, such as in the
-        middle of an optimiser step or of a save. Without it the loader notices within 5 s.
+        When a worker dies, the handler raises anywhere in the main thread, such as in the middle of
+        an optimiser step or a save. Without the handler the loader notices within 5 s.
         """
         before = signal.getsignal(signal.SIGCHLD)
         batches: Iterator[Batch] = super().__iter__()  # installs torch's handler
@@ -201,7 +201,7 @@ class RestartingLoader(DataLoader[Batch]):
 
 
 class TrainLoader(RestartingLoader):
-    """A loader whose pass over an epoch can begin in the middle of it.
+    """A loader that can begin in the middle of an epoch.
 
     It draws and loads nothing until the first batch is asked for: Lightning makes the iterator
     before it sets the epoch.
@@ -220,7 +220,7 @@ class TrainLoader(RestartingLoader):
         if not isinstance(self.sampler, EpochSampler):
             return super()._start(first)
         assert self.batch_size is not None
-        # skipped in the sampler: no image of the first batches is read
+        # the sampler skips them, so their images are not read
         poisson = isinstance(self.sampler, PoissonSampler)
         self.sampler.start = first if poisson else first * self.batch_size
         if self.dataset.augments_itself:
@@ -234,7 +234,7 @@ class TrainLoader(RestartingLoader):
         return super()._index_sampler
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty, as Lightning counts the batches; having one marks the loader as resumable."""
+        """Empty, since Lightning counts the batches; this method marks the loader as resumable."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -25,7 +25,7 @@ def register_data(name: str, kind: type[ImageData]) -> None:
 
     Raises:
         ValueError: a name is taken.
-        TypeError: ``kind`` is no subclass of ``ImageData``.
+        TypeError: ``kind`` is not a subclass of ``ImageData``.
 
     Example:
         >>> from revzoo.data import ImageFolder
@@ -37,12 +37,12 @@ def register_data(name: str, kind: type[ImageData]) -> None:
     if not (isinstance(kind, type) and issubclass(kind, ImageData)):
         raise TypeError(f"register_data({name!r}, {kind!r}): expected a subclass of ImageData")
     if name in DATA:
-        raise ValueError(f"data {name!r} is registered already: choose another name")
+        raise ValueError(f"data {name!r} is already registered: choose another name")
     # Lightning stores a data module's state under type(module).__qualname__
     taken = {other.__name__: key for key, other in DATA.items()}
     if kind.__name__ in taken:
         raise ValueError(
-            f"a class {kind.__name__} is registered already, as {taken[kind.__name__]!r}: rename "
+            f"a class {kind.__name__} is already registered, as {taken[kind.__name__]!r}: rename "
             "yours, as checkpoints keep the state of the data under the name of its class"
         )
     DATA[name] = kind

@@ -29,7 +29,7 @@ def hold_back(source: ImageSet, fraction: float, seed: int) -> tuple[ImageSet, I
 def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor, Tensor]:
     """Split the indices of a set so that both parts have the class frequencies of the whole.
 
-    A class with a single image stays whole in the first part, so that it can be learnt.
+    A class with a single image goes to the first part, so that it can be learnt.
 
     Args:
         labels: class indices, int64 (N,).
@@ -37,8 +37,8 @@ def stratified_split(labels: Tensor, fraction: float, seed: int) -> tuple[Tensor
         seed: of the split.
 
     Returns:
-        Ascending int64 indices of the rest and of the held-back part; together all N. The latter
-        has round(fraction * N) elements unless tiny classes forbid it.
+        Ascending int64 indices of the first and of the held-back part, together all N. The latter
+        has round(fraction * N) elements unless tiny classes prevent it.
     """
     generator = torch.Generator().manual_seed(seed)
     held_back = torch.zeros(len(labels), dtype=torch.bool)

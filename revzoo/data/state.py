@@ -15,12 +15,12 @@ MAX_VALUE = 1e9  # of a mean; scales are at least 1 / MAX_VALUE, so normalised p
 
 
 def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | None = None) -> None:
-    """Validate a state before anything is computed from it.
+    """Validate a state before use.
 
     Args:
         state: the state of a data module, from an untrusted file.
         num_classes: of the model; None if unknown.
-        in_chans: channels of the images that the model takes; None for ``state``'s.
+        in_chans: channels of the images that the model takes; None to accept those of ``state``.
 
     Raises:
         DataError: lists all invalid fields.
@@ -42,7 +42,7 @@ def check_state(state: Any, *, num_classes: int | None = None, in_chans: int | N
 def _rules(
     state: Mapping[str, Any], num_classes: int | None, in_chans: int | None
 ) -> Iterator[tuple[str, bool, str]]:
-    """Name, whether its value is valid, expected value; older states lack most of the names."""
+    """Name, whether its value is valid, expected value; older states lack most names."""
     classes: Any = state.get("classes")
     is_list = isinstance(classes, list) and all(isinstance(name, str) for name in classes)
     complete = is_list and 0 < len(classes) == (num_classes or len(classes))

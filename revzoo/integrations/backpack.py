@@ -4,9 +4,9 @@ BackPACK's ``extend`` keeps the input and output of every module until the backw
 leaves the inputs to the memory modes (:mod:`revzoo.core.capture`). Extensions, their context and
 their options are BackPACK's.
 
-BackPACK has no rules for GroupNorm, LayerNorm, convolutions that pad with other values than zeros,
-other layers with parameters, and parameters that are used several times. This module adds them, and
-the extension :class:`BatchDotGrad`.
+BackPACK has no rules for GroupNorm, LayerNorm, convolutions with nonzero padding, other layers with
+parameters, and parameters that are used several times. This module adds them, and the extension
+:class:`BatchDotGrad`.
 
 Source: F. Dangel, F. Kunstner, P. Hennig, "BackPACK: Packing more into Backprop", ICLR 2020, arXiv
 1912.10985.
@@ -103,7 +103,8 @@ def extend(model: nn.Module) -> nn.Module:
     A second call changes nothing. Layers whose parameters are frozen cost nothing.
 
     Raises:
-        ValueError: BackPACK's own ``extend``, which keeps every input and output, came before.
+        ValueError: the model was extended by BackPACK's own ``extend``, which keeps every input and
+            output.
 
     Example:
         >>> from backpack import backpack
@@ -115,7 +116,7 @@ def extend(model: nn.Module) -> nn.Module:
         >>> model.fc.weight.grad_batch.shape
         torch.Size([2, 10, 112])
     """
-    # batch normalisation without parameters is no layer, but must raise when an extension runs
+    # batch normalisation without parameters is not a layer, but must raise when an extension runs
     named = layers(model) | {n: m for n, m in model.named_modules() if mixes_samples(m)}
     owners = Counter(p for module in named.values() for p in own_parameters(module).values())
     for name, module in named.items():
@@ -133,7 +134,7 @@ def extend(model: nn.Module) -> nn.Module:
 
 
 def remove(model: nn.Module) -> None:
-    """Undo :func:`extend`, also for graphs that exist already."""
+    """Undo :func:`extend`, even for graphs that already exist."""
     for module in model.modules():
         for key in _hooks(module):
             del module._forward_hooks[key], module._forward_hooks_with_kwargs[key]
@@ -199,7 +200,7 @@ class _Sums:
         self._gradients: dict[nn.Parameter, Tensor] = {}
 
     def _current(self) -> dict[nn.Parameter, Tensor]:
-        # a pass that failed never ran its callback: its sums must not leak into the next pass
+        # a failed pass never ran its callback: its sums must not leak into the next pass
         if (task := torch._C._current_graph_task_id()) != self._task:
             self._task, self._gradients = task, {}
         return self._gradients

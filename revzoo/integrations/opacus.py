@@ -72,7 +72,7 @@ def _gradients(layer: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> 
 
 
 def _keeps_rules(layer: nn.Module) -> bool:
-    """Whether Opacus' own rules for the layer are right, and cheaper than ours."""
+    """Whether Opacus' own rules for the layer are right and cheaper than ours."""
     if type(layer) is nn.Embedding:
         return layer.padding_idx is None  # Opacus 1.6 gives the padding row a gradient
     return type(layer).__module__.startswith("opacus.")
@@ -91,7 +91,7 @@ class _OnReplays:
     def add_hooks(self, **options: Any) -> None:
         """Capture each layer whose own parameters are trained."""
         if hasattr(self._module, "autograd_grad_sample_hooks"):
-            raise ValueError("this model has Opacus' hooks already: call remove_hooks() before")
+            raise ValueError("this model already has Opacus' hooks: call remove_hooks() first")
         self._task = -1  # the running backward pass, or the last one
         # copies: Opacus keeps its rules in class attributes, shared by all models
         self.GRAD_SAMPLERS = dict(GradSampleHooks.GRAD_SAMPLERS)
@@ -112,7 +112,7 @@ class _OnReplays:
             return
         if self._task != (task := torch._C._current_graph_task_id()):  # a new backward pass
             self._task = task
-            # a pass that failed leaves sums behind
+            # a failed pass leaves sums behind
             for p in self._module.parameters():
                 p.__dict__.pop("_current_grad_sample", None)
                 p.__dict__.pop("_norm_sample", None)
@@ -129,7 +129,7 @@ class _OnReplays:
             batch_dim = 0 if self.batch_first or isinstance(module, RNNLinear) else 1
             module.max_batch_len = gradient.shape[batch_dim]  # type: ignore[assignment]
         ghost = self.use_ghost_clipping
-        # norms of several uses do not add up: their gradients are added first, norms follow
+        # norms of several uses do not add up: add the gradients first, then take norms
         self.use_ghost_clipping = ghost and not several_uses
         try:
             self.capture_backprops_hook(  # type: ignore[attr-defined]
@@ -153,7 +153,7 @@ class _OnReplays:
                 self._promoted(p)
 
     def _promoted(self, p: Any) -> None:
-        """Called for each parameter that :meth:`_finish` gave its gradients of samples."""
+        """Called for each parameter that :meth:`_finish` gave its per-sample gradients."""
 
 
 class _Samples(_OnReplays):
@@ -229,7 +229,7 @@ def noise_for(epsilon: float, delta: float, *, rate: float, steps: int, accounta
         delta: the probability with which the guarantee may fail.
         rate: the probability with which a batch contains an image.
         steps: optimiser steps of the whole training.
-        accountant: Opacus' name of one: ``"prv"``, ``"rdp"`` or ``"gdp"``.
+        accountant: ``"prv"``, ``"rdp"`` or ``"gdp"``, as Opacus names them.
     """
     multiplier: float = get_noise_multiplier(
         target_epsilon=epsilon,
@@ -295,7 +295,7 @@ class PrivacyEngine(opacus.PrivacyEngine):  # type: ignore[misc]
     ) -> Any:
         refuse_unsupported(module)
         kind = _CLASSES.get((grad_sample_mode, wrap_model))
-        # another mode, or a model that the caller has wrapped: Opacus' own code
+        # for other modes, or a model that the caller has wrapped: Opacus' own code
         if kind is None or isinstance(module, AbstractGradSampleModule):
             return super()._prepare_model(
                 module,

@@ -11,7 +11,7 @@ rounding to a grid). Every file carries a description of the network (the fields
 :class:`~revzoo.weights.entry.WeightsEntry`): in ``revzoo.json`` among the archive's extra files, in
 ONNX's metadata by field, in the safetensors header.
 
-Known limits: the image size is fixed; the batch size may be left open.
+Known limits: the image size is fixed; the batch size may stay open.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def export(job: Export, path: Path, *, kind: str, tolerance: float = TOLERANCE) 
         file_format.write(job, temporary)
         # read back inside `replacing`: a wrong file never appears under its final name
         predict = file_format.load(temporary)
-        # neither is the traced size: a batch size that became a constant of the graph shows
+        # sizes other than the traced one show a batch size that became a constant of the graph
         sizes = (1, 3) if job.batch is None else (job.batch,)
         largest = max(_difference(predict, plain, job.images(size)) for size in sizes)
         if not largest <= tolerance:  # `largest > tolerance` would let NaN pass

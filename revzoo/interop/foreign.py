@@ -31,7 +31,7 @@ WRAPPERS = ("state_dict", "model", "model_state_dict", "net")
 
 
 class ConversionError(ValueError):
-    """The file is no checkpoint of the expected kind, or cannot be read safely."""
+    """The file is not a checkpoint of the expected kind, or cannot be read safely."""
 
 
 class Placeholder:
@@ -130,7 +130,7 @@ def read_tensors(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         OSError: the file cannot be read.
-        ConversionError: it is no checkpoint, or of a refused format.
+        ConversionError: it is not a checkpoint, or its format is refused.
     """
     path = Path(path)
     path.stat()  # a missing file is an OSError, an unreadable one a ConversionError
@@ -161,7 +161,7 @@ def _state_dict(content: Any, path: Path) -> Mapping[str, Any]:
         content = content[inner]
     if isinstance(content, Placeholder):
         content = dict(_module_state(content, path))
-    # only some values must be tensors: the caller names the one that is none
+    # only some values must be tensors: the caller names the first that is not a tensor
     if not (
         isinstance(content, Mapping)
         and any(isinstance(value, Tensor) for value in content.values())
@@ -198,6 +198,6 @@ def _module_state(module: Placeholder, path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _items(state: Any, kind: str) -> list[tuple[str, Any]]:
-    # the file chooses every type here
+    # the file decides every type here
     items = state.get(kind) if isinstance(state, Mapping) else None
     return list(items.items()) if isinstance(items, Mapping) else []

@@ -34,12 +34,12 @@ def keys(model: ImageNetwork) -> Iterator[tuple[str, str]]:
 def spec(weights: Weights) -> dict[str, Any]:
     """The arguments of :func:`revzoo.create_model`; assumes images with 3 channels.
 
-    Shapes do not show a squeeze before a first block that appends zeros. We assume none, as in the
-    release's CIFAR networks, unless the width fits a squeezed image.
+    If the first block appends zeros, shapes do not show a squeeze before it. We assume none, as in
+    the release's CIFAR networks, unless the width fits a squeezed image.
 
     Raises:
         KeyError: a layer's weights are missing.
-        ValueError: the shapes fit no i-RevNet.
+        ValueError: the shapes do not fit any i-RevNet.
     """
     units: list[int] = []
     strides: list[int] = []

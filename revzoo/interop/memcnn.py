@@ -51,7 +51,7 @@ def spec(weights: Weights) -> dict[str, Any]:
 
     Raises:
         KeyError: the stem, the classifier or a stage is missing.
-        ValueError: the shapes fit no network of MemCNN.
+        ValueError: the shapes do not fit any network of MemCNN.
     """
     units: dict[int, set[int]] = {}
     widths: dict[int, int] = {}

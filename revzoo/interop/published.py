@@ -26,7 +26,7 @@ from revzoo.models.registry import create_model
 from revzoo.models.tensors import check_finite
 from revzoo.weights.errors import StateMismatchError
 
-# what other names or shapes than a program's own raise
+# the errors that unexpected names or shapes raise
 _OTHER_PROGRAM = (KeyError, IndexError, ValueError, ZeroDivisionError)
 
 
@@ -60,7 +60,8 @@ def load_published(
 
     Raises:
         OSError: the file cannot be read.
-        ConversionError: it is no checkpoint of ``source``, or holds another network than ``name``.
+        ConversionError: it is not a checkpoint of ``source``, or holds a network other than
+            ``name``.
         NotFiniteError: it has NaN or Inf.
         ValueError: unknown ``source``, ``name`` or override.
 
@@ -71,7 +72,7 @@ def load_published(
         >>> revzoo.load_published("other.pt", "memcnn")
         Traceback (most recent call last):
         ...
-        revzoo.interop.foreign.ConversionError: other.pt is no checkpoint of 'memcnn': ...
+        revzoo.interop.foreign.ConversionError: other.pt is not a checkpoint of 'memcnn': ...
     """
     check_choice("source", source, SOURCES)
     weights = read_tensors(path)
@@ -79,7 +80,7 @@ def load_published(
         spec = SOURCES[source].spec(weights)
     except _OTHER_PROGRAM as error:
         raise ConversionError(
-            f"{path} is no checkpoint of {source!r}: its tensors are {_listed(weights)}"
+            f"{path} is not a checkpoint of {source!r}: its tensors are {_listed(weights)}"
         ) from error
     if name is not None:
         spec = {"name": name, **{key: spec[key] for key in ("num_classes", "in_chans")}}

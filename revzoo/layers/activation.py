@@ -2,8 +2,8 @@
 
     y = x where x >= 0, slope * x elsewhere
 
-Of torch's piecewise linear activations, only a leaky ReLU with a positive slope has an inverse: the
-leaky ReLU with slope ``1 / slope``.
+Among torch's piecewise linear activations, only a leaky ReLU with a positive slope has an inverse:
+the leaky ReLU with slope ``1 / slope``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class InvertibleLeakyReLU(Streamwise):
     """``x -> max(x, 0) + slope * min(x, 0)``, any shape, for each stream.
 
     Args:
-        slope: positive, for negative values; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
+        slope: factor for negative values, positive; 0.01 as in ``torch.nn.LeakyReLU``. The inverse
             multiplies rounding errors by ``1 / slope``.
         streams: number of streams of the state.
 

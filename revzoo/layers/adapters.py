@@ -3,7 +3,7 @@
     (x1, x2) -> (x2, x1 * s + t)        (s, t) = branch(x2)
 
 :class:`~revzoo.AffineCoupling` bounds its scales, so that the inverse is well conditioned. Networks
-trained elsewhere may not: here an adapter turns an ordinary branch into one that returns scale and
+trained elsewhere may not bound them: here an adapter makes an ordinary branch return scale and
 shift (van de Leemput et al. 2019, MemCNN, JOSS 4(39) 1576). Known limit: with a scale near zero the
 reconstruction is wrong, and the guard raises.
 """
@@ -85,7 +85,7 @@ class ScaledCoupling(Coupling):
 
     Raises:
         TypeError: the branch returns something else.
-        ValueError: the tensors have another shape.
+        ValueError: the tensors do not have the shape of a stream.
 
     Example:
         >>> adapter = revzoo.AffineAdapterSigmoid(nn.Conv2d(4, 8, 3, padding=1))

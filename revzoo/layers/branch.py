@@ -11,10 +11,10 @@ A branch has no skip connection: the coupling or unit around it adds. ``activate
 the leading BN-ReLU, for the first branch after a stem that ends in BN-ReLU. Dropout is after the
 activation and before the last convolution (between the convolutions, as in Wide ResNets, arXiv
 1605.07146); it has no parameters, so the ``state_dict`` keys are the same with it. The triple
-branch is from i-RevNets (arXiv 1802.07088), with dropout at the place of their release.
+branch is from i-RevNets (arXiv 1802.07088), with dropout where their release has it.
 ``norm_act`` selects other normalisations and activations.
 
-A branch leaves its input as it was, since that is a stream.
+A branch does not change its input, which is a stream.
 """
 
 from collections import OrderedDict
@@ -34,7 +34,7 @@ BOTTLENECK_EXPANSION = 4
 
 
 class _Branch(Lean):
-    """Layers of a branch, computed in autocast's type where autocast is on."""
+    """Layers of a branch, computed in autocast's type if autocast is on."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(narrowed(x))
@@ -90,7 +90,7 @@ class BottleneckBranch(_Branch):
         norm_act: normalisation and activation.
 
     Raises:
-        ValueError: ``out_channels`` is no multiple of 4.
+        ValueError: ``out_channels`` is not a multiple of 4.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class TripleBranch(_Branch):
         layers["conv1"] = conv2d(in_channels, out_channels=inner, kernel_size=3, stride=stride)
         _append_activation(layers, 2, inner, norm_act)
         layers["conv2"] = conv2d(inner, out_channels=inner, kernel_size=3)
-        # left out at 0, so that state_dicts and repr of plain networks stay as they are
+        # left out at 0, so that state_dict and repr of plain networks do not change
         if dropout != 0.0:
             layers["dropout2"] = nn.Dropout(dropout)
         _append_activation(layers, 3, inner, norm_act)

@@ -1,8 +1,8 @@
 """Bias-free convolution with the initialisation of the RevNet release.
 
-Every convolution of the ResNets and RevNets is followed, directly or in the next unit, by a batch
-normalisation, so none has a bias. Weights are drawn from a normal distribution truncated at two
-standard deviations, with
+In the ResNets and RevNets a batch normalisation follows every convolution, directly or in the next
+unit, so none has a bias. Weights are drawn from a normal distribution truncated at two standard
+deviations, with
 
     std = sqrt(2 / (k * k * out_channels))        (He et al. 2015, arXiv 1502.01852, fan-out form)
 
@@ -19,7 +19,7 @@ import math
 
 from torch import nn
 
-# Where the normal is cut, in standard deviations (tf.truncated_normal_initializer).
+# The cut-off of the normal, in standard deviations (tf.truncated_normal_initializer).
 TRUNCATION = 2.0
 
 
@@ -40,7 +40,7 @@ def conv2d(in_channels: int, *, out_channels: int, kernel_size: int, stride: int
         padding=kernel_size // 2,
         bias=False,
     )
-    # fan-out keeps the size of gradients; fan-in, torch's default, that of activations
+    # fan-out keeps the size of gradients; fan-in, torch's default, the size of activations
     std = math.sqrt(2.0 / (kernel_size * kernel_size * out_channels))
     nn.init.trunc_normal_(layer.weight, std=std, a=-TRUNCATION * std, b=TRUNCATION * std)
     return layer

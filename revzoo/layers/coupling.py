@@ -29,8 +29,8 @@ class Coupling(Invertible):
 
     A replay evaluates the branch once: the value inverts the coupling, and the saved tensors are
     recorded. With ``extras = n`` the branch returns a tuple: the value, then n extra outputs.
-    Subclasses define :meth:`combine` and :meth:`uncombine`, and may define ``log_det``, which is
-    not inherited from a class with another ``combine`` or ``forward``.
+    Subclasses define :meth:`combine` and :meth:`uncombine`, and may define ``log_det``. A subclass
+    with its own ``combine`` or ``forward`` does not inherit ``log_det``.
 
     Example:
         >>> class Xor(revzoo.Coupling):
@@ -45,7 +45,7 @@ class Coupling(Invertible):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         # a subclass that changes the map inherits facts that no longer hold: clear them unless it
-        # states them itself; mixins in front of the first coupling may change it, too
+        # states them itself; mixins before the first coupling may change the map, too
         bases = cls.__mro__[1:]
         first = next(i for i, c in enumerate(bases) if issubclass(c, Coupling))
         defined = {name for c in (cls, *bases[:first]) for name in vars(c)}
@@ -108,8 +108,8 @@ class Coupling(Invertible):
         value, *_ = record(self.branch, as_floats((x2,)), (need2,), context)
         with torch.no_grad():
             done = record.complete or isinstance(y2, Fixed)  # an addition saves nothing
-            # if combine() saved nothing, no graph needs the value after this: recover() may reuse
-            # its memory
+            # if combine() saved nothing, no graph needs the value any more: recover() may reuse its
+            # memory
             x1 = (self.recover if done else self.uncombine)(y2, value)
         x1, x2 = record.with_strides((x1, x2))
         if not done:
@@ -124,7 +124,7 @@ class AdditiveCoupling(Coupling):
         branch: the residual function F, from ``(B, C, ...)`` to the same shape.
 
     Raises:
-        ValueError: the branch's value has another shape than ``x1``.
+        ValueError: the shapes of the branch's value and ``x1`` differ.
 
     Example:
         >>> coupling = revzoo.AdditiveCoupling(nn.Identity())
@@ -160,7 +160,7 @@ class AdditiveCoupling(Coupling):
         plain = type(self).uncombine is AdditiveCoupling.uncombine
         if not plain or value.dtype != y2.dtype or value.shape != y2.shape or not unshared(value):
             return self.uncombine(y2, value)
-        return torch.sub(y2, value, out=value)  # one stream less at the peak
+        return torch.sub(y2, value, out=value)  # saves one stream at the peak
 
     def _words(self, stream: Tensor) -> Fixed | None:
         return fixed_of(stream) if self.grid is not None and keeps_words() else None
@@ -193,7 +193,7 @@ class AffineCoupling(Coupling):
         clamp: largest absolute log-scale; the cited paper uses 1.9.
 
     Raises:
-        ValueError: ``clamp`` is not positive, or the branch's value has another shape.
+        ValueError: ``clamp`` is not positive, or the branch's value has the wrong shape.
 
     Example:
         >>> coupling = revzoo.AffineCoupling(nn.Conv2d(4, 8, 3, padding=1))

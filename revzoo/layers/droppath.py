@@ -11,7 +11,7 @@ from torch import nn
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """The probabilities of ``depth`` units: 0 for the first, ``rate`` for the last of several."""
+    """The probabilities of ``depth`` units, from 0 for the first to ``rate`` for the last."""
     return [rate * i / max(1, depth - 1) for i in range(depth)]
 
 
@@ -29,7 +29,7 @@ def drop_path(rate: float) -> nn.Module:
 
 
 def add_drop_path(branch: nn.Sequential, rate: float) -> nn.Sequential:
-    """Append stochastic depth to ``branch`` unless ``rate`` is 0; no key changes."""
+    """Append stochastic depth to ``branch`` unless ``rate`` is 0; keys do not change."""
     if rate:
         branch.add_module("drop_path", drop_path(rate))
     return branch

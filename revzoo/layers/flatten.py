@@ -1,4 +1,4 @@
-"""Invertible flattening: it knows the shape, which ``torch.nn.Flatten`` forgets."""
+"""Invertible flattening, which stores the shape; ``torch.nn.Flatten`` forgets it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InvertibleFlatten(Streamwise):
 
     Raises:
         ValueError: ``shape`` is empty or has a size below 1; a dimension is out of range; at the
-            call, another shape.
+            call, a stream has a different shape.
 
     Example:
         >>> flat = revzoo.InvertibleFlatten((4, 8, 8))
@@ -42,7 +42,7 @@ class InvertibleFlatten(Streamwise):
             raise ValueError(f"shape={shape}: expected the sizes of one image, (C, H, W)")
         dims = 1 + len(self.shape)
         ends = (start_dim, end_dim)
-        # 0 for a number that is no dimension: the check below refuses it
+        # 0 for a number that is not a dimension: the check below refuses it
         first, last = (d % dims if is_count(d, -dims) and d < dims else 0 for d in ends)
         if not 1 <= first <= last:
             raise ValueError(

@@ -36,7 +36,7 @@ class HaarSqueeze(Squeeze):
 
     Raises:
         ValueError: an argument is out of range; at the call, height or width are odd (in the
-            inverse: channels no multiple of 4).
+            inverse: channels are not a multiple of 4).
 
     Example:
         >>> haar = revzoo.HaarSqueeze()

@@ -3,10 +3,10 @@
     y = W x + b        W of shape (m, n), m >= n, with full column rank
 
 W is the first n columns of an invertible ``(m, m)`` matrix A (:mod:`revzoo.layers.matrix`), so the
-map is a padding by zeros followed by A. Its left inverse, the first n rows of ``A^-1``, recovers
-every x. It also accepts a y outside the range of W. With ``matrix="orthogonal"`` it then returns
-the x whose image is closest, like ``torch.linalg.pinv`` (InvTorch's ``Linear`` and ``Conv2d``), and
-W keeps lengths. ``torch.nn.Linear`` may lose rank during training.
+map pads with zeros, then applies A. Its left inverse, the first n rows of ``A^-1``, recovers every
+x. It also accepts a y outside the range of W. With ``matrix="orthogonal"`` W keeps lengths, and the
+inverse then returns the x whose image is closest, like ``torch.linalg.pinv`` (InvTorch's
+``Linear`` and ``Conv2d``). ``torch.nn.Linear`` may lose rank during training.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class InjectiveLinear(Joint):
         streams: number of streams of the state.
 
     Raises:
-        ValueError: an argument is out of range; at the call, streams have another size.
+        ValueError: an argument is out of range; at the call, streams have the wrong size.
         NotImplementedError: by ``log_det``, if m is not n.
 
     Example:
@@ -137,7 +137,7 @@ class PatchConv(ReversibleSequence):
         memory: see :class:`~revzoo.ReversibleSequence`.
 
     Raises:
-        ValueError: an argument is out of range; at the call, sizes that do not divide.
+        ValueError: an argument is out of range; at the call, ``kernel_size`` does not divide sizes.
 
     Example:
         >>> y = revzoo.PatchConv(3, 64, 4, streams=1)(torch.zeros(1, 3, 32, 32))

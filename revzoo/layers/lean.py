@@ -1,15 +1,14 @@
 """Sequences of layers that keep only the tensors that a gradient needs.
 
 torch's layers keep more: a convolution keeps its input even if its weight is frozen, a batch
-normalisation in eval mode even if its affine part is frozen, an average pooling only for the shape.
+normalisation in eval mode even if its affine part is frozen, an average pooling just for its shape.
 A leaky ReLU keeps its input although its output has the same signs. Dropout on the CPU keeps a mask
 of floats. Here the layers run with the same kernels and the same results; only the gradient of an
 ELU, computed from the output, differs by rounding. An activation works in place if nothing else
 uses its input.
 
-On a CPU a replay of a batch normalisation takes mean and variance from the forward pass, whose
-graph keeps them anyway. Without the statistics of the batch it takes a fifth of the time, and
-its values are the same, bit for bit.
+On a CPU, the replay of a batch normalisation reuses the mean and variance that the forward pass
+saved. Without that reduction it is five times as fast; the values are bit-identical.
 
 Layers that are hooked, subclassed or patched run unchanged, since their code may read any tensor.
 So do all layers inside ``torch.func`` and ``torch.compile``, which decides itself what to keep.

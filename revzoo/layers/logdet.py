@@ -38,8 +38,8 @@ def zero_total(x: Tensor) -> Tensor:
 class WithLogDet(Invertible):
     """``step`` with its log-determinant added to the last stream.
 
-    A replay in mode ``invert`` evaluates the step's inverse and its forward pass. So a coupling's
-    branch is evaluated twice here, not once.
+    A replay in mode ``invert`` evaluates the step's inverse and its forward pass. So here it
+    evaluates a coupling's branch twice, not once.
 
     Raises:
         NotImplementedError: the step has no log-determinant; names the step.
@@ -56,7 +56,7 @@ class WithLogDet(Invertible):
         self.memory = step.memory
         self.grid = step.grid
         self.drift_limit = step.drift_limit
-        # the wrapper is made anew in each pass, so it takes over what set_memory set on the step
+        # each pass makes a new wrapper, so it copies the attributes that set_memory sets
         self.label = name_of(step)
 
     def forward(self, *state: Tensor, **context: Any) -> State:
@@ -90,8 +90,7 @@ class WithLogDet(Invertible):
         *ended, total = outputs
         inverse = functools.partial(inverse_on_grid, self.step)
         streams = record.inverted(inverse, tuple(ended), context)
-        # the graph does not depend on the total's value, which is recovered by the subtraction
-        # below
+        # the graph does not depend on the total's value; the subtraction below recovers it
         inputs = record.with_strides((*streams, torch.zeros_like(total)))
         recorded = record(self.forward, inputs, record.needs, context)
         log_det = recorded[len(outputs) - 1]

@@ -32,12 +32,12 @@ def make_reversible(
 
     A run is two or more consecutive modules of one class in an ``nn.Sequential`` or
     ``nn.ModuleList``, or numbered attributes (``b1``, ``b2``) with parameters of equal shapes. If
-    the modules of a run contain runs, as stages contain blocks, the run whose modules have equal
-    shapes is used. Blocks that contain :class:`revzoo.Residual` modules are split into these.
-    Training keeps ``bits`` bits per element and block, and the last state of each
-    run; :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and
-    shapes, so weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list
-    the reversible blocks.
+    the modules of a run contain runs, as stages contain blocks, we use the run whose modules have
+    equal shapes. Blocks that contain :class:`revzoo.Residual` modules are split into these.
+    Training keeps ``bits`` bits per element and block, and the last state of each run;
+    :func:`revzoo.set_memory` selects other modes. The ``state_dict`` keeps its keys and shapes, so
+    weights load before or after. :func:`reversible_blocks` and :func:`revzoo.audit` list the
+    reversible blocks.
 
     Args:
         model: from torchvision, timm, Hugging Face, or your own; its interface does not change.
@@ -50,11 +50,11 @@ def make_reversible(
         ``model``.
 
     Raises:
-        TypeError: ``model`` is no module; ``blocks`` is a string.
-        ValueError: ``bits`` is out of range; a path leads to no module; no run was found; the
-            blocks are compiled by torch.jit.script or are not called by a graph of torch.fx; a
-            block's ``forward`` was replaced since, or is no ordinary method; a block has an
-            attribute ``reversible``. The model is then as before.
+        TypeError: ``model`` is not a module; ``blocks`` is a string.
+        ValueError: ``bits`` is out of range; a path leads to no module; there is no run; the blocks
+            are compiled by torch.jit.script, or a torch.fx graph does not call them; a block's
+            ``forward`` was replaced after an earlier call, or is not an ordinary method; a block
+            has an attribute ``reversible``. The model does not change.
 
     Example:
         >>> encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 2, batch_first=True), 4)
@@ -88,7 +88,7 @@ def make_reversible(
     for block, step in earlier.items():
         _make_plain(block, step)
     if bits is not None:
-        # a block may be in two lists: then it is the last only if it ends both
+        # a block may be in two lists: it is the last only if it ends both
         inner = {block for run in runs for block in run[:-1]}
         for block in found:
             step = SideBits(block, int(bits), last=block not in inner)
@@ -125,7 +125,7 @@ def _check_block(block: nn.Module) -> None:
         )
     if isinstance(getattr_static(kind, "forward"), (staticmethod, classmethod, property)):
         raise ValueError(
-            f"{kind.__name__}.forward is no ordinary method: make it one, def forward(self, x), or "
+            f"{kind.__name__}.forward is not an ordinary method: define forward(self, x), or "
             "choose other blocks with make_reversible(blocks=...)"
         )
 
@@ -197,9 +197,9 @@ def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
         if any(True for block in group for _ in _residuals_in(block)):
             continue
         if not _is_list(module) and not any(itertools.starmap(_alike_built, pairwise(group))):
-            continue  # e.g. branches of a block: no list shows that they follow each other
+            continue  # e.g. branches of a block: no list shows that one follows the other
         inside = [run for block in group for run in _runs_in(block)]
-        if any(map(_has_twins, inside)) and not _has_twins(group):  # the group are stages
+        if any(map(_has_twins, inside)) and not _has_twins(group):  # the group holds stages
             yield from inside
         else:
             yield group
@@ -210,7 +210,7 @@ def _runs_in(module: nn.Module) -> Iterator[list[nn.Module]]:
 
 
 def _groups(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Children of one class that follow each other, two or more."""
+    """Two or more consecutive children of one class."""
     numbered = {n: m for n, m in module.named_children() if n[-1:].isdigit() and _is_block(m)}
     children = [numbered.get(name) for name, _ in module.named_children()]
     for kind, group in itertools.groupby(children, type):
@@ -242,13 +242,13 @@ class BlockRow(NamedTuple):
     """A block that :func:`make_reversible` has wrapped.
 
     Attributes:
-        path: in the model.
-        bits: kept per value if the block joins a run.
-        role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input where none
-            follows; ``"ends"`` one, since its output has another shape or type, or leaves the range
+        path: its path in the model.
+        bits: bits kept per value if the block joins a run.
+        role: ``"joins"`` a run; ``"starts"`` one, or is recomputed from its input if no block
+            follows; ``"ends"`` one, because its output changes shape or type, or leaves the range
             of the grid; ``"alone"``, which both starts and ends; ``""`` before the first call.
-        grid: fractional bits of the integers in the last call; None in floating point, before, or
-            if the values that entered the run were not finite.
+        grid: fractional bits of the integers in the last call; None in floating point, before the
+            first call, or if the values that entered the run were not finite.
     """
 
     path: str

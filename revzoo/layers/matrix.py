@@ -37,7 +37,7 @@ class PLUMatrix(nn.Module):
 
     def __init__(self, n: int) -> None:
         super().__init__()
-        # a rotation at the start: volumes are kept and the condition number is 1
+        # start with a rotation, which keeps volumes and has condition number 1
         p, lower, upper = torch.linalg.lu(_random_rotation(n))
         s = upper.diagonal()
         self.register_buffer("permutation", p)

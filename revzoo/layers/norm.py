@@ -1,8 +1,8 @@
 """Normalisation and activation between the convolutions of a network.
 
 The layer is ``torch.nn.BatchNorm2d``. But the published RevNets were not trained with its defaults
-(momentum 0.1, eps 1e-5), and TensorFlow's decay is one minus torch's momentum. So the constants and
-their conversion stand here, once.
+(momentum 0.1, eps 1e-5), and TensorFlow's decay is one minus torch's momentum. This is the one
+place for the constants and their conversion.
 
 Source: A. Gomez, M. Ren, R. Urtasun, R. Grosse, "The Reversible Residual Network: Backpropagation
 Without Storing Activations", NeurIPS 2017, arXiv 1707.04585, and its TensorFlow release.

@@ -13,7 +13,7 @@ NOTE [ Zeros are not reconstructed ]
     recomputed activations and gradients would be wrong. After two couplings, every channel of both
     streams depends on the image. So in mode ``invert`` the two couplings after a padding keep their
     inputs and are recomputed, and the inverse of the first one sets the zeros again before its
-    branch reads them. Mode ``exact`` reconstructs the zeros, so training needs none of this; but
+    branch reads them. Mode ``exact`` reconstructs the zeros, so training does not need this; but
     its inverse does, for features that were changed or read from a file.
 """
 
@@ -38,7 +38,7 @@ RECOMPUTED = 2  # couplings after a padding that are PaddedCouplings
 class ChannelPadding(Invertible):
     """``(B, C, H, W) -> (B, C + extra, H, W)``, zeros last.
 
-    Injective, not bijective: the inverse drops the extra channels, also if they are not zero.
+    Injective, not bijective: the inverse drops the extra channels, even if they are not zero.
 
     Args:
         extra: number of channels to append, at least 1.
@@ -203,7 +203,7 @@ class PaddedCoupling(AdditiveCoupling):
         return super().inverse(y1, y2, **context)
 
     def _padded(self, y1: Tensor) -> Tensor:
-        # a copy, since the caller may hold y1; the values are zero but for rounding
+        # a copy, since the caller may hold y1; the values are zero up to rounding
         y1 = y1.clone()
         y1[:, self.filled :] = 0
         return y1

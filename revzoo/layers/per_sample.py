@@ -40,7 +40,7 @@ from revzoo.layers.batchnorm import InvertibleBatchNorm
 
 Gradients = dict[str, Tensor]
 
-# Samples are independent, so norms are computed for a part of the batch at a time. Its temporary
+# Samples are independent, so we compute norms for a part of the batch at a time. The temporary
 # tensors are as large as the input of the layer, or have this many values: 1 MiB in float32.
 LARGEST = 2**18
 
@@ -65,18 +65,18 @@ def layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def refuse_infinite(norms: Tensor) -> None:
-    """Raise a FloatingPointError if a norm ``(N,)`` is not finite: its sample would spoil all."""
+    """Raise a FloatingPointError if a norm ``(N,)`` is not finite: it would spoil the whole sum."""
     if not norms.isfinite().all():
         which = (~norms.isfinite()).nonzero().flatten().tolist()
         raise FloatingPointError(
-            f"the gradients of samples {which} of the batch are not finite, so the clipped sum is "
-            "not either (in mode exact, one sample makes those of the whole batch infinite): look "
-            "for NaN in the images, lower the learning rate, or raise the precision"
+            f"the gradients of samples {which} of the batch are not finite, so neither is the "
+            "clipped sum (in mode exact, one sample makes the gradients of the whole batch "
+            "infinite): look for NaN in the images, lower the learning rate, or raise the precision"
         )
 
 
 class Captures:
-    """Calls ``on_gradient`` for each of the layers; counts how often it will for a parameter."""
+    """Registers ``on_gradient`` on each layer, and counts its calls still to come by parameter."""
 
     def __init__(self, layers: Iterable[nn.Module], on_gradient: OnGradient) -> None:
         self._on_gradient = on_gradient
@@ -88,7 +88,7 @@ class Captures:
             self.handles.append(capture(layer, on_gradient))
 
     def left(self, p: nn.Parameter) -> int:
-        """How many more times this backward pass may reach ``p``, with the running call."""
+        """How many more times this backward pass may reach ``p``, the running call included."""
         return sum(pending_calls(owner, self._on_gradient) for owner in self._owners.get(p, ()))
 
 
@@ -146,9 +146,9 @@ def _why_unsupported_attention(module: nn.MultiheadAttention) -> str | None:
         )
     if module.dropout and module.training:
         return (
-            "is a nn.MultiheadAttention with dropout, whose random numbers its gradients of "
-            "samples would have to draw again: set its attribute dropout to 0.0, and use "
-            "nn.Dropout on its output"
+            "is a nn.MultiheadAttention with dropout, so per-sample gradients would have to draw "
+            "the same random numbers again: set its attribute dropout to 0.0, and use nn.Dropout "
+            "on its output"
         )
     if type(module).forward is not nn.MultiheadAttention.forward:
         return (
@@ -269,7 +269,7 @@ def _attention(
         context = _attended(module, q, k, v, inputs[3:])
     gradients = torch.autograd.grad(context, projected, gradient @ own["out_proj.weight"])
     # bias_k and bias_v are biases of layers without a weight: "" names no parameter, so nothing
-    # reads the input, for which any tensor will do
+    # reads the input, and any tensor will do
     names, biased = names + [""] * len(added), ["in_proj_bias"] * 3 + added
     pairs = zip(names, biased, [*streams, *gradients[3:]], gradients, strict=True)
     products = [
@@ -411,7 +411,7 @@ _RULES: dict[type[nn.Module], Callable[[Any, Sequence[Tensor], Tensor], Gradient
 
 
 class _Bare(nn.Module):
-    """A layer without its hooks: its inputs and output are captured inside them."""
+    """A layer without its hooks, which run outside of the captured inputs and output."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -438,7 +438,7 @@ def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradi
 
     def run(needed: Gradients, batch: Sequence[Tensor]) -> Tensor:
         values = {f"layer.{name}": p for name, p in needed.items()}
-        # a tied parameter of a layer inside is that layer's
+        # a parameter tied to an inner layer belongs to that layer
         output = functional_call(bare, values, tuple(batch), tie_weights=False)
         return output if isinstance(output, Tensor) else output[0]
 
@@ -455,7 +455,7 @@ def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradi
         if "random operation" not in str(error):
             raise
         raise ValueError(
-            f"{kind} has parameters and draws random numbers, so its gradients of samples cannot "
+            f"{kind} has parameters and draws random numbers, so its per-sample gradients cannot "
             "be computed again: set its dropout to 0, or put the parameters into layers inside it"
         ) from error
     if module not in _checked and gradient.any():
@@ -463,8 +463,8 @@ def _any(module: nn.Module, inputs: Sequence[Tensor], gradient: Tensor) -> Gradi
             g = found[name]
             if (whole - g.sum(0)).norm() > torch.finfo(dtype).eps ** 0.25 * g.norm():
                 raise ValueError(
-                    f"the gradients of samples of {kind}.{name} do not add up to the gradient of "
-                    "the batch: the layer mixes samples, or one of its inputs has none"
+                    f"the per-sample gradients of {kind}.{name} do not add up to the gradient of "
+                    "the batch: the layer mixes samples, or one of its inputs has no samples"
                 )
             other = needed[name] + torch.linspace(1, 2, g[0].numel()).to(g).view_as(g[0])
             if not g.any() and torch.equal(

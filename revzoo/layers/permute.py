@@ -1,4 +1,4 @@
-"""Channel permutations, so that couplings change all channels in turn.
+"""Channel permutations, so that couplings change all channels over time.
 
 A coupling changes one half of the channels. RealNVP (Dinh et al. 2017, arXiv 1605.08803) reverses
 or alternates them between couplings, others shuffle them by a fixed random permutation (Ardizzone
@@ -23,14 +23,14 @@ class ChannelPermutation(Joint):
     Args:
         channels: of all streams together.
         order: ``"random"``, ``"reverse"`` or the permutation itself.
-        seed: of the random order; no other random state matters.
+        seed: seed of the random order, which depends on no other random state.
         dim: dimension of the channels, 1 or -1.
         streams: number of streams of the state.
 
     The order is a buffer: loading a checkpoint replaces it.
 
     Raises:
-        ValueError: ``order`` is no permutation; at the call, the number of channels differs.
+        ValueError: ``order`` is not a permutation; at the call, the number of channels differs.
 
     Example:
         >>> revzoo.ChannelPermutation(4, order="reverse", streams=1)(torch.arange(4.0)[None])

@@ -1,7 +1,7 @@
-"""BatchNorm's running statistics, taken anew from a few batches.
+"""Recomputes BatchNorm's running statistics from a few batches.
 
-A network that was changed (made reversible, pruned, given other weights) has other statistics than
-those it was trained with. ``torch.optim.swa_utils.update_bn`` also switches dropout on, and takes
+A changed network (made reversible, pruned, given other weights) has different statistics from the
+ones it was trained with. ``torch.optim.swa_utils.update_bn`` also switches dropout on, and takes
 all batches of a loader.
 """
 
@@ -20,8 +20,8 @@ from revzoo.core.evaluation import evaluation_mode
 def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence[Any]]) -> None:
     """Replace the running statistics of torch's BatchNorms in ``model`` by averages over batches.
 
-    Everything else runs as in evaluation; weights, modes and momenta stay as they are. After an
-    error the statistics are as before. An :class:`~revzoo.InvertibleBatchNorm` keeps its own.
+    Everything else runs as in evaluation; weights, modes and momenta do not change. An error
+    restores the statistics. An :class:`~revzoo.InvertibleBatchNorm` keeps its own.
 
     Args:
         model: called with each batch.
@@ -42,7 +42,7 @@ def recalibrate_batch_norm(model: nn.Module, batches: Iterable[Tensor | Sequence
     before = [{k: b.clone() for k, b in norm.named_buffers(recurse=False)} for norm in norms]
     count = 0
     try:
-        # no dropout or stochastic depth: evaluation has none either
+        # no dropout or stochastic depth, as in evaluation
         with evaluation_mode(model), torch.no_grad():
             for norm in norms:
                 norm.train()

@@ -1,9 +1,9 @@
 """``x + F(x)`` as a module, so that branches become steps of a reversible run.
 
-:func:`revzoo.make_reversible` takes a block as it is, with its branches inside. A block whose
-branches are :class:`Residual` modules is split there: attention and MLP of a transformer then are
-two steps. The backward pass replays one branch at a time, so its peak is lower; each branch keeps
-its own side bits.
+:func:`revzoo.make_reversible` turns a whole block, with its branches, into one step. It splits a
+block whose branches are :class:`Residual` modules: attention and MLP of a transformer become two
+steps. The backward pass replays one branch at a time, so its peak is lower; each branch keeps its
+own side bits.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class Residual(nn.Module):
     """``x + fn(x)``; any shape, which ``fn`` must keep.
 
     Args:
-        fn: a module, or a method of the block that holds the weights, whose keys in the
-            ``state_dict`` then stay the same. It returns a tensor, or a tuple that begins with one;
-            further arguments pass through.
+        fn: a module, or a method of the block that holds the weights, which keeps their keys in the
+            ``state_dict``. It returns a tensor, or a tuple that begins with one; further arguments
+            pass through.
 
     Raises:
         TypeError: ``fn`` is not callable, or returns something else.
-        ValueError: ``fn`` returns a tensor of another shape than ``x`` has.
+        ValueError: ``fn`` returns a tensor of a different shape than ``x``.
 
     Example:
         >>> class Block(nn.Module):
@@ -56,7 +56,7 @@ class Residual(nn.Module):
         self.fn = fn
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """``x + fn(x, *args, **kwargs)``; of a tuple, ``x`` is added to the first tensor."""
+        """``x + fn(x, *args, **kwargs)``; if ``fn`` returns a tuple, adds to its first tensor."""
         value = self.fn(x, *args, **kwargs)
         first, *rest = value if isinstance(value, tuple) and value else (value,)
         if not isinstance(first, Tensor):

@@ -38,10 +38,10 @@ class Reversed(ReversibleSequence):
         memory: mode of all steps; the steps are shared with the module. None keeps their modes.
 
     Raises:
-        TypeError: ``module`` is no Invertible.
+        TypeError: ``module`` is not an Invertible.
         NotInvertibleError: a step loses information; the message names it.
         ValueError: at the call, in training mode, if a step updates buffers, such as
-            :class:`~revzoo.InvertibleBatchNorm`: its inverse is then no fixed map.
+            :class:`~revzoo.InvertibleBatchNorm`: its inverse then changes with each pass.
 
     Example:
         >>> encoder = revzoo.ReversibleSequence([revzoo.ReversibleBlock(nn.Linear(4, 4))])
@@ -68,8 +68,8 @@ class Reversed(ReversibleSequence):
 
 
 def _from_last(module: Step) -> Iterator[Invertible]:
-    """The steps of ``module`` that are no containers, from the last to the first."""
-    # a container that overrides a direction does more than its steps: it is one step
+    """The steps of ``module`` that are not containers, from the last to the first."""
+    # a container that overrides a direction does more than run its steps: it is one step
     if (
         isinstance(module, ReversibleSequence)
         and type(module).forward is ReversibleSequence.forward
@@ -92,7 +92,7 @@ class ReversedStep(Invertible):
         super().__init__()
         self.step = step
         self.streams = step.outputs
-        # as attributes of the wrapper, since the tape asks the step that it runs
+        # as attributes of the wrapper, since the tape reads them from the step that it runs
         self.exact, self.sums = step.exact, step.sums
         self.memory, self.grid, self.drift_limit = step.memory, step.grid, step.drift_limit
 
@@ -105,7 +105,7 @@ class ReversedStep(Invertible):
             if isinstance(m, Invertible) and m.carried and m.training:
                 raise ValueError(
                     f"{name_of(self)} got a {type(m).__name__} in training mode: it updates "
-                    f"{', '.join(m.carried)} in each forward pass, so its reversal is no fixed "
+                    f"{', '.join(m.carried)} in each forward pass, so its reversal is not a fixed "
                     "map. Call eval() on it"
                 )
         return bare(as_state(self.step.inverse(*state, **context)))

@@ -66,24 +66,24 @@ class ReversibleSequence(Invertible):
     It is a list of steps like ``nn.Sequential``: ``seq[0]``, slices (a sequence of the same steps),
     assignment, ``del``, :meth:`append`, :meth:`insert`, :meth:`extend`, :meth:`pop`, ``+``, ``*``.
     Steps may have names: ``seq["name"]``, ``"name" in seq``, ``seq["name"] = step`` (a new name
-    appends), :meth:`keys`, :meth:`items`. A step that is added later takes the memory mode of the
-    sequence, or ``invert`` where ``exact`` does not fit it; ``repr`` shows the modes. Extra outputs
-    of the steps (``Step.extras``) follow the streams: ``y, loss = seq(x)``.
+    appends), :meth:`keys`, :meth:`items`. A step added later takes the memory mode of the sequence,
+    or ``invert`` if ``exact`` does not fit it; ``repr`` shows the modes. Extra outputs of the steps
+    (``Step.extras``) follow the streams: ``y, loss = seq(x)``.
 
     Args:
         steps: :class:`~revzoo.Invertible` modules, or a dictionary of them by name; the
             ``state_dict`` then has names instead of numbers. A :class:`Step` without an inverse is
             allowed: mode ``invert`` recomputes it from its input, and :meth:`inverse` raises.
         memory: mode of all steps, see :mod:`revzoo.core.modes`; :func:`revzoo.set_memory`
-            changes it later. It replaces the modes of the steps; None keeps them, also of steps
-            that are added later. ``"auto"``: ``exact`` if it fits each step with an inverse,
-            otherwise ``invert``.
+            changes it later. It replaces the modes of the steps; None keeps them, also for steps
+            added later. ``"auto"``: ``exact`` if it fits each step with an inverse, otherwise
+            ``invert``.
         dim: where to split a single tensor: 1 for channels, -1 for tokens ``(B, N, C)``.
         split: relative sizes of the two streams of a split tensor: ``(1, 2)`` splits 3 channels
             into 1 and 2.
 
     Raises:
-        TypeError: a member is no Step.
+        TypeError: a member is not a Step.
         ValueError: unknown mode; a name that is a number or has a dot; at the call, odd channels
             or a wrong number of streams.
 
@@ -225,7 +225,7 @@ class ReversibleSequence(Invertible):
         return self
 
     def _with_steps(self, items: Iterable[tuple[str | None, Step]]) -> ReversibleSequence:
-        """A sequence of other steps that splits and adds steps as this one does."""
+        """A sequence of other steps with the options of this one."""
         other = ReversibleSequence((), memory=None, dim=self.dim, split=self.split)
         other._set_steps(list(items))
         vars(other).update({k: v for k, v in vars(self).items() if k in ("memory", "grid")})
@@ -238,7 +238,7 @@ class ReversibleSequence(Invertible):
     def extend(self, steps: Iterable[Step]) -> ReversibleSequence:
         """Add ``steps`` at the end; returns the sequence.
 
-        Those of a sequence keep their names, except names that are taken.
+        Steps of a sequence keep their names, except names that are taken.
         """
         if isinstance(steps, ReversibleSequence):
             taken = {name for name, _ in self._items()}
@@ -252,7 +252,7 @@ class ReversibleSequence(Invertible):
         """Insert ``step`` before position ``index``; returns the sequence.
 
         Raises:
-            TypeError: ``step`` is no Step.
+            TypeError: ``step`` is not a Step.
             ValueError: ``name`` is taken, is a number or has a dot.
         """
         items = self._items()
@@ -286,7 +286,7 @@ class ReversibleSequence(Invertible):
         if len({*names}) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
             raise ValueError(f"two steps got the name {twice!r}: expected each name once")
-        # a step that only moves within the sequence keeps its mode
+        # a step that moves within the sequence keeps its mode
         before = {id(step) for step in self}
         self.steps = _Steps(dict(zip(names, (step for _, step in items), strict=True)))
         label_steps(self, self.label)
@@ -312,7 +312,7 @@ class ReversibleSequence(Invertible):
     def _run(self, streams: list[Tensor], context: dict[str, Any]) -> State:
         """Streams and extra outputs after the steps; empties ``streams``."""
         if keeps_words():  # not in a captured graph, which would repeat the assignment
-            # a stream from an outer sequence was checked there; the check reads every value
+            # the outer sequence has checked its streams; the check reads every value
             nested, _thread.nested = getattr(_thread, "nested", False), False
             if not nested:
                 renew_words(t for t in streams if isinstance(t, Tensor))
@@ -335,8 +335,9 @@ class ReversibleSequence(Invertible):
         splits = len(state) == 1 and isinstance(state[0], Tensor) and self.streams == 2
         if splits:
             first = _options_at_end(self, 0)
-            # Without words the tensor ends no exact chain that the split could join. In mode store
-            # its two pieces are rounded, which takes less memory than rounding the whole.
+            # A tensor without words does not continue an exact chain, so the split joins nothing.
+            # We split in mode store and round the two halves, which takes less memory than rounding
+            # the whole.
             if first.grid is not None and fixed_of(state[0]) is None:
                 first = _Options("store", None, None)
             state = run_step(_edge(Split, self.dim, self.split, first), state)
@@ -364,7 +365,7 @@ class ReversibleSequence(Invertible):
         return state, total, tuple(extras)
 
     def inverse(self, *state: Tensor, **context: Any) -> Tensor | State:
-        """The input that :meth:`forward` maps to ``state``; normalisation statistics do not change.
+        """The input that :meth:`forward` maps to ``state``; does not update statistics.
 
         Raises:
             NotInvertibleError: a step loses information; the message names it.
@@ -378,7 +379,7 @@ class ReversibleSequence(Invertible):
         self._check_tensors(streams, "inverse(y1, y2)")
         forget_stale_words(t for t in streams if isinstance(t, Tensor))
         inputs = self._walk_back(streams, context)
-        check_range(inputs)  # each step has checked what it got, but not what it returned
+        check_range(inputs)  # each step has checked its inputs, but not its results
         return inputs
 
     def _walk_back(self, streams: list[Tensor], context: dict[str, Any]) -> State:
@@ -461,7 +462,7 @@ class ReversibleSequence(Invertible):
 def run_sequence(sequence: ReversibleSequence, streams: list[Tensor]) -> State:
     """``sequence(*streams)``; empties the list, so that each stream is freed after its last use.
 
-    If the call does more than run the members, the list stays, and the streams as long as the call.
+    If the call does more than run the members, the list keeps the streams until the call ends.
     """
     if _is_plain(sequence):
         return sequence._run(streams, {})
@@ -490,7 +491,7 @@ def _opens(step: Step, state: State) -> TypeGuard[ReversibleSequence]:
 
 
 def _is_plain(sequence: ReversibleSequence) -> bool:
-    """Whether a call only runs the members: then it need not happen.
+    """Whether a call only runs the members, so that we can run them instead.
 
     A call keeps its inputs in memory until the last member has run.
     """
@@ -507,7 +508,7 @@ def _advance(
         if total:
             return step._walk(list(state), total, context)
         if keeps_words():
-            _thread.nested = True  # its input is a stream of this one
+            _thread.nested = True  # its input is a stream of this sequence
         try:
             outputs = as_state(step(*state, **context))
         finally:
@@ -544,7 +545,7 @@ def merged(state: State, last: Step, merge: Merge) -> State:
 
 def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options) -> Step:
     """A split or merge that joins the chain of the step whose options it has."""
-    if torch.compiler.is_compiling():  # it traces no caches, and records nothing
+    if torch.compiler.is_compiling():  # it does not trace caches, and records nothing
         return kind(dim, parts)
     return _edge_in(kind, dim, parts, options)
 
@@ -553,7 +554,7 @@ def _edge(kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: 
 def _edge_in(
     kind: Callable[..., Step], dim: int, parts: tuple[int, int], options: _Options
 ) -> Step:
-    # the same object in each call: what a new one reaches would be searched again
+    # the same object in each call: a new one would need a new search of what it reaches
     edge = kind(dim, parts)
     edge.memory, edge.grid, edge.drift_limit = options
     edge.guarded = False
@@ -577,7 +578,7 @@ class _Steps(nn.ModuleList):
         items = list(self._modules.items())[index]
         return _Steps({(str(i) if k.isdigit() else k): m for i, (k, m) in enumerate(items)})
 
-    def __repr__(self) -> str:  # ModuleList's shows numbers and groups equal modules
+    def __repr__(self) -> str:  # ModuleList shows numbers and groups equal modules
         return super().__repr__() if all(map(str.isdigit, self._modules)) else _repr(self)
 
 
@@ -585,7 +586,7 @@ _repr = nn.Module.__repr__
 
 
 def _check_step(i: int, step: object) -> None:
-    """Raise a TypeError unless ``step``, the one at position ``i``, is a Step."""
+    """Raise a TypeError unless ``step``, at position ``i``, is a Step."""
     if isinstance(step, Step):
         return
     if isinstance(step, type):
@@ -609,8 +610,8 @@ def _checked_name(name: str | None) -> str | None:
     wrong = not isinstance(name, str) or not name or name.isdigit() or "." in name
     if wrong or hasattr(nn.ModuleList(), name):
         raise ValueError(
-            f"a step got the name {name!r}: expected one without dots that is no number and no "
-            "attribute of nn.ModuleList"
+            f"a step got the name {name!r}: expected a name without dots that is neither a number "
+            "nor an attribute of nn.ModuleList"
         )
     return name
 
@@ -625,7 +626,7 @@ class ReversibleBlock(ReversibleSequence):
         memory: see :class:`ReversibleSequence`.
 
     Raises:
-        TypeError: ``f`` or ``g`` is no module, or there is a third one.
+        TypeError: ``f`` or ``g`` is not a module, or there is a third one.
 
     Example:
         >>> block = revzoo.ReversibleBlock(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -25,10 +25,10 @@ NOTE [ Blocks in place ]
     code has changed it or the previous input in place. Any other input starts a new run. So does an
     input from another checkpoint, whose replay does not run the previous block.
 
-    A block ends the run if its output has another shape than its input, or a type whose values the
-    input's type cannot hold. It also ends the run if its output leaves the range of the run's grid,
-    as in language models, whose values grow to thousands: the next block starts a run on a coarser
-    grid. A block that ends a run is recomputed from its input.
+    A block ends the run if the shape of its output differs from its input, or if the input's type
+    cannot hold the values of the output's type. It also ends the run if its output leaves the range
+    of the run's grid, as in language models, whose values grow to thousands: the next block starts
+    a run on a coarser grid. A block that ends a run is recomputed from its input.
 
     On the CPU we check the range in every pass, elsewhere only in the first one, since the check
     needs a host sync.
@@ -75,21 +75,21 @@ from revzoo.core.modes import run_step
 from revzoo.core.slots import put_aside, without_asides
 from revzoo.core.tensors import has_values, version_of
 
-NAME = "reversible"  # of the step among the block's modules
+NAME = "reversible"  # the step's name among the block's modules
 MOST_BITS = 8
 # by x[k]: x[k-1], and the marks of both when x[k] was returned
 _previous: Any = WeakTensorKeyDictionary()
 
-# Private in torch: the hooks of the innermost checkpoint. With a version that lacks it, do not use
-# torch's checkpoints: nothing shows where they begin and end.
+# Private in torch: the hooks of the innermost checkpoint. If torch lacks it, do not use torch's
+# checkpoints: nothing shows where they begin and end.
 _hooks_now = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", lambda _: None)
 
 
 def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
-    """What must not have changed when a block continues the run: versions and checkpoint.
+    """The versions and the checkpoint, which must not have changed when a block continues the run.
 
-    A reentrant checkpoint has no hooks. But gradients are off inside it, and what it returns
-    requires gradient only afterwards.
+    A reentrant checkpoint has no hooks. But gradients are off inside it, and its results require
+    gradient only afterwards.
     """
     hooks = _hooks_now(True)
     checkpoint = None if hooks is None else hooks[0]
@@ -98,7 +98,7 @@ def _marks_of(before: Tensor, x: Tensor) -> tuple[Any, ...]:
 
 
 def _pop_previous(x: Tensor) -> Tensor | None:
-    """x[k-1] for ``x``, which is x[k]; None if ``x`` is no such state, or was changed since."""
+    """x[k-1] for ``x``, which is x[k]; None if ``x`` is not such a state, or was changed since."""
     before, *marks = _previous.pop(x, (None,))
     return before if before is not None and tuple(marks) == _marks_of(before, x) else None
 
@@ -121,7 +121,7 @@ class _Running(threading.local):
     """
 
     returned: list[Any] | None = None
-    """Two parts of a block's result: the values that are no tensors, and its nested structure."""
+    """Two parts of a block's result: the values that are not tensors, and its nested structure."""
     evaluated: SideBits | None = None
     """The step whose block is running."""
 
@@ -167,7 +167,7 @@ class SideBits(Invertible):
         super().__init__()
         self.bits = bits
         self.last = last
-        # past nn.Module, which would register the block as a submodule of its own submodule
+        # bypass nn.Module, which would register the block as a submodule of its own submodule
         object.__setattr__(self, "block", block)
         # set by torch.compile or by tools that move weights between devices
         object.__setattr__(self, "patched", vars(block).get("forward"))
@@ -194,7 +194,7 @@ class SideBits(Invertible):
             return x.tracer.create_proxy("call_module", path, (x, *args), kwargs)
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return self.plain(x, *args, **kwargs)
-        # popped, so that a second block that reads x starts a run: only one can follow
+        # popped, so that a second block that reads x starts a run: only one block can follow
         before = _pop_previous(x)
         state = (x,) if before is None else (before, x)
         self.streams = len(state)
@@ -202,7 +202,7 @@ class SideBits(Invertible):
         outer = _running.returned, _running.evaluated
         _running.returned, _running.evaluated = returned, None
         try:
-            # its own recording collects what it puts aside; in mode store nobody may
+            # its own recording collects the tensors put aside; in mode store nobody may
             with without_asides():
                 x_out, y, *rest = run_step(self, state, _args=args, **kwargs)
         finally:
@@ -270,7 +270,7 @@ class SideBits(Invertible):
     def inverse(self, *state: Tensor, **context: Any) -> State:
         raise NotInvertibleError(
             f"{name_of(self)} has no inverse outside the backward pass: the dropped bits are kept "
-            "only for that"
+            "only for the backward pass"
         )
 
     def replay(self, outputs: Any, record: Recorder, context: Mapping[str, Any]) -> Any:
@@ -282,7 +282,7 @@ class SideBits(Invertible):
         if len(record.needs) == 1:
             return (x,)
         (aside,) = record.aside
-        if aside.dtype != torch.uint8:  # the run ended: no bits, but its state
+        if aside.dtype != torch.uint8:  # the run ended: its state instead of bits
             before = x.with_words(aside) if isinstance(x, Fixed) else aside
         else:
             (y,) = following

@@ -2,9 +2,9 @@
 
 Both are steps, so a chain of sequences that exchange one tensor still keeps only one state.
 
-The halves are dense copies, like reconstructed streams. torch sums over a view with gaps in another
-order than over a dense tensor. So a branch that begins with a normalisation would not repeat its
-value bit for bit, as mode ``exact`` needs.
+The halves are dense copies, like reconstructed streams. torch sums a view with gaps in a different
+order than a dense tensor. So a branch that begins with a normalisation would not repeat its value
+bit for bit, as mode ``exact`` needs.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def halves(x: Tensor, dim: int = 1, parts: Parts = HALVES) -> State:
             "(split= of a sequence, parts= of Split), pad the channels or pass two streams"
         )
     pieces = torch.split(x, [unit * n for n in parts], dim=dim)
-    # pieces of torch.split are views with gaps; why not those, see the module
+    # not torch.split, whose pieces are views with gaps: see the module
     return tuple(t.clone(memory_format=torch.preserve_format) for t in pieces)
 
 
 def check_cut(dim: int, parts: Sequence[int], *, name: str = "parts") -> tuple[int, Parts]:
-    """``dim`` and ``parts``, whose argument is called ``name``, as Split and Merge keep them.
+    """``dim`` and ``parts`` as Split and Merge keep them; ``name`` is the argument for ``parts``.
 
     Raises:
-        ValueError: ``dim`` is no whole number, ``parts`` are not two positive ones.
+        ValueError: ``dim`` is not a whole number, ``parts`` are not two positive ones.
     """
     if not is_count(dim, least=-sys.maxsize):
         raise ValueError(f"dim={dim!r}: expected a dimension of the tensor, such as 1 or -1")

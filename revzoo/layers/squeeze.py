@@ -4,7 +4,7 @@
 
 and likewise for signals ``(B, C, L)`` and volumes ``(B, C, D, H, W)``, with a factor per axis.
 
-Convolutions with stride lose information, a squeeze only moves it (the psi of i-RevNet, Jacobsen
+Convolutions with stride lose information; a squeeze only moves it (the psi of i-RevNet, Jacobsen
 et al. 2018, arXiv 1802.07088, section 3.2; RealNVP, Dinh et al. 2017, arXiv 1605.08803). torch has
 the operation for one channel order, ``pixel_unshuffle``; published i-RevNet weights need the other.
 
@@ -88,7 +88,7 @@ class Squeeze(Streamwise):
         return unsqueezed(y, self.factors, order=self.order)
 
     def check_squeezed(self, y: Tensor) -> None:
-        """Raise a ValueError if ``y`` has no shape of :meth:`transform`'s results."""
+        """Raise a ValueError if :meth:`transform` cannot return a tensor of this shape."""
         block = math.prod(self.factors)
         if y.dim() != len(self.factors) + 2 or y.shape[1] % block:
             raise ValueError(

@@ -19,7 +19,7 @@ class ConvolutionalClassifier(ImageNetwork):
     """
 
     size_multiple: int
-    """Height and width of an image must be multiples of it."""
+    """Height and width of an image must be multiples of this number."""
 
     size_reason: ClassVar[str]
     """The reason in the error message, after "this model": "squeezes them", say."""

@@ -3,8 +3,8 @@
     (x1, x2) -> (psi(x2), psi(x1) + F(x2))      psi: squeeze, at the first block of a stage
 
 J.-H. Jacobsen, A. Smeulders, E. Oyallon, "i-RevNet: Deep Invertible Networks", ICLR 2018, arXiv
-1802.07088, and its PyTorch release. Channel orders, constants and places of dropout are the
-release's, so its weights fit (see :func:`revzoo.load_published`). A *bijective* network derives its
+1802.07088, and its PyTorch release. Channel orders, constants and places of dropout follow the
+release, so its weights fit (see :func:`revzoo.load_published`). A *bijective* network derives its
 widths from the image's channels. An *injective* network is wider: it appends channels of zeros.
 
 F is three 3x3 convolutions, the first with the stride. We write a block that squeezes as a squeeze
@@ -12,11 +12,11 @@ of both streams and a coupling whose branch undoes the squeeze::
 
     (u1, u2) = (psi(x1), psi(x2)),   (u1, u2) -> (u2, u1 + F(psi^-1(u2)))
 
-One kind of coupling, with its one rule of replaying, then serves all blocks.
+So one kind of coupling, with one replay rule, serves all blocks.
 
 The release averages over a window of fixed size, the size of the last map of its training images.
-We average over the whole map: equal for these images, and defined for all sizes. The release's
-inverse of the padding keeps the wrong channels (29 of 32 for CIFAR); ours strips the zeros.
+We average over the whole map: equal for these images, and defined for all sizes. The inverse of the
+padding keeps the wrong channels in the release (29 of 32 for CIFAR); ours strips the zeros.
 """
 
 import math
@@ -43,7 +43,7 @@ from revzoo.models.convolutional import ConvolutionalClassifier
 from revzoo.models.network import FeatureInfo, feature_infos
 
 # BatchNorm in the release: torch's defaults, except momentum 0.9 (torch's convention) in the head,
-# whose running statistics therefore follow the last few batches.
+# so the head's running statistics follow the last few batches.
 MOMENTUM = 0.1
 HEAD_MOMENTUM = 0.9
 EPSILON = 1e-5
@@ -64,7 +64,7 @@ class IRevNetVariant:
         dropout: probability of dropping a value of a branch's second convolution.
         norm: ``"batch"``, ``"group"`` or ``"none"``, see :class:`~revzoo.layers.norm.NormAct`.
         activation: a name in :data:`~revzoo.layers.norm.ACTIVATIONS`.
-        image_size: side in pixels of the images of the publication; others work, too.
+        image_size: side in pixels of the publication's images; other sizes work, too.
 
     Raises:
         ValueError: a field is out of range or the sequences differ in length.
@@ -208,7 +208,7 @@ class IRevNet(ConvolutionalClassifier):
         self.num_features = widths[-1][1]
         self.stem = ReversibleSequence(_stem(variant, widths[0]), memory=self.default_memory)
         rates = drop_path_rates(drop_path_rate, sum(variant.units))
-        # one iterator over the blocks of all stages, from which _stage takes its share
+        # one iterator over the blocks of all stages; each _stage call takes its share
         blocks = zip(_since_padding(variant, widths), rates, strict=True)
         self.stages = nn.ModuleList(
             ReversibleSequence(_stage(variant, i, widths, blocks), memory=self.default_memory)

@@ -7,8 +7,8 @@ the library's class.
 We accept only names that the library lists. Both libraries also accept hubs, folders and entry
 points, so a name could choose files to read or code to run.
 
-Feature maps come from timm's own ``forward_intermediates``. Known limit: torchvision's networks
-give none here; its ``IntermediateLayerGetter`` works on ``net``.
+Feature maps come from timm's own ``forward_intermediates``. Known limit: there are none for
+torchvision's networks; torchvision's ``IntermediateLayerGetter`` works on ``net``.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def _cache_of(address: str) -> Path:
 
 
 AUXILIARY = ("aux1", "aux2", "AuxLogits")
-"""Classifiers of training alone, which are left out: a network returns one tensor."""
+"""Classifiers used only in training, which we leave out: a network returns one tensor."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +129,8 @@ class LibraryNetwork(ImageNetwork):
 
     Args:
         variant: the name of the network.
-        num_classes: number of logits; 0 for pooled features instead. Any other number than the
-            1,000 of the library's weights makes a new classifier.
+        num_classes: number of logits; 0 for pooled features instead. Unless it is 1,000, as in the
+            library's weights, the network gets a new classifier.
         in_chans: channels of the images.
         memory: ``store`` or None; :func:`revzoo.create_model` makes the blocks reversible.
         img_size: side of the images in pixels, for networks whose weights depend on it.
@@ -293,7 +293,7 @@ class LibraryNetwork(ImageNetwork):
         """The feature maps that timm lists for the network.
 
         Raises:
-            ValueError: the library gives no feature maps of this network.
+            ValueError: the library has no feature maps of this network.
         """
         if not hasattr(self.net, "forward_intermediates"):
             raise ValueError(
@@ -413,7 +413,7 @@ def _downloading(name: str) -> Iterator[None]:
     """
     retries = logging.getLogger("huggingface_hub")
     level = retries.level
-    retries.setLevel(logging.ERROR)  # else four lines for each of twelve attempts
+    retries.setLevel(logging.ERROR)  # otherwise four lines for each of twelve attempts
     try:
         with socket_timeout(30):  # torch.hub waits for ever
             yield
@@ -436,7 +436,7 @@ _SIZE = {"torchvision": "image_size", "timm": "img_size"}  # the libraries' name
 
 
 def _with_channels(conv: nn.Conv2d, channels: int) -> nn.Conv2d:
-    """A copy of the first convolution, adapted to another number of image channels."""
+    """A copy of the first convolution, adapted to a new number of image channels."""
     # a copy keeps a subclass, such as timm's StdConv2d; its own dict leaves `conv` unchanged
     adapted = copy.copy(conv)
     adapted._parameters = dict(conv._parameters)

@@ -66,7 +66,7 @@ class ImageNetwork(Saved, ABC):
         num_features: channels of the features of :meth:`forward_features`.
 
     Raises:
-        ValueError: ``in_chans`` is no positive whole number.
+        ValueError: ``in_chans`` is not a positive whole number.
     """
 
     default_memory: ClassVar[str]
@@ -91,10 +91,10 @@ class ImageNetwork(Saved, ABC):
     """Path of the last linear layer."""
 
     input_layer: ClassVar[str | None] = None
-    """Path of the first convolution, which can be adapted to other image channels; None: none."""
+    """Path of the first convolution, if it can be adapted to other image channels."""
 
     positions: ClassVar[str | None] = None
-    """Path of learned positions (1, N, D), which can be resized for other images; None: none."""
+    """Path of learned positions (1, N, D), if they can be resized for other images."""
 
     num_features: int
     stem: ReversibleSequence
@@ -112,7 +112,7 @@ class ImageNetwork(Saved, ABC):
         check_probability("drop_rate", drop_rate)
         self.pool = GlobalPool(global_pool, places=self.places)
         self.drop = nn.Dropout(drop_rate)
-        # in a tuple, so that it is no submodule: it follows the memory mode of the stages
+        # in a tuple, so that it is not a submodule: it follows the memory mode of the stages
         self._merge = (Merge(self.channel_dim),)
         self.reset_classifier(num_classes)
         label_steps(self)
@@ -247,7 +247,7 @@ class ImageNetwork(Saved, ABC):
                 which needs ``num_classes=0``; None keeps the present pooling.
 
         Raises:
-            ValueError: ``num_classes`` is no integer >= 0, or is not 0 without pooling.
+            ValueError: ``num_classes`` is not an integer >= 0, or is not 0 without pooling.
         """
         check_count("num_classes", num_classes, least=0)
         pool = self.pool if global_pool is None else GlobalPool(global_pool, places=self.places)
@@ -275,9 +275,8 @@ class ImageNetwork(Saved, ABC):
     def encode(self, x: Tensor) -> Tensor:
         """Representation of images ``(B, in_chans, H, W)``: the last stage's streams, merged.
 
-        The head normalises, pools and classifies it. In memory mode ``exact`` the image is
-        rounded to the grid (a multiple of ``2**-23`` stays as it is) and :meth:`inverse` gives it
-        back bit for bit.
+        The head normalises, pools and classifies it. Memory mode ``exact`` rounds the image to the
+        grid (multiples of ``2**-23`` do not change), and :meth:`inverse` recovers it bit for bit.
 
         Raises:
             ValueError: the images' channels or size do not fit.
@@ -301,8 +300,8 @@ class ImageNetwork(Saved, ABC):
         Raises:
             NotInvertibleError: a layer loses information (the message names it), or the model is in
                 training mode and drops activations, with a different mask in each pass.
-            TypeError: ``z`` is no floating-point tensor.
-            ValueError: ``z`` has another number of dimensions or channels, as logits have.
+            TypeError: ``z`` is not a floating-point tensor.
+            ValueError: ``z`` has the wrong number of dimensions or channels, like logits.
             RangeError: a stream is too large for exact sums on the grid.
         """
         self._check_invertible()
@@ -312,7 +311,7 @@ class ImageNetwork(Saved, ABC):
         channels = self.feature_info[-1].num_chs
         if z.dim() != 4 + min(self.channel_dim, 0) or z.shape[self.channel_dim] != channels:
             raise ValueError(
-                f"Got a tensor of shape {tuple(z.shape)}; expected what encode(images) returns, "
+                f"Got a tensor of shape {tuple(z.shape)}; expected the result of encode(images), "
                 f"with {channels} channels. Logits and pooled features have lost the rest of the "
                 "image."
             )
@@ -375,7 +374,7 @@ class ImageNetwork(Saved, ABC):
             if drops and module.training and module.p > 0:
                 raise NotInvertibleError(
                     f"stages.{name} drops values with p={module.p} in training mode, different "
-                    "ones in each pass: call eval() before encode and inverse"
+                    "values in each pass: call eval() before encode and inverse"
                 )
 
     def _check_images(self, x: object) -> None:
@@ -411,7 +410,7 @@ class ImageNetwork(Saved, ABC):
         wider = x.element_size() > weight.element_size() and weight.is_floating_point()
         if wider and not torch.is_autocast_enabled(x.device.type):
             raise ValueError(
-                f"Got images of {x.dtype}; expected {weight.dtype}, as the weights of this model. "
+                f"Got images of {x.dtype}; expected {weight.dtype}, like the model's weights. "
                 f"Convert the images: x.to({weight.dtype})."
             )
         self.check_size(height, width)

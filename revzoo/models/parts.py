@@ -22,7 +22,7 @@ class Part(NamedTuple):
 
     name: str
     modules: tuple[nn.Module, ...]
-    tensors: tuple[nn.Parameter, ...] = ()  # of no module among these, such as class tokens
+    tensors: tuple[nn.Parameter, ...] = ()  # outside these modules, such as class tokens
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of all its modules, and its own."""
@@ -31,7 +31,7 @@ class Part(NamedTuple):
             yield from module.parameters()
 
     def train(self, trained: bool) -> None:
-        """Let it learn, or freeze it: in evaluation mode, without gradients."""
+        """Train the part, or freeze it: evaluation mode, no gradients."""
         for p in self.parameters():
             p.requires_grad_(trained)
         for module in self.modules:
@@ -42,12 +42,13 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
     """The parts of ``network`` in order, the classifier last; each parameter is in one part.
 
     Raises:
-        ValueError: ``network`` is no network of the zoo, so its order is unknown.
+        ValueError: ``network`` is not a network of the zoo, so its order is unknown.
     """
     if not isinstance(network, ImageNetwork):
         raise ValueError(
-            f"{type(network).__name__} is no ImageNetwork: expected a model of create_model, with "
-            "stem, stages and classifier; freeze other models and group their parameters by hand"
+            f"{type(network).__name__} is not an ImageNetwork: expected a model of create_model, "
+            "with stem, stages and classifier; freeze other models and group their parameters by "
+            "hand"
         )
     if isinstance(network, LibraryNetwork):
         return tuple(Part(name, tuple(ms), tuple(ts)) for name, ms, ts in network.parts())
@@ -56,7 +57,7 @@ def parts(network: nn.Module) -> tuple[Part, ...]:
     classifier = named.pop(network.classifier)
     assert isinstance(stages, nn.ModuleList)
     *earlier, last = stages
-    # what is left in `named`, the normalisation and layers without parameters, reads the last stage
+    # the rest of `named`, the normalisation and layers without parameters, reads the last stage
     return (
         # parameters of the network itself go with the first part
         Part("stem", (stem,), tuple(network.parameters(recurse=False))),

@@ -65,12 +65,12 @@ def find_source(
         name: one of these. A file must be safetensors; an architecture precedes a folder of the
             same name.
         known: the architectures.
-        pretrained: whether to look for weights; an architecture alone then means its default ones.
+        pretrained: whether to look for weights; an architecture alone means its default weights.
         cache_dir: for files from the hub.
         table: the entries to search; None for the package's.
 
     Raises:
-        ValueError: the name is a Python file's.
+        ValueError: the name belongs to a Python file.
         WeightsError: the weights are unknown, or their entry is not valid.
     """
     text = str(name)
@@ -143,12 +143,12 @@ def load_weights(
     tensors = missing_counts(expected, tensors) | tensors
     _adapt_input(network, tensors, file.where)
     _adapt_positions(network, expected, tensors)
-    if not network.num_classes:  # no classifier: drop the file's
+    if not network.num_classes:  # no classifier: drop the file's classifier
         prefixes = _prefixes(network)
         tensors = {key: t for key, t in tensors.items() if not key.startswith(prefixes)}
     head = _fresh_head(network, expected, tensors)
     if head:
-        # no warning: other classes are what the caller asked for
+        # no warning: the caller asked for other classes
         log.info(
             "%s does not have %d classes: the classifier starts from random weights",
             file.where,
@@ -193,7 +193,7 @@ def shape_of_weights(network: type[ImageNetwork], file: TensorFile) -> tuple[int
 def missing_counts(
     expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """BatchNorm's counts for a file from before torch 0.4.1, which has none; torch adds them, too.
+    """BatchNorm's counts for a file from before torch 0.4.1, which lacks them; torch does the same.
 
     Torchvision's weights of ResNets are such files.
     """
@@ -204,7 +204,7 @@ def missing_counts(
 def _adapt_input(network: ImageNetwork, tensors: dict[str, Tensor], where: str) -> None:
     key = f"{network.input_layer}.weight"
     weight = tensors.get(key)
-    # other shapes stay as they are: check_fit names them
+    # other shapes do not change: check_fit names them
     if weight is not None and weight.dim() == 4 and weight.shape[1] not in (0, network.in_chans):
         log.info(
             "%s is for images of %d channels: the first layer is adapted to %d",
@@ -245,7 +245,7 @@ def _adapt_positions(
 def _fresh_head(
     network: ImageNetwork, expected: Mapping[str, Tensor], tensors: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The network's initial classifier, if the file's has another number of classes; else none."""
+    """The network's initial classifier, if the file's number of classes differs; else empty."""
     weight = tensors.get(f"{network.classifier}.weight")
     # a missing or misshapen classifier is an error of the file, which check_fit reports
     if weight is None or weight.dim() != 2 or weight.shape[0] == network.num_classes:
@@ -254,7 +254,7 @@ def _fresh_head(
 
 
 def _prefixes(network: ImageNetwork) -> tuple[str, ...]:
-    """How the names of the classifiers' tensors begin."""
+    """The prefixes of the names of the classifiers' tensors."""
     return tuple(f"{path}." for path in network.classifiers)
 
 

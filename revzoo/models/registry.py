@@ -97,8 +97,8 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
         variant: the row, a dataclass, such as :class:`~revzoo.models.variant.Variant`.
 
     Raises:
-        ValueError: the name is taken, or has other characters.
-        TypeError: ``network`` or ``variant`` has another type.
+        ValueError: the name is taken, or has invalid characters.
+        TypeError: ``network`` or ``variant`` has the wrong type.
 
     Example:
         >>> from revzoo.models.revnet import RevNet
@@ -109,7 +109,7 @@ def register_model(name: str, network: type[ImageNetwork], variant: Any) -> None
         torch.Size([1, 10])
     """
     if name in MODELS:
-        raise ValueError(f"model {name!r} is registered already: choose another name")
+        raise ValueError(f"model {name!r} is already registered: choose another name")
     if not re.fullmatch(r"\w+", name, re.ASCII):
         raise ValueError(f"model {name!r}: expected a name of letters, digits and underscores")
     if not (isinstance(network, type) and issubclass(network, ImageNetwork)):
@@ -198,11 +198,11 @@ def create_model(
             ``hf-hub:owner/name``; a folder made by ``save_pretrained``; or its safetensors file.
         pretrained: load weights: the tag's, or the architecture's default. They come from the
             package or the cache, or are downloaded into the cache, and are verified.
-        num_classes: number of logits; None for the weights', or 10. If it differs from the
-            weights', the classifier is randomly initialised. 0 for no classifier: the model returns
-            pooled features ``(B, num_features)``.
-        in_chans: channels of the images; None for the weights', or 3. If it differs from the
-            weights', the first convolution is adapted.
+        num_classes: number of logits; None for the number in the weights, or 10. If it differs from
+            the weights, the classifier is randomly initialised. 0 for no classifier: the model
+            returns pooled features ``(B, num_features)``.
+        in_chans: channels of the images; None for the number in the weights, or 3. If it differs
+            from the weights, the first convolution is adapted.
         features_only: return a list of feature maps instead, see :class:`FeatureNet`.
         out_indices: the stages whose maps to return, negative ones from the last; a number n for
             the last n; None for all.
@@ -328,7 +328,7 @@ def _build(
     )
     if bits is not None:
         make_reversible(model, bits)
-        # on the instance: other networks of the class stay as they are
+        # on the instance: other networks of the class do not change
         model.default_memory = default_memory(source.architecture, bits)  # type: ignore[misc]
         set_memory(model, memory or model.default_memory)
     shaping = {key: value for key, value in options.items() if key not in _SHAPELESS}
@@ -337,7 +337,7 @@ def _build(
 
 
 SAVED = "saved"
-"""As ``bits``: keep those that the weights were saved with."""
+"""As ``bits``: keep the bits that the weights were saved with."""
 
 
 def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
@@ -346,8 +346,8 @@ def change_bits(model: ImageNetwork, bits: int | str | None) -> None:
     ``"saved"`` changes nothing.
 
     Raises:
-        ValueError: the blocks have an inverse of their own, ``bits`` is out of range, or the model
-            has no runs of blocks.
+        ValueError: the blocks already have an inverse, ``bits`` is out of range, or the model has
+            no runs of blocks.
     """
     if bits == SAVED:
         return
@@ -378,7 +378,7 @@ def _load(model: ImageNetwork, file: TensorFile, source: Source, *, allow_nonfin
 
 
 def _filled(values: tuple[Any, ...], defaults: tuple[Any, ...]) -> tuple[Any, ...]:
-    """``values``, with defaults for None; 0 classes are a choice, so ``or`` would not do."""
+    """``values``, with defaults for None; not by ``or``, since 0 classes are valid."""
     return tuple(b if a is None else a for a, b in zip(values, defaults, strict=True))
 
 

@@ -6,7 +6,7 @@
 A. Gomez, M. Ren, R. Urtasun, R. Grosse, "The Reversible Residual Network: Backpropagation Without
 Storing Activations", NeurIPS 2017, arXiv 1707.04585. F and G are branches of a ResNet, each on half
 of the channels, so a RevNet unit is as deep as two residual units. Each variant has about as many
-parameters as the ResNet it is compared with.
+parameters as its baseline ResNet.
 
 Known limits: the stem and the units that change width or resolution (the first of a stage, except
 where the stem's output already has the stage's shape) have no inverse. They store their input and

@@ -4,11 +4,11 @@
     ViT       y = x + Attention(LN(x)),     z = y + MLP(LN(y))
 
 K. Mangalam, H. Fan, Y. Li, C.-Y. Wu, B. Xiong, C. Feichtenhofer, J. Malik, "Reversible Vision
-Transformers", CVPR 2022, arXiv 2302.04869: Rev-ViT, with the widths, depths and heads of the ViTs
-and DeiTs it is compared with. Both streams start as the patch embedding. At the end they are
-concatenated, normalised, averaged over the tokens and classified by a linear layer of width 2 D.
-The baseline (Dosovitskiy et al. 2021, arXiv 2010.11929) has one stream, so its last layers have
-width D; all else is the same.
+Transformers", CVPR 2022, arXiv 2302.04869: Rev-ViT, with the widths, depths and heads of its
+baselines ViT and DeiT. Both streams start as the patch embedding. At the end they are concatenated,
+normalised, averaged over the tokens and classified by a linear layer of width 2 D. The plain ViT
+here (Dosovitskiy et al. 2021, arXiv 2010.11929) has one stream, so its last layers have width D;
+all else is the same.
 
 There is no class token: the head averages all tokens. The average has no parameters, and it uses
 the patch tokens of the last layers, which a class token would leave unread.
@@ -80,8 +80,8 @@ class RevViTVariant:
             )
         if self.img_size % self.patch_size:
             raise ValueError(
-                f"img_size={self.img_size} is no multiple of patch_size={self.patch_size}; choose "
-                "a patch_size that divides it, or resize the images."
+                f"img_size={self.img_size} is not a multiple of patch_size={self.patch_size}; "
+                "choose a patch_size that divides it, or resize the images."
             )
 
     @property
@@ -99,7 +99,7 @@ REVVITS: dict[str, RevViTVariant] = {
 }
 
 
-# The baseline of revvit_cifar. timm and torchvision have those for images of 224x224.
+# The baseline of revvit_cifar. timm and torchvision have the baselines for images of 224x224.
 VITS: dict[str, RevViTVariant] = {"vit_cifar": REVVITS["revvit_cifar"]}
 
 

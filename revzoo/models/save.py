@@ -28,9 +28,9 @@ from revzoo.weights.hub import CONFIG_FILE, TENSORS_FILE, push_folder
 if TYPE_CHECKING:
     from torchvision.transforms import v2
 
-# fields of an entry that describe the data; true for a network until its data changes
+# fields of an entry that describe the data; they hold for a network until its data changes
 _DATA_FIELDS = ("classes", "mean", "std", "crop_pct", "input_size")
-# of these, the fields without which nobody can use the weights
+# the fields among them that everyone needs to use the weights
 _NEEDED = ("classes", "mean", "std")
 
 
@@ -47,8 +47,8 @@ class Saved(nn.Module):
     Attributes:
         num_classes: number of logits.
         in_chans: channels of the images.
-        trained_on: fields of an entry that describe the data of its training, which sets them;
-            empty if unknown, None if it was not trained since its creation.
+        trained_on: fields of an entry that describe its training data, set by training; empty if
+            unknown, None if it was not trained since its creation.
         fresh_head: whether the classifier was replaced after ``entry`` or ``trained_on`` was set.
     """
 
@@ -93,7 +93,7 @@ class Saved(nn.Module):
         """The transform from an image to an input, as in the evaluation of the weights.
 
         Args:
-            size: side of the result in pixels; None for the weights'.
+            size: side of the result in pixels; None for the size in the weights.
 
         Returns:
             A torchvision transform of a Pillow image, or of a tensor (..., C, H, W) of bytes or of
@@ -146,7 +146,7 @@ class Saved(nn.Module):
                 trained, from the weights that it was created with.
 
         Raises:
-            EntryError: a fact is no field or not valid; the network was not made by
+            EntryError: a fact is not a field or not valid; the network was not made by
                 ``create_model``; only some blocks are reversible, or with different side bits; or
                 its classifier, image channels or data changed after its weights were loaded and
                 ``facts`` do not describe them. Nothing is written.
@@ -171,7 +171,7 @@ def _save(network: Saved, folder: Path, facts: dict[str, Any], *, source: str) -
     inverts = any(step.invertible for step in steps_in(network).values())
     card = model_card(entry, source=source, reversible=inverts).encode()
     contents = {TENSORS_FILE: data, CONFIG_FILE: json_of(entry), "README.md": card}
-    # together: an entry beside other weights would fail their verification
+    # together: an entry beside different weights would fail verification
     write_together({folder / name: content for name, content in contents.items()})
     return entry
 
@@ -240,7 +240,7 @@ def _stale(network: Saved) -> tuple[str, ...]:
     """The needed facts from the network's creation that may no longer be true."""
     entry, trained_on = network.entry, network.trained_on
     if network.fresh_head and network.facts:
-        return _NEEDED  # the number of classes may be the same, the classes are not
+        return _NEEDED  # the number of classes may be the same, but not the classes
     if trained_on is not None:
         # {}: trained, but on unknown data
         return () if trained_on or entry is None else _NEEDED

@@ -120,7 +120,7 @@ class StagedNetwork(ConvolutionalClassifier):
             )
             for stage in variant.stages(dropout=dropout, drop_path_rate=drop_path_rate)
         )
-        # branches begin with BN-ReLU, so the last one's sum still needs them
+        # branches begin with BN-ReLU, so the sum after the last branch still needs BN-ReLU
         self._append_norm(variant.norm_act, size_multiple=variant.size_multiple)
         self._assemble(
             num_classes=num_classes, drop_rate=drop_rate, memory=memory, global_pool=global_pool

@@ -35,17 +35,17 @@ def parse_safetensors(data: bytes, where: str) -> TensorFile:
     """The tensors in the bytes of a safetensors file.
 
     Raises:
-        UnreadableWeightsError: the bytes are no complete safetensors file.
+        UnreadableWeightsError: the bytes are not a complete safetensors file.
     """
     try:
         tensors = load(data)
     except Exception as error:  # SafetensorError, or a KeyError for a dtype that torch lacks
         raise UnreadableWeightsError(
-            f"{where} is no complete safetensors file: {error}. Fetch it again"
+            f"{where} is not a complete safetensors file: {error}. Fetch it again"
         ) from error
     metadata = metadata_of(data, where)
     channels = metadata.get("in_chans", "")
-    # any program may write this string; a network of 10**9 channels would fill the memory
+    # any program may write this string, and a network of 10**9 channels would fill the memory
     in_chans = int(channels) if re.fullmatch(r"[1-9]\d{0,5}", channels, re.ASCII) else None
     return TensorFile(tensors, where, metadata.get("architecture"), in_chans)
 
@@ -98,7 +98,7 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
     """The model's tensors, without the prefixes of wrappers (Lightning, DDP, compilation).
 
     Raises:
-        UnreadableWeightsError: an item is no tensor.
+        UnreadableWeightsError: an item is not a tensor.
     """
     tensors = content.get("state_dict", content)
     if not isinstance(tensors, Mapping) or not all(isinstance(key, str) for key in tensors):
@@ -116,7 +116,7 @@ def tensors_in(content: Mapping[str, Any], where: str) -> dict[str, Tensor]:
 
 
 def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
-    """Refuse a ``state_dict`` in which an item is no dense tensor.
+    """Refuse a ``state_dict`` in which an item is not a dense tensor.
 
     Raises:
         UnreadableWeightsError: names these items.
@@ -124,7 +124,7 @@ def check_dense(tensors: Mapping[Any, Any], where: str) -> None:
     others = sorted(str(k) for k, v in tensors.items() if not (isinstance(k, str) and is_dense(v)))
     if others:
         raise UnreadableWeightsError(
-            f"{where} holds other things than tensors: {shortened(others)}; expected a "
+            f"{where} does not hold only tensors: {shortened(others)}; expected a "
             "state_dict: a dense tensor by each name"
         )
 

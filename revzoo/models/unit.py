@@ -1,4 +1,4 @@
-"""Residual units that have no inverse, and the branches and shortcuts of all units.
+"""Residual units without inverse, and the branches and shortcuts of all units.
 
     ResidualUnit    y  = s(x)   + F(x)                              one stream
     MergedUnit      y  = s(x)   + F(x),  x and y of all channels    two streams, merged and split

@@ -2,8 +2,8 @@
 
 A variant is pure data, so a table of variants can be compared with the paper's table.
 :meth:`Variant.stages` derives one :class:`UnitPlan` per residual unit, from which a network class
-builds it. The rules that all networks of the release share (where width and stride change, which
-branch skips its activation) stand here. Channels count all streams together.
+builds the unit. Here are the rules that all networks of the release share (where width and stride
+change, which branch skips its activation). Channels count all streams together.
 """
 
 from dataclasses import dataclass, replace
@@ -66,7 +66,7 @@ class UnitPlan:
 
     @property
     def keeps_shape(self) -> bool:
-        """Whether output and input have one shape, which an inverse requires."""
+        """Whether output and input have the same shape, which an inverse requires."""
         return self.stride == 1 and self.in_channels == self.out_channels
 
     def per_stream(self, streams: int) -> "UnitPlan":
@@ -147,7 +147,7 @@ class Variant:
 
     @property
     def size_multiple(self) -> int:
-        """Height and width of an image must be multiples of it.
+        """Height and width of an image must be multiples of this number.
 
         The basic shortcut average-pools without padding, which fits the branch's padded strided
         convolution on even sizes only; a strided 1x1 convolution fits any size.

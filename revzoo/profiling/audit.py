@@ -421,7 +421,7 @@ def audit(
             as ``"1GiB"``.
 
     Raises:
-        TypeError: the model is no module, or TorchScript.
+        TypeError: the model is not a module, or is TorchScript.
         ValueError: the shape or ``extra`` is not valid; no parameter or output requires gradient; a
             mode does not fit; ``real`` for a model on the meta device; a layer is lazy, or a tensor
             sparse.

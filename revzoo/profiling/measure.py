@@ -23,8 +23,8 @@ NOTE [ Neighbours of a step ]
 
         invert    the one in ``recompute``: the turns show this mode at every step
         exact     the last turns, in a network of more than ``_MANY`` steps: the others show each
-                  change of modes in many places, though no run of inverted steps can begin or end
-                  at every third step (``docs/experiments.md``, 2026-11-25)
+                  change of modes in many places, but one step in three cannot be the first or last
+                  of an inverted run (``docs/experiments.md``, 2026-11-25)
 """
 
 from __future__ import annotations

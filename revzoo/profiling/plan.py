@@ -13,7 +13,7 @@ Known limits: we do not count memory that a kernel frees before it returns, nor 
 waste. A step that the forward pass calls several times is inverted or recomputed. Steps inside
 another step's branch get the mode of that step. In ``exact`` no plan keeps or recomputes a single
 step between two inverted ones, unless that step has no inverse; in a network of more than 24 steps,
-no run of inverted steps begins or ends at every third step.
+one step in three cannot be the first or last of an inverted run.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Plan(Mapping[str, str]):
     def __str__(self) -> str:
         stages: dict[str, dict[str, str]] = {}
         for path, stage in stages_of([*filter(None, self.modes)]).items():
-            # with dots: a stage "t" is no part of "net"
+            # with dots: a stage "t" is not part of "net"
             rest = f".{path}".partition(f".{stage}.")[2]
             stages.setdefault(stage, {})[rest] = self.modes[path]
         width = max(map(len, stages), default=0)
@@ -158,7 +158,7 @@ class Planner:
         device: the device of the training; None for the model's.
 
     Raises:
-        TypeError: the model is no module, or TorchScript.
+        TypeError: the model is not a module, or is TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
             cannot be timed; the shape or ``extra`` is not valid; ``inverting`` is unknown or does
             not fit; a layer is lazy, or a tensor sparse.
@@ -207,7 +207,7 @@ class Planner:
 
         Raises:
             BudgetError: no plan fits; the message suggests a smaller batch or images.
-            ValueError: the budget is no number of bytes.
+            ValueError: the budget is not a number of bytes.
         """
         limit = bytes_from(budget)
         room = goal = limit - self._reserve
@@ -399,7 +399,7 @@ def plan_memory(
 
     Raises:
         BudgetError: a ValueError; no plan fits. The message gives the smallest budget and remedies.
-        TypeError: the model is no module, or TorchScript.
+        TypeError: the model is not a module, or is TorchScript.
         ValueError: the model has or calls no step, or nothing in it requires gradient; a step
             cannot be timed; the shape, the budget or ``extra`` is not valid; ``inverting`` is
             unknown or does not fit; a layer is lazy, or a tensor sparse.

@@ -564,8 +564,8 @@ def checked_arguments(model: Any, input_shape: Any, extra: Any) -> tuple[tuple[i
     """The shape of the input as a tuple, and the number of extra bytes.
 
     Raises:
-        TypeError: the model is no module, or TorchScript; the shape is the input itself.
-        ValueError: the shape is not a sequence of positive integers; ``extra`` is no number of
+        TypeError: the model is not a module, or is TorchScript; the shape is the input itself.
+        ValueError: the shape is not a sequence of positive integers; ``extra`` is not a number of
             bytes; the model has a lazy layer or a sparse tensor.
     """
     check_module("model", model)

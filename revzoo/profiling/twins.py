@@ -40,7 +40,7 @@ class _TensorCopies(TorchFunctionMode):
 
 
 def copied(module: M, copy_of: Callable[[Tensor], Tensor] = torch.clone) -> M:
-    """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is no leaf."""
+    """A deep copy in which ``copy_of(t)`` replaces each tensor, also one that is not a leaf."""
     held = tree_iter([vars(m) for m in module.modules()])
     # not by deepcopy, which would replace the tensor of their state, too
     generators = {id(g): g.clone_state() for g in held if isinstance(g, torch.Generator)}
@@ -61,7 +61,7 @@ def fake_twin(model: nn.Module, device: torch.device | None = None) -> nn.Module
         # strides count, too: they decide whether operators copy
         return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=on)
 
-    # allow_non_fake_inputs: a forward pass may use constants that are no attributes
+    # allow_non_fake_inputs: a forward pass may use constants that are not attributes
     with FakeTensorMode(allow_non_fake_inputs=True):
         return in_training(copied(model, fake))
 

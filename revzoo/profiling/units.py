@@ -20,7 +20,7 @@ def bytes_from(value: int | str, *, name: str = "budget", least: int = 1) -> int
     """Parse a number, or a string such as ``4GiB`` (4 * 2**30) or ``4GB`` (4 * 10**9).
 
     Raises:
-        ValueError: it is no number of bytes, or less than ``least``, which is 0 or 1.
+        ValueError: it is not a number of bytes, or less than ``least``, which is 0 or 1.
     """
     count: Any = value
     if isinstance(value, str):

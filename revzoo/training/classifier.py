@@ -210,7 +210,7 @@ class Classifier(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         images, labels = batch
-        # where the guard samples streams: elsewhere in each step, and the same in a resumed run
+        # where the guard samples streams: new places in each step, the same ones in a resumed run
         draw_places((self.current_epoch << 32) + batch_idx)
         self.redo.begin(batch, batch_idx)
         logits = at_least_float32(self(images))
@@ -218,7 +218,7 @@ class Classifier(pl.LightningModule):
         loss = functional.cross_entropy(logits, labels, label_smoothing=smoothing)
         if not self.redo.running:  # Lightning does not expect a figure from a backward pass
             self.log("train/loss_step", loss, on_step=True, on_epoch=False, prog_bar=True)
-        # metrics have counted a step that drifted, not one beyond its range
+        # after a drift the metrics already contain this step; a range error restored them
         if not self.redo.counted:
             update_metrics(self.metrics_of("train"), loss, logits, labels)
         return loss

@@ -74,11 +74,11 @@ def predict(
         list of these.
 
     Raises:
-        DataError: there is no such file, or it is no image.
+        DataError: there is no such file, or it is not an image.
         WeightsError, CheckpointError: the weights are unknown or cannot be used.
         ValueError: the classes and the normalisation of the model are unknown; a tensor is not
-            (C, H, W), is neither of bytes nor of floats in [0, 1]; ``size`` or ``top`` is no whole
-            number >= 1.
+            (C, H, W), or holds neither bytes nor floats in [0, 1]; ``size`` or ``top`` is not a
+            whole number >= 1.
 
     Example:
         >>> result = revzoo.predict(torch.zeros(3, 40, 40), "revnet38.cifar10", top=2)
@@ -109,7 +109,7 @@ def opened_image(image: Input, channels: int) -> Image.Image | Tensor:
     """Open an image if it is a file; return Pillow images and tensors unchanged.
 
     Raises:
-        DataError: there is no such file, or it is no image, or a grey one of more than 8 bits.
+        DataError: there is no such file, or it is not an image, or a grey one of more than 8 bits.
         TypeError: ``image`` has another type.
         ValueError: a tensor is not (C, H, W), or is neither of bytes nor of floats in [0, 1].
     """

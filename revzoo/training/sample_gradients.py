@@ -115,7 +115,7 @@ class SampleNorms:
                 "samples along dimension 0 of each layer with parameters"
             )
         parameters = own_parameters(module)
-        # the norm of a sum is no sum of norms: gradients of shared parameters are added first
+        # the norm of a sum is not a sum of norms: gradients of shared parameters are added first
         if any(p in self._sums or self._captures.left(p) > 1 for p in parameters.values()):
             for name, g in per_sample_gradients(module, call.inputs(), gradient).items():
                 p = parameters[name]

@@ -48,7 +48,7 @@ def _body(entry: WeightsEntry, source: str) -> Iterator[str]:
     yield from ("```python", "import revzoo", "")
     yield f"model = revzoo.from_pretrained({json.dumps(source)})"
     yield "```"
-    # an empty value is left out below; `and` keeps None as it is
+    # empty values are left out below; `and` keeps None
     facts = {
         "Mean of pixels in [0, 1]": entry.mean and _numbers(entry.mean),
         "Standard deviation": entry.std and _numbers(entry.std),

@@ -40,7 +40,7 @@ class WeightsEntry:
         sha256: of the whole file, 64 hexadecimal digits.
         file: name of a safetensors file, beside the entry or in the hub's repository.
         url: ``https://...`` of the file, or ``hf-hub:owner/name``.
-        default: whether the architecture's name without a tag means this entry.
+        default: whether this entry is meant by the architecture's name without a tag.
         classes: names of the classes by label.
         mean: per channel, of pixels scaled to [0, 1].
         std: as ``mean``.
@@ -110,9 +110,9 @@ class WeightsEntry:
         )
 
     def plain(self) -> dict[str, Any]:
-        """The fields as plain containers for JSON, without empty ones."""
+        """The fields as plain containers for JSON, without empty fields."""
         values = asdict(self).items()
-        # `in` compares with ==, so 0 would go, too; no field may be 0
+        # `in` compares with ==, so it would drop 0, too; no field may be 0
         return {k: v for k, v in values if k != "folder" and v not in (None, {}, False)}
 
     def _faults(self) -> Iterator[str]:
@@ -139,7 +139,7 @@ class WeightsEntry:
         if not isinstance(self.input_size, tuple):
             yield f"input_size={self.input_size!r}, expected [channels, height, width]"
         if isinstance(self.classes, tuple) and not all(isinstance(c, str) for c in self.classes):
-            yield "classes holds items that are no names"
+            yield "classes holds items that are not names"
 
     def _faults_of_place(self) -> Iterator[str]:
         if self.file is None and self.url is None:
@@ -177,12 +177,12 @@ def read_entry(path: Path) -> WeightsEntry:
     """Read an entry from a JSON file.
 
     Raises:
-        EntryError: the file is no JSON object, or has unknown, missing or invalid fields.
+        EntryError: the file is not a JSON object, or has unknown, missing or invalid fields.
     """
     try:
         values = parse_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise EntryError(f"{path} is no readable JSON file: {error}") from error
+        raise EntryError(f"{path} is not a readable JSON file: {error}") from error
     if not isinstance(values, dict):
         raise EntryError(f"{path} holds a {type(values).__name__}, expected a JSON object")
     return entry_from(values, where=str(path), folder=path.parent)
@@ -212,7 +212,7 @@ def parse_json(text: str | bytes) -> Any:
     """Parse JSON.
 
     Raises:
-        ValueError: the text is no JSON, or nested too deep.
+        ValueError: the text is not JSON, or nested too deep.
     """
     try:
         return json.loads(text)

@@ -36,13 +36,13 @@ def read_bytes(entry: WeightsEntry, *, cache_dir: str | Path | None = None) -> b
         HubError: the file is on the hub, and fetching it failed.
     """
     path = _locate(entry, cache_dir)
-    # the hash of the bytes that are used: the file may change between two reads
+    # hash the bytes in use: the file may change between two reads
     data = path.read_bytes()
     sha256 = hashlib.sha256(data).hexdigest()
     if sha256 != entry.sha256:
         raise HashMismatchError(
             f"{path} ({len(data)} bytes) has sha256 {sha256}; {entry.name} expects {entry.sha256}: "
-            "the file is damaged, incomplete or another one. Fetch it again"
+            "the file is damaged, incomplete or a different one. Fetch it again"
         )
     return data
 
@@ -75,7 +75,7 @@ def download(url: str, target: Path, *, sha256: str, timeout: float = 30.0) -> N
         url: http or https.
         target: the file; its folder is created.
         sha256: of the whole file, 64 hexadecimal digits.
-        timeout: seconds without a byte after which the download fails.
+        timeout: the download fails after so many seconds without a byte.
 
     Raises:
         DownloadError: the address is not http, or the server does not answer with a file.

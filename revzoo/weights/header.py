@@ -18,7 +18,7 @@ from revzoo.weights.errors import UnreadableWeightsError
 from revzoo.weights.hub import CONFIG_FILE
 
 KEY = "entry"
-# fields that the file cannot hold (its hash), or that change when someone renames or moves it
+# fields that the file cannot hold (its hash), or that change when someone renames or moves the file
 _OUTSIDE = ("sha256", "file", "url", "default")
 
 
@@ -36,7 +36,7 @@ def metadata_of(data: bytes, where: str) -> dict[str, str]:
         metadata = dict(parse_json(data[8 : 8 + size]).get("__metadata__", {}))
     except (ValueError, TypeError, AttributeError) as error:
         raise UnreadableWeightsError(
-            f"{where} is no complete safetensors file: {error}. Fetch it again"
+            f"{where} is not a complete safetensors file: {error}. Fetch it again"
         ) from error
     return {str(key): str(value) for key, value in metadata.items()}
 
@@ -59,7 +59,7 @@ def metadata_for(entry: WeightsEntry) -> dict[str, str]:
     fields = {key: value for key, value in entry.plain().items() if key not in _OUTSIDE}
     return {
         "format": "pt",  # as safetensors.torch writes it, for programs that ask
-        # apart from the entry: reading tensors needs these two, and no valid entry
+        # apart from the entry: reading tensors needs these two, but not a valid entry
         "architecture": entry.architecture,
         "in_chans": str(entry.in_chans),
         KEY: json.dumps(fields),
@@ -102,7 +102,7 @@ def entry_beside(path: Path) -> WeightsEntry | None:
 
 
 def _file_in(path: Path) -> Any:
-    """The file that an entry names; None if the JSON is no entry, as ``config.json`` may be."""
+    """The file that an entry names; None if the JSON is not an entry, as ``config.json`` may be."""
     try:
         return parse_json(path.read_text(encoding="utf-8"))["file"]
     except (OSError, ValueError, LookupError, TypeError):

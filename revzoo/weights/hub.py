@@ -69,7 +69,7 @@ def push_folder(folder: Path, repository: str, *, private: bool, message: str) -
 
 def _check_repository(name: str) -> None:
     if not re.fullmatch(r"[^/]+/[^/]+", name):
-        raise HubError(f"{name!r} is no repository of the hub: expected owner/name")
+        raise HubError(f"{name!r} is not a repository of the hub: expected owner/name")
 
 
 def _library() -> Any:

@@ -118,7 +118,7 @@ class BoundedUnpickler(pickle._Unpickler):
     The C unpickler allocates its memo for the largest index in the file.
     """
 
-    # tuples are hashed anew at each mention, so nested tuples take exponential time
+    # each mention hashes a tuple again, so nested tuples take exponential time
     dispatch: ClassVar = {
         **_dispatch,
         **{op[0]: _checking(_dispatch[op[0]], keys) for op, keys in _HASHING.items()},
@@ -147,8 +147,8 @@ def _encoded(text: str, encoding: str) -> bytes:
     return text.encode(encoding)
 
 
-# All that torch.save writes for plain values and dense tensors. Nothing here is torch's: a
-# rehearsal must not allocate tensors.
+# All names that torch.save writes for plain values and dense tensors. Nothing here belongs to
+# torch: a rehearsal must not allocate tensors.
 _KNOWN: Mapping[str, Any] = {
     "collections.OrderedDict": ordered,
     "collections.Counter": lambda values=(): hashable(list(listed(values))),

@@ -12,12 +12,12 @@ BEST, LAST, PREVIOUS = "best.ckpt", "last.ckpt", "previous.ckpt"
 
 
 def best_of_run(folder: Path) -> Path | None:
-    """The best checkpoint of a run, whose folder this is; None for anything else.
+    """The best checkpoint in the folder of a run; None for anything else.
 
     Raises:
         UnknownWeightsError: the run has none.
     """
-    # a user may give the folder inside the run's, or call a run so
+    # a user may give the folder inside the run's folder, or name a run "checkpoints"
     inside = folder.name == CHECKPOINTS and not (folder / CHECKPOINTS).is_dir()
     run = folder.parent if inside else folder
     checkpoints = run / CHECKPOINTS

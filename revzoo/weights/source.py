@@ -1,4 +1,4 @@
-"""What commands take as trained weights: a name, a file, a folder, or a run."""
+"""The trained weights that commands take: a name, a file, a folder, or a run."""
 
 from __future__ import annotations
 

@@ -35,8 +35,8 @@ class WeightsTable:
         """Entries by name.
 
         Raises:
-            EntryError: a folder is missing; a file is not valid, has another name than its entry,
-                or repeats a name; an architecture has two defaults.
+            EntryError: a folder is missing; a file is not valid, is not named like its entry, or
+                repeats a name; an architecture has two defaults.
         """
         entries: dict[str, WeightsEntry] = {}
         for path in self._files():
@@ -56,7 +56,7 @@ class WeightsTable:
     def names(self, pattern: str = "*") -> list[str]:
         """Sorted names that match ``pattern`` as a whole or in their architecture.
 
-        Reads no entry: the names of the files are enough.
+        Reads no entries: the file names are enough.
         """
         return sorted(path.stem for path in self._files() if matches(path.stem, pattern))
 
@@ -96,7 +96,7 @@ class WeightsTable:
     def _files(self) -> Iterable[Path]:
         for folder in self.folders:
             if not folder.is_dir():
-                raise EntryError(f"{folder} is no folder: expected one with entries of weights")
+                raise EntryError(f"{folder} is not a folder: expected one with entries of weights")
             yield from sorted(folder.glob("*.json"))
 
 

@@ -1,4 +1,4 @@
-"""Reads files of ``torch.save`` as plain data that is no larger than the file.
+"""Reads files of ``torch.save`` as plain data, at most as large as the file.
 
 ``torch.load`` checks neither the end of its archive nor its checksums. It also trusts the shapes in
 the file: a tensor with stride 0 may repeat one value, so a file of 2 kB takes gigabytes once
@@ -58,7 +58,7 @@ def read_torch_file(
     """
     if not path.is_file():
         raise UnreadableWeightsError(f"there is no file {path}: give the path of a checkpoint")
-    # without bare pickles, a file that does not begin like an archive is a damaged one
+    # without bare pickles, a file that does not begin like an archive is damaged
     is_archive = not bare_pickles or _is_archive(path)
     if not is_archive and tarfile.is_tarfile(path):
         raise UnreadableWeightsError(
@@ -130,7 +130,7 @@ def check_archive(path: Path) -> bool:
             has_checksums = any(entry.CRC for entry in archive.infolist())
             fault = _fault_of(archive, size, has_checksums=has_checksums)
     except Exception as error:  # damaged archives raise many types
-        fault = f"is cut off or no checkpoint at all ({size:,} bytes, {error})"
+        fault = f"is cut off or not a checkpoint ({size:,} bytes, {error})"
     if fault:
         raise UnreadableWeightsError(f"{path} {fault}: it was not loaded; {_REMEDY}")
     return has_checksums
@@ -181,7 +181,7 @@ def check_tensors(tensors: Iterable[tuple[str, Tensor]], path: Path) -> None:
     for name, tensor in tensors:
         if not is_dense(tensor):
             raise UnreadableWeightsError(
-                f"{path} holds other things than tensors: {name or 'one'} is {tensor.layout} "
+                f"{path} does not hold only tensors: {name or 'one'} is {tensor.layout} "
                 f"{tensor.dtype} on {tensor.device}; expected a state_dict: a dense tensor by each "
                 "name"
             )

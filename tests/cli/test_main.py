@@ -57,7 +57,7 @@ def test_list_prints_networks_of_libraries(
     main(["list", f"{library}:resnet1?"])
     assert f"{library}:resnet18" in capsys.readouterr().out.split()
     main(["list"])
-    assert library not in capsys.readouterr().out.split()  # it is no model
+    assert library not in capsys.readouterr().out.split()  # not a model
     for pattern, message in {
         library: rf"; networks of {library} are '{library}:NAME', see .*\(revzoo list",
         f"{library}:vgg*x": f"expected {library}:NAME",

@@ -89,7 +89,7 @@ def branch_of(way, f):
 
 
 class Wrapped(nn.Module):
-    """A residual function that is no module, wrapped by a user's Module."""
+    """A residual function that is not a module, wrapped by a user's Module."""
 
     def __init__(self, f):
         super().__init__()

@@ -213,7 +213,7 @@ def test_an_image_corrupt_in_a_worker_is_named(make_folder: MakeFolder) -> None:
     with pytest.raises(DataError, match=r"^cannot decode image .*val/dog/07\.png") as caught:
         list(data.val_dataloader())
     assert "set data.on_error=skip" in str(caught.value)
-    assert "\n" not in str(caught.value), "a worker's traceback is no message"
+    assert "\n" not in str(caught.value), "a worker's traceback is not a message"
 
 
 def test_test_split_is_optional_and_missed_by_name(make_folder: MakeFolder) -> None:

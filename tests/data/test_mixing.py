@@ -37,7 +37,7 @@ def test_labels_are_mixed_in_the_shares_of_the_images(options: dict[str, float])
 
 
 def kinds(**options: float) -> set[bool]:
-    """Whether some batches hold averaged pixels, which are no whole labels."""
+    """Whether some batches hold averaged pixels, which are not whole labels."""
     torch.manual_seed(0)
     found = [Augment(**options).mix(*batch(), num_classes=CLASSES)[0] for _ in range(20)]
     return {bool((images % 1 > 0).any()) for images in found}

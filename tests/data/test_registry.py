@@ -32,8 +32,8 @@ def test_a_registered_set_is_built_from_a_configuration(table):
 @pytest.mark.parametrize(
     ("name", "kind", "message"),
     [
-        ("revzoo.data.Digits", Sevens, "'revzoo.data.Digits' is registered already"),
-        ("digits", type("Digits", (Digits,), {}), "class Digits is registered already"),
+        ("revzoo.data.Digits", Sevens, "'revzoo.data.Digits' is already registered"),
+        ("digits", type("Digits", (Digits,), {}), "class Digits is already registered"),
         ("digits", Sevens(), "expected a subclass of ImageData"),
         ("digits", dict, "expected a subclass of ImageData"),
     ],

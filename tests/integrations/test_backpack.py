@@ -288,7 +288,7 @@ class _Affine(nn.Module):
 
 @pytest.mark.parametrize("order", [(True, False), (False, True)])
 def test_instances_of_a_class_may_have_other_parameters(order: tuple[bool, bool]) -> None:
-    """The first instance's names served all, so gradients of samples were missing."""
+    """The first instance's names served all, so per-sample gradients were missing."""
     torch.manual_seed(0)
     net = extend(nn.Sequential(*(_Affine(shifts=shifts) for shifts in order)))
     with backpack(BatchGrad()):

@@ -47,7 +47,7 @@ def test_replays_drop_the_same_images(mode):
 
 
 def test_on_a_grid_reconstruction_and_gradients_stay_exact():
-    # 1 / 0.7 is no multiple of the grid: the value is rounded after the division
+    # 1 / 0.7 is not a multiple of the grid: the value is rounded after the division
     torch.manual_seed(0)
     branches = [add_drop_path(conv_branch(), 0.3) for _ in range(6)]
     exact = ReversibleSequence([AdditiveCoupling(b) for b in branches], memory="exact")

@@ -217,7 +217,7 @@ class Shared(Weighted):
         (Centred, [(4, 3)], "mixes samples"),
         (Dropped, [(4, 3)], "draws random numbers"),
         (Shared, [(4, 3), (3,)], r"a tensor of shape \(3,\) for 4 samples"),
-        (Shared, [(3, 3), (3,)], "or one of its inputs has none"),
+        (Shared, [(3, 3), (3,)], "or one of its inputs has no samples"),
     ],
 )
 def test_layers_that_a_transform_per_sample_gets_wrong_are_refused(layer, inputs, message):

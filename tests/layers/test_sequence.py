@@ -60,7 +60,7 @@ def test_block_is_the_papers_equation():
 
 def test_a_stem_takes_the_tensor_whole():
     net = ReversibleSequence([Stem(), AdditiveCoupling(nn.Tanh())], memory="invert")
-    x = torch.randn(2, 3)  # an odd number of channels is no matter here
+    x = torch.randn(2, 3)  # any number of channels works here, also an odd one
     y1, y2 = net(x)
     assert torch.equal(y1, x.cos())
     assert torch.equal(y2, x.sin() + x.cos().tanh())
@@ -219,7 +219,7 @@ def test_steps_by_name():
     ):
         seq["third"]
     for name in ("0", "a.b", ""):
-        with pytest.raises(ValueError, match="without dots that is no number"):
+        with pytest.raises(ValueError, match="without dots that is neither a number"):
             seq.append(coupling(), name=name)
     with pytest.raises(ValueError, match="two steps got the name 'first'"):
         seq.append(coupling(), name="first")

@@ -523,7 +523,7 @@ class Stage(nn.Module):
 
 
 class Numbered(nn.Module):
-    """As timm's RegNet: a stage whose blocks are no list."""
+    """As timm's RegNet: a stage whose blocks are not a list."""
 
     def __init__(self):
         super().__init__()
@@ -782,7 +782,10 @@ class Static(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "message"),
-    [(Taken, "Taken has an attribute 'reversible'.* rename it"), (Static, "no ordinary method")],
+    [
+        (Taken, "Taken has an attribute 'reversible'.* rename it"),
+        (Static, "not an ordinary method"),
+    ],
 )
 def test_blocks_that_cannot_be_converted_change_nothing(kind, message):
     net = nn.Sequential(mixing(None, None), nn.Sequential(kind(), kind()))

@@ -137,7 +137,7 @@ def test_a_registered_model_is_one_of_the_zoo(models):
 @pytest.mark.parametrize(
     ("name", "network", "variant", "message"),
     [
-        ("revnet38", RevNet, MODELS["revnet38"].variant, "'revnet38' is registered already"),
+        ("revnet38", RevNet, MODELS["revnet38"].variant, "'revnet38' is already registered"),
         ("tiny.revnet", RevNet, MODELS["revnet38"].variant, "letters, digits and underscores"),
         ("tiny", torch.nn.Linear, MODELS["revnet38"].variant, "subclass of ImageNetwork"),
         ("tiny", RevNet, {"units": (1, 1, 1)}, "a dataclass instance"),

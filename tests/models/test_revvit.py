@@ -125,7 +125,7 @@ def test_blocks_are_inverted_and_the_embedding_is_named():
     ("keywords", "message"),
     [
         ({"heads": 3}, "width=8 cannot be divided among heads=3"),
-        ({"patch_size": 3}, "img_size=8 is no multiple of patch_size=3"),
+        ({"patch_size": 3}, "img_size=8 is not a multiple of patch_size=3"),
         ({"depth": 0}, "depth=0"),
         ({"drop_path_rate": 1.0}, "drop_path_rate=1.0"),
         ({"activation": "rely"}, "activation=rely: expected one of .*gelu"),

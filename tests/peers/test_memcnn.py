@@ -96,7 +96,7 @@ def data(*shape, seed=3):
 def gradients(fn, module, x):
     """Gradients of the squared output for the input and the parameters.
 
-    The input is no leaf: MemCNN writes to ``.grad`` itself, which doubles a leaf's gradient.
+    The input is not a leaf: MemCNN writes to ``.grad`` itself, which doubles a leaf's gradient.
     """
     x = x.clone().requires_grad_()
     module.zero_grad()

@@ -215,7 +215,7 @@ def test_recomputed_tensors_are_freed(retain):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("by_argument", [True, False])
 def test_dropout_on_a_gpu(by_argument):
-    """test_checkpoint_rng_gpu; and with a tensor that is no argument."""
+    """test_checkpoint_rng_gpu; and with a tensor that is not an argument."""
     grads = []
     for checkpointed in (True, False):
         torch.manual_seed(0)
@@ -405,8 +405,8 @@ def test_context_managers_for_both_passes():
 
 
 def test_saved_objects_are_the_ones_recomputed():
-    """test_checkpointing_without_reentrant_saved_object_identity: a tensor that was no activation
-    but an argument of the call is what torch hands back; here its values and memory are."""
+    """test_checkpointing_without_reentrant_saved_object_identity: torch hands back the same tensor
+    if it is an argument of the call, not an activation; here its values and memory are the same."""
     a, x = leaf(), leaf(seed=1)
     y = checkpoint(lambda t: t * a, x)
     assert y.grad_fn._saved_other is a or y.grad_fn._saved_other.data_ptr() == a.data_ptr()

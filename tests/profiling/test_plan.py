@@ -527,7 +527,7 @@ class PlainTensors(nn.Module):
 def test_tensors_in_plain_attributes(device):
     with torch.device(device):
         net = revzoo.ReversibleSequence([revzoo.ReversibleBlock(PlainTensors())])
-        net(torch.zeros(2, 8))  # keeps an output that is no leaf of its graph
+        net(torch.zeros(2, 8))  # keeps an output that is not a leaf of its graph
     assert plan_memory(net, (16, 8), budget="1GiB").keys() == {
         "steps.0.steps.0",
         "steps.0.steps.1",

@@ -74,7 +74,7 @@ def test_an_entry_survives_its_json(tmp_path):
         ({"url": ["https://x"]}, r"url=\['https://x'\], expected a string"),
         ({"url": "http://["}, "expected https"),
         ({"file": ["x"]}, "file=.*expected a string"),
-        ({"classes": [1, 2]}, "items that are no names"),
+        ({"classes": [1, 2]}, "items that are not names"),
         ({"default": "yes"}, "default='yes', expected true or false"),
     ],
 )
@@ -90,7 +90,7 @@ def test_deep_json_is_refused_by_name(tmp_path):
     path = tmp_path / "entry.json"
     for text in ("[" * 100_000, '{"options":' * 100_000):
         path.write_text(text)
-        with pytest.raises(EntryError, match=r"entry\.json is no readable JSON file: .*too deep"):
+        with pytest.raises(EntryError, match=r"entry\.json is not a readable JSON.*too deep"):
             read_entry(path)
 
 

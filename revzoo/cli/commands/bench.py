@@ -156,7 +156,7 @@ def with_depths(name: str, depths: str | None) -> list[str]:
     """The models of a family: ``revnet`` or ``revnet38`` with the depths ``38,110``.
 
     Raises:
-        ValueError: a depth is no whole number.
+        ValueError: a depth is not a whole number.
     """
     if depths is None:
         return [name]

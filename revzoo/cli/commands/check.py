@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> None:
     """Print a line for each unreadable image and each fault of the folders.
 
     Raises:
-        ValueError: an image cannot be read, or the folders are no data set; or the arguments are
+        ValueError: an image cannot be read, or the folders are not a data set; or the arguments are
             not ``data DIR``.
         DataError: there is no such folder, or it has no images.
     """
@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> None:
         )
     if faults:
         raise ValueError(
-            f"all {report.images} images can be read, but their folders are no data set: see above"
+            f"all {report.images} images can be read, but their folders are not a data set: "
+            "see above"
         )
     sys.stdout.write(f"all {report.images} images can be read\n")
 

@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> None:
 
     Raises:
         OSError: the file cannot be read, or the folder cannot be written.
-        ValueError: the file is no checkpoint of the program.
+        ValueError: the file is not a checkpoint of the program.
     """
     from revzoo.interop.published import load_published  # imports torch
 

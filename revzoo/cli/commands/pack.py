@@ -38,8 +38,8 @@ def run(args: argparse.Namespace) -> None:
     """Write both files and print their paths.
 
     Raises:
-        ValueError: a metric is no number.
-        WeightsError: the file is no checkpoint, or a field is not valid; no file is written.
+        ValueError: a metric is not a number.
+        WeightsError: the file is not a checkpoint, or a field is not valid; no file is written.
     """
     checkpoint = Path(resolve_source(args.checkpoint))
     fields = ("name", "license", "recipe", "measured_on", "url", "default")

@@ -86,7 +86,7 @@ def quoted(value: object) -> str:
 def quoted_if_needed(value: object) -> str:
     """A path as a value of an override; in quotes unless Hydra reads it as text anyway."""
     text = str(value)
-    # with a slash, or a letter at its start, it is no number
+    # with a slash, or a letter at its start, it is not a number
     plain = re.fullmatch(r"[\w.-]*/[\w./-]*|[a-z_][\w.-]*", text, re.ASCII | re.IGNORECASE)
     is_word = text.lower() in ("null", "true", "false", "nan", "inf")
     return text if plain and not is_word else quoted(text)
@@ -111,7 +111,7 @@ def _reason(error: HydraException) -> str:
 
 
 def _parse_error(text: str, reason: str) -> str:
-    """The message for ``text``, which is no override, with a remedy; ``reason`` is Hydra's."""
+    """The message for ``text``, which is not an override, with a remedy; ``reason`` is Hydra's."""
     if text and "=" not in text:
         return f"{text}: expected KEY=VALUE"
     for opening, closing in ("{}", "[]", "()"):

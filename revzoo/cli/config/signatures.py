@@ -72,7 +72,7 @@ def model_keywords(name: str) -> list[str]:
     """The keywords of a model: of ``create_model``, of its network class and of its row's class.
 
     Where several network classes share a file, the keywords of all of them. Empty for a name that
-    is no key of a table ``...: dict[str, Row]`` in ``revzoo.models``, and without source files.
+    is not a key of a table ``...: dict[str, Row]`` in ``revzoo.models``, and without source files.
     """
     for module in [f"revzoo.models.{path.stem}" for path in sorted(MODEL_SOURCES.glob("*.py"))]:
         statements = _statements(module)

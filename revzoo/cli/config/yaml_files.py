@@ -32,7 +32,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping as plain containers; references (``${...}``) are not resolved.
 
     Raises:
-        ConfigError: the file is no YAML, no mapping, too deep or too large.
+        ConfigError: the file is not YAML, not a mapping, too deep or too large.
     """
     # before OmegaConf reads it
     check_growth(path)
@@ -44,7 +44,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         ) from None
     except Exception as error:  # the errors of the libraries have no common base class
         raise ConfigError(
-            f"{path} is no YAML ({one_line(error)}): restore it from a copy"
+            f"{path} is not YAML ({one_line(error)}): restore it from a copy"
         ) from None
     if not isinstance(plain, dict):
         raise ConfigError(f"{path} holds no configuration: restore it from a copy")
@@ -59,8 +59,8 @@ def check_growth(path: Path) -> None:
     parser's events show the size in advance, without recursion.
 
     Raises:
-        ConfigError: the file is no YAML, or too large.
-        ValueError: it is no regular file.
+        ConfigError: the file is not YAML, or too large.
+        ValueError: it is not a regular file.
     """
     check_regular(path)
     sizes: dict[str, int] = {}
@@ -92,7 +92,7 @@ def check_growth(path: Path) -> None:
                         "aliases expanded: expected a configuration"
                     )
     except (yaml.YAMLError, UnicodeError) as error:
-        raise ConfigError(f"{path} is no YAML ({one_line(error)})") from None
+        raise ConfigError(f"{path} is not YAML ({one_line(error)})") from None
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error})") from None
 

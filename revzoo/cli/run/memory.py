@@ -74,7 +74,7 @@ def with_plan(
                 "keep memory.bytes a third below a hard limit"
             )
     except Exception as error:  # a user's model may fail on fake tensors
-        # the user asked for a limit, so going on without one is no help
+        # the user asked for a limit, so continuing without one does not help
         if mode.bounded:
             raise
         log.info(

@@ -99,7 +99,7 @@ def split_jobs(overrides: Sequence[str], source: Source) -> tuple[list[list[str]
     """
     parsed = check_sweep(overrides, source)
     hydras = [str(o.input_line) for o in parsed if o.is_hydra_override()]
-    # a job is no multirun, and gets its folder from here
+    # a job is not a multirun, and gets its folder from here
     shared = [o for o in hydras if not o.lstrip("+").startswith(("hydra.mode=", "hydra.run."))]
     try:
         # max_batch_size=None: one batch with all jobs

@@ -42,7 +42,7 @@ def predict(
 
     Raises:
         CheckpointError: the network's output is NaN or Inf.
-        DataError: a path does not exist or is no image, or a folder has no images.
+        DataError: a path does not exist or is not an image, or a folder has no images.
     """
     # before the first image is read
     if image_size is None and restored.image_size is None:

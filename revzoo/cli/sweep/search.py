@@ -123,7 +123,7 @@ class Search:
             prune = curve.should_prune if curve is not None else None
             status = run_program(self.command(trial, run_dir), output=file, should_end=prune)
         if curve is not None:
-            # we stopped the run ourselves, so its status is no failure
+            # we stopped the run ourselves, so its status is not a failure
             if curve.pruned:
                 return self.end(trial, self.states.PRUNED)
             curve.report()  # values since the last poll: the median of later trials needs them

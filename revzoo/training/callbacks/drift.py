@@ -20,7 +20,7 @@ class DriftLogger(pl.Callback):
         every_n_steps: log at every n-th optimiser step.
 
     Raises:
-        ValueError: ``every_n_steps`` is no positive whole number.
+        ValueError: ``every_n_steps`` is not a positive whole number.
     """
 
     def __init__(self, *, every_n_steps: int = 100) -> None:

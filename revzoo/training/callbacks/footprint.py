@@ -72,7 +72,7 @@ class Footprint(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if not self._counted:
-            # counting is no training
+            # counting does not train
             self._pause(pl_module)
             # once: counting takes as long as a few steps, and later batches have the same shape
             self._counted = True

@@ -59,7 +59,7 @@ class PictureCallback(pl.Callback, ABC):
         every_n_epochs: epochs between two pictures.
 
     Raises:
-        ValueError: ``every_n_epochs`` is no positive whole number.
+        ValueError: ``every_n_epochs`` is not a positive whole number.
     """
 
     def __init__(self, *, every_n_epochs: int) -> None:
@@ -170,13 +170,12 @@ class Reconstructions(PictureCallback):
     Below each image are the inverse of its encoding and their absolute difference, brightened until
     its largest value is white. The error, also logged as scalar ``reconstruction/error``, is the
     largest difference divided by the largest value of the images. The images are first rounded to
-    multiples of 2**-14, which mode ``exact`` reconstructs bit for bit. Networks that lose
+    multiples of 2**-23, which mode ``exact`` reconstructs bit for bit. Networks that lose
     information have no pictures.
 
-    The last picture of a run that ends between two pictures shows the network at that time. After
-    a signal, this is a few steps past the validation, without averaging. Otherwise it is the
-    average if ``AveragedWeights`` comes first (``ORDER`` in
-    :mod:`revzoo.training.callbacks.registry`).
+    If a run ends between two pictures, its last picture shows the network at that time. After a
+    signal, this is a few steps past the validation, without averaging. Otherwise it is the average
+    if ``AveragedWeights`` comes first (``ORDER`` in :mod:`revzoo.training.callbacks.registry`).
 
     Args:
         count: number of images.

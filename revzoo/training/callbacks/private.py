@@ -267,7 +267,7 @@ def _check(trainer: pl.Trainer, data: Any) -> None:
         raise ValueError(
             f"callbacks.private with trainer.accumulate_grad_batches="
             f"{trainer.accumulate_grad_batches}: expected 1, since several batches drawn one by "
-            "one are no Poisson batch. Raise data.batch_size: memory=exact holds larger ones"
+            "one are not a Poisson batch. Raise data.batch_size: memory=exact holds larger ones"
         )
     if trainer.precision not in PRECISIONS:
         raise ValueError(

@@ -38,7 +38,7 @@ class Progress(ProgressBar):
 
     Args:
         refresh_rate: batches between two drawings; at most five drawings a second.
-        log_seconds: seconds between two log lines, if standard output is no terminal.
+        log_seconds: seconds between two log lines, if standard output is not a terminal.
     """
 
     def __init__(self, *, refresh_rate: int = 1, log_seconds: float = 30.0) -> None:

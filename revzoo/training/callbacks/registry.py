@@ -132,7 +132,7 @@ def register_callback(name: str, factory: Callable[..., pl.Callback]) -> None:
         >>> revzoo.register_callback("timer", timer)  # then: 'callbacks.timer={hours: 2}'
     """
     if name in CALLBACKS:
-        raise ValueError(f"callback {name!r} is registered already: choose another name")
+        raise ValueError(f"callback {name!r} is already registered: choose another name")
     CALLBACKS[name] = factory
 
 

@@ -49,8 +49,9 @@ class ReadsNorms(RestoresAfterFit, ChecksModel):
         every_n_steps: measure at every n-th optimiser step.
 
     Raises:
-        ValueError: ``every_n_steps`` is no positive whole number. When training starts: the model
-            has a batch normalisation, gradients are accumulated or scaled, or training is private.
+        ValueError: ``every_n_steps`` is not a positive whole number. When training starts: the
+            model has a batch normalisation, gradients are accumulated or scaled, or training is
+            private.
     """
 
     def __init__(self, *, every_n_steps: int) -> None:

@@ -189,8 +189,8 @@ def read_checkpoint(path: str | Path, *, map_location: Any = "cpu") -> dict[str,
         # the keys say what the file is instead
         got = sorted(map(str, state))[:8] if isinstance(state, dict) else type(state).__name__
         raise DamagedCheckpoint(
-            f"{path} is no checkpoint of a run: got {got}, expected a dictionary with state_dict; "
-            "give RUN_DIR/checkpoints/best.ckpt"
+            f"{path} is not a checkpoint of a run: got {got}, expected a dictionary with "
+            "state_dict; give RUN_DIR/checkpoints/best.ckpt"
         )
     return state
 
@@ -211,7 +211,7 @@ def load_tensors(
         strict: whether the names must be exactly ``module``'s.
 
     Raises:
-        CheckpointError: names or shapes do not fit, a value is no tensor, or a tensor has NaN or
+        CheckpointError: names or shapes do not fit, a value is not a tensor, or a tensor has NaN or
             Inf. ``module`` is unchanged.
     """
     # everything is checked before the first tensor changes

@@ -59,7 +59,7 @@ def check_model_options(options: Any) -> dict[str, Any]:
     """
     _check_options(options, "model")
     name = options.get("name")
-    # the table is the exact list of what may be built; a path is no name in it
+    # the table is the exact list of what may be built; a path is not a name in it
     if not isinstance(name, str) or name not in MODELS:
         raise _refused("model.name", f"got {name!r:.80}, expected one of list_models()")
     # keys such as checkpoint_path would read a file of the sender's choice

@@ -76,7 +76,7 @@ def restore(source: str | Path, *, bits: int | str | None = SAVED) -> Restored:
 
     Raises:
         ValueError: the network cannot have these bits.
-        CheckpointError: the file is damaged, is no checkpoint of a run, or has NaN or Inf.
+        CheckpointError: the file is damaged, is not a checkpoint of a run, or has NaN or Inf.
         WeightsError: there are no such weights, they are not valid, have NaN or Inf, or their entry
             lacks classes or normalisation.
     """

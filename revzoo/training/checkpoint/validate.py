@@ -184,7 +184,7 @@ def _wrong_optimizer(
         needed = {i: buffer for i, buffer in buffers.items() if i in saved["state"] or not partial}
         yield from differences(needed, saved["state"], f"{key}['state']")
     if more := [index for index in saved["state"] if index not in buffers]:
-        yield f"{key}['state'] has {more[0]!r}, which is no parameter of the model"
+        yield f"{key}['state'] has {more[0]!r}, which is not a parameter of the model"
     yield from not_finite(saved, key)
     yield from differences([schedule.state_dict()], state["lr_schedulers"], "lr_schedulers")
     yield from not_finite(state["lr_schedulers"], "lr_schedulers")

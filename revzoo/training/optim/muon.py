@@ -2,8 +2,8 @@
 
 A weight of shape (out, in, ...) counts as the matrix (out, rest). Muon replaces its momentum
 ``B = U S V^T`` by ``U V^T``, so all directions of a layer learn at the same speed. A few
-Newton-Schulz steps compute this with matrix products only. SGD with Nesterov momentum trains the
-other parameters in the same optimiser: norms and biases, which are not matrices, and the
+Newton-Schulz steps compute this with matrix products only. In the same optimiser, SGD with
+Nesterov momentum trains the other parameters: norms and biases, which are not matrices, and the
 classifier, whose rows are classes.
 
 Source: K. Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024,

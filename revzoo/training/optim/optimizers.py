@@ -146,7 +146,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
         >>> revzoo.register_optimizer("nadam", torch.optim.NAdam)  # then: optim.name=nadam
     """
     if name in OPTIMIZERS:
-        raise ValueError(f"optimiser {name!r} is registered already: choose another name")
+        raise ValueError(f"optimiser {name!r} is already registered: choose another name")
     OPTIMIZERS[name] = (groups, builder)
 
 

@@ -1,1 +1,1 @@
-"""Data: ``NAME.json`` for each set of weights that the package knows, some with the file itself."""
+"""Data: ``NAME.json`` for each set of weights that the package knows; some with the weights."""

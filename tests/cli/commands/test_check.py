@@ -39,7 +39,7 @@ def test_all_bad_images_are_listed(root: Path, capsys: pytest.CaptureFixture[str
 def test_faults_of_the_folders_are_listed(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (root / "test" / "a").mkdir(parents=True)
     with pytest.raises(
-        SystemExit, match="all 4 images can be read, but their folders are no data set"
+        SystemExit, match="all 4 images can be read, but their folders are not a data set"
     ):
         main(["check", "data", str(root), "--workers", "1"])
     assert "different classes" in capsys.readouterr().out

@@ -397,8 +397,8 @@ def test_a_folder_without_a_configuration_is_refused(
 def test_a_named_pipe_in_place_of_a_file_is_refused_at_once(name: str, tmp_path: Path) -> None:
     """Opening a FIFO waits for ever: ``--resume`` hung."""
     os.mkfifo(tmp_path / name)
-    assert f"{tmp_path / name} is no regular file" in refused(tmp_path)
-    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is no regular file")):
+    assert f"{tmp_path / name} is not a regular file" in refused(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(f"{tmp_path / name} is not a regular file")):
         check_unused(tmp_path)
 
 

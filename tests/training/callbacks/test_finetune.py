@@ -243,5 +243,5 @@ def test_wrong_epochs_and_parts_are_refused(unfreeze: Any, message: str) -> None
 
 
 def test_a_model_without_known_parts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"TinyNet is no ImageNetwork.*by hand"):
+    with pytest.raises(ValueError, match=r"TinyNet is not an ImageNetwork.*by hand"):
         trainer(tmp_path, callbacks=[Finetuning()]).fit(Classifier(TinyNet()), loader())

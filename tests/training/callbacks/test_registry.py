@@ -188,7 +188,7 @@ def test_a_registered_callback_is_selected_by_name(
     with pytest.raises(ValueError, match=r"confetti\.evry: .*did you mean 'every'"):
         build_callbacks({"confetti": {"evry": 2}}, run_dir=tmp_path)
     with pytest.raises(
-        ValueError, match="callback 'ema' is registered already: choose another name"
+        ValueError, match="callback 'ema' is already registered: choose another name"
     ):
         revzoo.register_callback("ema", confetti)
 

@@ -145,7 +145,7 @@ DAMAGES: list[tuple[Callable[[State], object], str]] = [
     (lambda s: optimizer(s)["param_groups"][0]["params"].reverse(), "lists other parameters"),
     (lambda s: optimizer(s)["state"].pop(1), r"\['state'\]\[1\] is missing"),
     (lambda s: optimizer(s)["state"][1].clear(), "momentum_buffer'] is missing"),
-    (lambda s: optimizer(s)["state"].update({999: {}}), "999, which is no parameter"),
+    (lambda s: optimizer(s)["state"].update({999: {}}), "999, which is not a parameter"),
     (lambda s: optimizer(s)["state"][0].update(momentum_buffer=torch.ones(3)), r"shape \[3\], ex"),
     (lambda s: momentum(s).fill_(float("nan")), "momentum_buffer'] has NaN"),
     (lambda s: s.update(lr_schedulers=[]), "lr_schedulers is a list of 0, expected a list of 1"),

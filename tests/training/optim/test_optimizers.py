@@ -202,7 +202,7 @@ def test_schedules_keep_the_ratio_of_rates(name: str) -> None:
 
 
 def test_rates_by_depth_need_a_model_whose_order_is_known() -> None:
-    with pytest.raises(ValueError, match=r"Sequential is no ImageNetwork.*create_model"):
+    with pytest.raises(ValueError, match=r"Sequential is not an ImageNetwork.*create_model"):
         build_optimizer(net(), OptimSpec(layer_decay=0.5))
 
 
@@ -215,7 +215,7 @@ def test_a_registered_optimiser_is_selected_by_name(monkeypatch: pytest.MonkeyPa
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.5, 0.0]
     assert [group["lr"] for group in optimizer.param_groups] == [0.01, 0.01]
     with pytest.raises(
-        ValueError, match="optimiser 'sgd' is registered already: choose another name"
+        ValueError, match="optimiser 'sgd' is already registered: choose another name"
     ):
         revzoo.register_optimizer("sgd", torch.optim.NAdam)
 
