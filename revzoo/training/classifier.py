@@ -33,7 +33,7 @@ from revzoo.training.callbacks.max_steps import LastStep
 from revzoo.training.checkpoint.files import CheckpointError, load_tensors, read_checkpoint
 from revzoo.training.checkpoint.hyperparameters import check_hyperparameters
 from revzoo.training.checkpoint.state import RunState
-from revzoo.training.lightning_compat import trainer_of
+from revzoo.training.lightning_compat import all_callbacks, data_of, trainer_of
 from revzoo.training.metrics import (
     EpochFigures,
     count_unrepeated,
@@ -184,7 +184,7 @@ class Classifier(pl.LightningModule):
         Raises:
             ValueError: they differ.
         """
-        classes = getattr(self.trainer.datamodule, "num_classes", None)  # type: ignore[attr-defined]
+        classes = getattr(data_of(self.trainer), "num_classes", None)
         # otherwise cross-entropy fails on a GPU without a message, or trains idle logits
         if isinstance(classes, int) and classes != class_count(self.model):
             raise ValueError(
@@ -194,7 +194,7 @@ class Classifier(pl.LightningModule):
 
     def on_train_start(self) -> None:
         """Describe the data to the network, so that :meth:`save_pretrained` can write them."""
-        data = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = data_of(self.trainer)
         self.learn_from(data.state_dict() if isinstance(data, ImageData) else None)
 
     def learn_from(self, data_state: Mapping[str, Any] | None) -> None:
@@ -251,7 +251,7 @@ class Classifier(pl.LightningModule):
         always = [EpochFigures(), FiniteLoss(), LastStep(), RunState()]
         if (trainer := trainer_of(self)) is not None:
             # an earlier fit left such callbacks; Lightning would log that it replaces them
-            types, present = {type(c) for c in always}, trainer.callbacks  # type: ignore[attr-defined]
+            types, present = {type(c) for c in always}, all_callbacks(trainer)
             trainer.callbacks = [c for c in present if type(c) not in types]  # type: ignore[attr-defined]
         return always
 

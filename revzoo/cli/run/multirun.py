@@ -23,7 +23,7 @@ from revzoo.cli.config.compose import CONFIGS, TRAIN, Source, check_sweep, compo
 from revzoo.cli.config.errors import USER_ERRORS, ConfigError, one_line
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.invocation import train_words
-from revzoo.cli.run.subprocess import run_program
+from revzoo.cli.run.child_process import run_program
 from revzoo.training.callbacks.graceful_stop import RunStopped
 from revzoo.training.distributed import started_together
 

@@ -17,9 +17,9 @@ from revzoo.cli.config.errors import ConfigError
 from revzoo.cli.config.overrides import quoted
 from revzoo.cli.config.yaml_files import CONFIG_FILE
 from revzoo.cli.invocation import train_words
+from revzoo.cli.run.child_process import run_program
 from revzoo.cli.run.lock import locked
-from revzoo.cli.run.subprocess import run_program
-from revzoo.cli.sweep.plan import Plan, load_optuna
+from revzoo.cli.sweep.plan import SweepPlan, load_optuna
 from revzoo.cli.sweep.results import (
     Curve,
     best_command,
@@ -47,7 +47,7 @@ class Search:
         ConfigError: the study in the folder is damaged.
     """
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: SweepPlan, folder: Path) -> None:
         self.plan, self.folder = plan, folder
         self.optuna = load_optuna()
         self.states = self.optuna.trial.TrialState

@@ -40,6 +40,7 @@ from pytorch_lightning.tuner.tuning import Tuner
 from revzoo._files import write_atomically
 from revzoo.data import ImageData
 from revzoo.training.classifier import Classifier
+from revzoo.training.lightning_compat import data_of
 from revzoo.training.process_memory import (
     free_bytes,
     give_back,
@@ -297,7 +298,7 @@ class _Guarded(Trial):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        data: Any = self.trainer.datamodule  # type: ignore[attr-defined]
+        data = data_of(self.trainer)
         self._limit.begin(data.batch_size)
 
     def on_train_end(self) -> None:

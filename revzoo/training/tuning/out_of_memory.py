@@ -20,11 +20,13 @@ from pytorch_lightning.trainer.states import RunningStage
 
 from revzoo._checks import UserError
 from revzoo.core.invertible import steps_in
-from revzoo.core.modes import DEVICE_MODES, set_memory
+from revzoo.core.modes import DEVICE_MODES
+from revzoo.core.set_memory import set_memory
 from revzoo.data import ImageData
 from revzoo.profiling.trace import trace_step, undisturbed
 from revzoo.profiling.twins import fake_twin, images_for
 from revzoo.training.classifier import Classifier, model_from
+from revzoo.training.lightning_compat import all_callbacks
 from revzoo.training.process_memory import free_bytes, give_back, peak_bytes
 
 FEW = (2, 3)  # images of the counted steps: batch normalisation needs two values
@@ -65,7 +67,7 @@ def memory_errors(
     """
     stages: list[RunningStage | None] = []  # the trainer resets it before the error arrives
     note = LambdaCallback(on_exception=lambda *_: stages.append(trainer.state.stage))
-    trainer.callbacks.append(note)  # type: ignore[attr-defined]
+    all_callbacks(trainer).append(note)
     try:
         yield
         return
@@ -75,7 +77,7 @@ def memory_errors(
         # before any advice: counting needs memory, too
         _drop_frames(error)
     finally:
-        trainer.callbacks.remove(note)  # type: ignore[attr-defined]
+        all_callbacks(trainer).remove(note)
     device = trainer.strategy.root_device
     # validations during a fit are evaluations
     if stages == [RunningStage.TRAINING]:

@@ -15,7 +15,7 @@ import yaml
 
 from revzoo.cli.invocation import command_line
 from revzoo.cli.main import main
-from revzoo.cli.run import subprocess as jobs
+from revzoo.cli.run import child_process as jobs
 from revzoo.cli.run.lock import locked
 from revzoo.cli.sweep import search as sweep
 
