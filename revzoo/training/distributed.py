@@ -55,7 +55,7 @@ def end_together(trainer: pl.Trainer, *, ask: bool, wait: float = 10.0) -> None:
 
     Args:
         trainer: of a run that has ended.
-        ask: send them SIGTERM, if only this process may know that the run ends.
+        ask: send them SIGTERM, since they may not know that the run ends.
         wait: seconds until they are killed.
     """
     started = started_processes(trainer)

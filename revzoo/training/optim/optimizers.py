@@ -66,7 +66,7 @@ class OptimSpec:
 
     def __post_init__(self) -> None:
         check_choice("optim.name", self.name, OPTIMIZERS)
-        # a rate that nothing uses is probably a mistake
+        # an unused rate is probably a mistake
         if (self.sgd_lr is not None) != (self.name == "muon"):
             raise ValueError(
                 f"optim.sgd_lr={self.sgd_lr} with optim.name={self.name}: expected a rate with "
@@ -184,7 +184,7 @@ def register_optimizer(name: str, builder: Build, *, groups: Divide = plain_grou
     """Add an optimiser, which ``optim.name=NAME`` selects.
 
     Args:
-        name: a name that no optimiser has.
+        name: a new name.
         builder: takes the parameter groups, returns the optimiser.
         groups: ``groups(weights, others, spec)``: the groups of the weights of convolutions and
             linear layers, and of the other parameters.

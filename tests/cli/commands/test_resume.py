@@ -183,7 +183,7 @@ def test_a_state_with_wrong_parts_is_damaged(
     before = files(stopped)
     message = refused(stopped)
     assert f"{last} is damaged (state_dict['model.fc.bias'] has NaN or infinity)" in message
-    assert f"so is the one before it: {previous} is damaged (global_step is 99" in message
+    assert f"the one before it, too: {previous} is damaged (global_step is 99" in message
     assert len(message.splitlines()) == 1
     assert files(stopped) == before
     previous.write_bytes(good)
