@@ -1,4 +1,4 @@
-"""How the user started revzoo, so that commands in messages and new processes start alike."""
+"""How the user started revzoo, so that messages and new processes use the same command."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ def _as_typed(name: str, path: str) -> str:
 
 
 def process_of(command: str) -> list[str]:
-    """The first words of a command line that runs ``command`` the way this process was started.
+    """The first words of a command line that runs ``command`` as this process was started.
 
     They repeat this process's ``--import``.
     """
-    script, path = _script(), str(Path(sys.argv[0]).absolute())  # it may start in another folder
+    script, path = _script(), str(Path(sys.argv[0]).absolute())  # the command may change folders
     if script == SCRIPT and command == "train":
         words = [sys.executable, path]
     elif script == "revzoo":

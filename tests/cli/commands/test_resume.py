@@ -277,7 +277,7 @@ def test_another_precision_makes_another_plan(
     before = config_of(stopped)["memory"]
     with caplog.at_level("INFO"):
         go_on(stopped, "precision=fp64", "--allow-precision-change")
-    assert "plans again, since the run has another precision" in caplog.text
+    assert "plans again, since the run has a different precision" in caplog.text
     after = config_of(stopped)["memory"]
     assert after["bytes"] == before["bytes"]
     assert after["plan"] != before["plan"]
